@@ -1,11 +1,15 @@
-"""Prompts and rewards, and tasks whose answers can be checked.
+"""Prompts, rewards, and tasks with checkable answers.
 
 prompts           prompts of a JSONL file or a Hugging Face dataset, tokenised once
-rewards           a reward function by import path: its signature and its result are checked
-rater             the reward service: many processes that rate completions, and what becomes of those that fail
-process           one of them as the run sees it
-keeper            its parent: holds it to its limits and kills all below it; isolation: Linux namespaces for both
-worker            the process that imports and calls the user's function; it and the keeper import no torch
-frames            the messages between run and worker, which cannot carry code
+rewards           loading and calling a reward function, with checks of its signature and result
+rater             the reward service: a pool of worker processes that rate completions
+process           a worker process as the run sees it; batch_size: requests sent to a worker at a time
+keeper            the worker's parent process: enforces limits and kills all processes below it (imports no torch)
+valve             the keeper's relay, which gives the worker one request at a time
+worker            the process that imports and calls the user's reward (imports no torch)
+isolation         Linux namespaces for keeper and worker
+memory            the memory that a group of processes takes; descendants: finding and killing a process's descendants
+frames            the messages between run and worker: JSON, which cannot carry code
+printed           the log of the output that rewards print
 sorting           the demo's task
 """

@@ -1,20 +1,20 @@
-"""How many completions a worker is given in one go: those that take no time many, all others one by one."""
+"""The number of completions that a worker is sent at a time: many for fast rewards, one for slow rewards."""
 
-MOST = 64  # in one go
-_AIM = 0.01  # seconds that they may take together
-_FIRST = 0.1  # a rating is thought to take, until some were seen
-_LONGEST = 1.0  # what took longer counts as much
-_WEIGHT = 0.1  # of one rating
+MOST = 64  # largest batch
+_AIM = 0.01  # target seconds per batch
+_FIRST = 0.1  # initial estimate of the seconds per rating
+_LONGEST = 1.0  # upper limit of a measurement, in seconds
+_WEIGHT = 0.1  # weight of one rating in the moving average
 
 
 class Pace:
-    """How long ratings take. Threads share it: what one of them misses does not matter."""
+    """A moving average of the seconds per rating. Threads share it without a lock: a lost update does not matter."""
 
     def __init__(self) -> None:
         self._usual = _FIRST
 
     def note(self, rated: int, seconds: float) -> None:
-        """Take note of ratings, and of the seconds that they took together."""
+        """Add ratings that took `seconds` together."""
         each = min(seconds / rated, _LONGEST)
         self._usual += (1 - (1 - _WEIGHT) ** rated) * (each - self._usual)
 

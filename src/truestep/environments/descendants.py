@@ -1,6 +1,6 @@
-"""Processes below a process: found in /proc, and ended whatever session or group they moved themselves to.
+"""Finding a process's descendants in /proc and killing them, even if they moved to other sessions or groups.
 
-Imports nothing of the rest. Where there is no /proc nothing is found, and what is left is the end of process groups.
+Imports no other module of truestep. Without /proc no descendants are found, and only process groups can be killed.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ _PAUSE = 0.002
 
 
 def children_of(pid: int) -> list[int]:
-    """Find the children of a process, those of all its threads."""
+    """Return the children of all threads of a process."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -26,7 +26,7 @@ def children_of(pid: int) -> list[int]:
 
 
 class Children:
-    """The children of a process of one thread, asked for often: the kernel's list of them is kept open."""
+    """The children of a single-threaded process. The kernel's list is kept open for frequent reads."""
 
     def __init__(self, pid: int):
         self._pid = pid
@@ -52,7 +52,7 @@ def _searched(parent: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Read a process's state from /proc, from its third field on: its name before may hold anything."""
+    """Return the fields of /proc/PID/stat after the process's name, which may contain any characters."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -61,7 +61,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def descendants(root: int) -> list[int]:
-    """Find the processes below `root` that have not ended."""
+    """Return the descendants of `root` that have not exited."""
     found, parents = [], [root]
     while parents:
         for child in children_of(parents.pop()):
@@ -75,13 +75,13 @@ def descendants(root: int) -> list[int]:
 
 
 def started(pid: int) -> str | None:
-    """Tell one process from a later one of the same number: by when it started."""
+    """Return a process's start time, which distinguishes it from a later process with the same PID."""
     fields = _stat(pid)
     return None if fields is None else fields[19]
 
 
 def reap() -> dict[int, int]:
-    """Take note of every child that has ended; give their statuses."""
+    """Reap all exited children, and return their statuses by PID."""
     statuses = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -90,10 +90,10 @@ def reap() -> dict[int, int]:
 
 
 def kill_below(root: int, patience: float = 5.0, spare: frozenset[int] = frozenset()) -> dict[int, int]:
-    """Kill everything below `root` until there is nothing left, but for `spare` and what is below that; give the
-    statuses of those that were children of this process.
+    """Kill all descendants of `root`, except `spare` and its descendants, until none are left.
 
-    A whole group dies at once, so that one which forks without end cannot outrun it.
+    Returns the statuses of this process's children that were reaped. Whole process groups are killed at once, so that a
+    process that keeps forking cannot outrun the loop.
     """
     statuses: dict[int, int] = {}
     own = os.getpgid(0)

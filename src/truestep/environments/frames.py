@@ -1,7 +1,7 @@
 """Frames: the messages between the run and the processes that call a user's reward. They cannot carry code.
 
-A frame is four bytes, the length of what follows, and a JSON object. Nothing longer than the reader's limit is kept,
-and whatever is no such frame is an error. Imports nothing of the rest, so that a process starts in no time.
+A frame is a JSON object after its length in four bytes. The receiver rejects frames above its limit and anything else.
+Imports no other module of truestep, so that processes start fast.
 """
 
 import json
@@ -12,27 +12,27 @@ import time
 from typing import Any
 
 HEADER = 4
-LARGEST_REQUEST = 2**28  # a prompt with its fields, and the completion
+LARGEST_REQUEST = 2**28  # bytes; a request has a prompt with its fields, and the completion
 LARGEST_ANSWER = 2**16
-_PORTION = 2**16
-# Taken when this module is first imported: code that replaces the functions of `json` later does not reach these.
+_PORTION = 2**16  # bytes per read
+# Bound at import, before a user's code can replace the functions of `json`.
 _dumps, _loads = json.dumps, json.loads
 
 
 class FrameError(Exception):
-    """Bytes that are no frame."""
+    """Bytes that are not a valid frame."""
 
 
 class EndOfFramesError(Exception):
-    """The other side is gone, or has closed the connection."""
+    """The other side has exited or closed the connection."""
 
 
 class LateError(Exception):
-    """Nothing whole came in time."""
+    """No complete frame before the deadline."""
 
 
 def encode(message: dict[str, Any], limit: int = LARGEST_REQUEST) -> bytes:
-    """Make a frame; a FrameError where it would be too long, and a TypeError where JSON has no such value."""
+    """Return a message as a frame. Raises FrameError if it is too long, TypeError if JSON cannot hold a value."""
     body = _dumps(message).encode()
     if len(body) > limit:
         raise FrameError(f"{len(body)} bytes; at most {limit} can be sent")
@@ -44,12 +44,12 @@ def framed(body: bytes) -> bytes:
 
 
 def length_of(data: bytes | bytearray) -> int | None:
-    """Give the length of the frame that data begins with, its header included; None where that is not known yet."""
+    """Return the length of the first frame in `data`, header included, or None if the header is incomplete."""
     return None if len(data) < HEADER else HEADER + int.from_bytes(data[:HEADER], "big")
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Read what stands in a frame."""
+    """Return the message in a frame's body."""
     try:
         message = _loads(body)
     except (ValueError, RecursionError) as error:
@@ -60,7 +60,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 class Frames:
-    """One end of a connection of frames, on a socket that this owns."""
+    """One end of a connection that carries frames. Owns its socket."""
 
     def __init__(self, connection: socket.socket, limit: int):
         self._connection, self._limit = connection, limit
@@ -74,14 +74,14 @@ class Frames:
         self._connection.close()
 
     def send(self, frame: bytes, deadline: float | None = None) -> None:
-        """Send a frame; the time of `deadline` is time.monotonic's."""
+        """Send a frame. `deadline` is a time of time.monotonic."""
         rest = self.send_some(memoryview(frame))
         while rest:
             self._wait(select.POLLOUT, deadline)
             rest = self.send_some(rest)
 
     def send_some(self, data: memoryview) -> memoryview:
-        """Send what can be sent without waiting; give the rest."""
+        """Send as many bytes as possible without waiting, and return the rest."""
         while data:
             try:
                 data = data[self._connection.send(data) :]
@@ -101,7 +101,7 @@ class Frames:
             self.fill()
 
     def fill(self) -> None:
-        """Read what has come, a portion of it at a time."""
+        """Read up to `_PORTION` available bytes into the buffer."""
         try:
             portion = self._connection.recv(_PORTION)
         except BlockingIOError:
@@ -113,12 +113,12 @@ class Frames:
         self._buffer += portion
 
     def take(self) -> dict[str, Any] | None:
-        """Take a whole frame out of what was read; None where there is none yet."""
+        """Remove a complete frame from the buffer and return its message, or None if there is none yet."""
         body = self.take_body()
         return None if body is None else decode(body)
 
     def take_body(self) -> bytes | None:
-        """Take a whole frame as it is."""
+        """Remove a complete frame from the buffer and return its undecoded body, or None if there is none yet."""
         end = length_of(self._buffer)
         if end is None:
             return None
@@ -131,7 +131,7 @@ class Frames:
         return body
 
     def silent(self) -> bool:
-        """True where nothing has come that was not taken, and the other side is there."""
+        """Return whether there is no unread data and the other side is connected."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         return not self._buffer and not poll.poll(0)
@@ -152,7 +152,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def from_descriptor(number: int, limit: int) -> Frames:
-    """Take over a descriptor: a copy that no other program inherits is kept, and the number itself is closed."""
+    """Return frames on a non-inheritable copy of a socket's descriptor, and close the original."""
     copy = os.dup(number)
     os.close(number)
     return Frames(socket.socket(fileno=copy), limit)

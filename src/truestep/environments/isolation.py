@@ -1,10 +1,10 @@
-"""Isolation of the processes that call rewards, by namespaces of Linux. Nothing needs to be installed for it.
+"""Isolation of the processes that call rewards, by Linux namespaces. Needs no installation.
 
-`enter` moves a keeper, and so all that it starts, to namespaces of its own: it sees its own processes alone, and all
-files read-only but for a directory in memory; System V memory and POSIX queues are its own and end with it. Its first
-process is the kernel's handle on all of them: they die with it. Imports nothing of the rest.
+`enter` moves a keeper and its descendants to new namespaces. There they see only their own processes, System V memory
+and POSIX queues, and a file system that is read-only except for a directory in memory. When the first process of the
+namespace dies, the kernel kills all others. Imports no other module of truestep.
 
-    python -P -m truestep.environments.isolation '{"memory": 1073741824, ...}'    tries it; says why it cannot be had
+    python -P -m truestep.environments.isolation '{"memory": 1073741824, ...}'    test: prints why isolation fails here
 """
 
 import contextlib
@@ -31,37 +31,44 @@ _HERE = -100  # AT_FDCWD
 _AT_RECURSIVE = 0x8000
 _DIES_WITH_PARENT, _DUMPABLE, _DROP_FROM_BOUND, _NO_NEW_PRIVILEGES = 1, 4, 24, 38
 _READ_ALL, _KILL, _SET_CAPABILITIES, _TRACE, _FILE_CAPABILITIES = 2, 5, 8, 19, 31  # capabilities
-# A worker keeps these, in its own namespace: the first for root, the second for namespaces inside (of a sandbox).
+# Capabilities that a worker keeps within its namespace: the first to read what root may read, the second to create
+# nested namespaces, as sandboxes do.
 _WORKERS = frozenset({_READ_ALL, _FILE_CAPABILITIES})
 _LANDLOCK_VERSION_WITH_SCOPES = 6
 _SCOPE_ABSTRACT_SOCKETS = 1
 
 NOBODY = 65534
 PRIVATE = "/dev/shm"
-"""A directory of the file system in memory that an isolated reward has to itself; `/tmp` is on the same one."""
+"""A directory of the private in-memory file system of an isolated reward; `/tmp` is on the same file system."""
 _TEMPORARY = ("/tmp", "/var/tmp")
-_SERVICES = ("/run", "/var/run")  # sockets of services, by which a process gets out: docker's, systemd's, a session's
+_SERVICES = ("/run", "/var/run")  # contain sockets through which a process could escape: docker, systemd, sessions
 _MOST_FILES = 100_000
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "kfd", "dri", "nvidia*")
 _ROOM = "/dev/.room"
 
 
 class IsolationError(Exception):
-    """The reason why processes cannot be isolated here."""
+    """An error that prevents isolation on this host; the message is the reason."""
 
 
 def room(
     memory: int, writable: Iterable[str] = (), network: bool = True, imported: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Describe what isolated processes get: bytes of memory for files, directories that they may write, a network, and
-    directories that they import from beside those of their path."""
+    """Return the settings of isolated processes, for `enter`.
+
+    `memory` limits the bytes of files in memory, `writable` are writable directories, `imported` are directories to
+    import from in addition to sys.path.
+    """
     places = [os.path.abspath(path) for path in writable]
     return {"memory": memory, "writable": places, "network": network, "imported": list(imported)}
 
 
 def enter(room: dict[str, Any]) -> None:
-    """Isolate this process, which must have one thread. It returns in a child, the first process of the namespaces;
-    this process waits for it, and dies and kills with it."""
+    """Isolate this process, which must have one thread.
+
+    Returns in a child, the first process of the new namespaces. The calling process only waits: it exits when the child
+    does, and kills the child when the run is gone.
+    """
     if sys.platform != "linux":
         raise IsolationError("it needs Linux")
     try:
@@ -83,12 +90,12 @@ def enter(room: dict[str, Any]) -> None:
     except OSError as error:
         place = "" if error.filename is None else f"{error.filename}: "
         raise IsolationError(f"{place}{error.strerror}") from error
-    except AttributeError as error:  # a system or a C library without a function
+    except AttributeError as error:  # a function is missing in the system or the C library
         raise IsolationError(str(error)) from error
 
 
 def limit_worker(isolated: bool) -> None:
-    """Take from this process, and from all that it starts, what its keeper may do beyond it."""
+    """Drop the capabilities that only the keeper needs, for this process and its descendants, and undo `hide`."""
     if isolated:
         drop_capabilities(_WORKERS)
     if sys.platform == "linux":
@@ -96,7 +103,7 @@ def limit_worker(isolated: bool) -> None:
 
 
 def hide() -> None:
-    """Keep other processes of this user from this one's memory, descriptors and environment."""
+    """Prevent other processes of this user from reading this process's memory, descriptors and environment."""
     if sys.platform == "linux":
         _libc.prctl(_DUMPABLE, 0, 0, 0, 0)
 
@@ -112,9 +119,9 @@ def _checked(result: int, what: str) -> int:
 
 
 def _leave_namespaces(network: bool) -> None:
-    """Move to new namespaces; processes that are started from now on are in the new one of processes."""
+    """Move to new namespaces. Processes started after this are in the new PID namespace."""
     waits, goes = os.pipe()
-    helper = os.fork()  # outside: where root makes the namespace, only from there several users can be mapped into it
+    helper = os.fork()  # stays outside: only from there can several users be mapped into the namespace
     if helper == 0:
         code = 1
         try:
@@ -136,15 +143,18 @@ def _leave_namespaces(network: bool) -> None:
         number = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
     if number:
         raise OSError(number, f"the users of a new namespace: {os.strerror(number)}")
-    if os.getuid() == NOBODY:  # as root looks from inside
+    if os.getuid() == NOBODY:  # the host's root, as mapped into the namespace
         os.setgroups([])
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
 
 
 def _map_users(process: int) -> None:
-    """Map users into a process's namespace. Root of the machine changes places with nobody: what root alone may write
-    is then out of reach, as is the kernel's own switchboard in /proc, and what root may read can still be read."""
+    """Map users into a process's user namespace.
+
+    If the run is root, root and nobody are swapped: the process cannot write root's files or the kernel's settings in
+    /proc, but can still read what root may read.
+    """
     whole = open("/proc/self/uid_map", encoding="ascii").read().split() == ["0", "0", str(2**32 - 1)]  # noqa: SIM115
     folder = f"/proc/{process}"
     if os.getuid() == 0 and whole:
@@ -161,7 +171,7 @@ def _map_users(process: int) -> None:
 
 
 def _stand_by(run: int, child: int) -> NoReturn:
-    """Wait until the run or the child is gone, and end the child with all that is in its namespace."""
+    """Wait until the run or the child exits, then kill the child, and with it all processes of its namespace."""
     process = os.pidfd_open(child)
     low, high = sorted((run, process))
     os.closerange(0, low)
@@ -197,7 +207,7 @@ def _set_attributes(path: str, add: int, clear: int, what: str) -> None:
 
 
 def _lay_out(room: dict[str, Any]) -> None:
-    """Make the view of the file system: all read-only, but for a new one in memory and what may be written."""
+    """Mount the isolated view: everything read-only, except an in-memory file system and the writable directories."""
     home = os.getcwd()
     kept = _opened(filter(os.path.exists, _needed(home, room["imported"])))
     writable = _opened(room["writable"])
@@ -229,14 +239,14 @@ def _opened(paths: Iterable[str]) -> dict[str, int]:
 
 
 def _needed(home: str, imported: list[str]) -> set[str]:
-    """Collect what a reward is imported and run from, which may lie in places that are hidden else."""
+    """Return the paths that a reward is imported and run from. They stay visible inside hidden directories."""
     listed = [*sys.path, *os.environ.get("PATH", "").split(":"), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     own = [home, *imported, sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
     return {os.path.realpath(path) for path in [*listed, *own, "/etc/resolv.conf"] if os.path.isabs(path)}
 
 
 def _hide_places() -> list[str]:
-    """Put empty directories over those that all programs write to, or where services listen; give their names."""
+    """Mount empty directories over temporary directories and directories of service sockets. Returns their paths."""
     temporary = [*_TEMPORARY, *(os.environ.get(name, "") for name in ("TMPDIR", "TMP", "TEMP"))]
     found = {os.path.realpath(place): 0o1777 for place in temporary if os.path.isdir(place)}
     found |= {os.path.realpath(place): 0o755 for place in _SERVICES if os.path.isdir(place)}
@@ -255,8 +265,10 @@ def _hide_places() -> list[str]:
 
 
 def _open_ways(paths: Iterable[str]) -> None:
-    """Show each closed directory on the way to a path as an open one with the same entries: in namespaces inside, as a
-    sandbox makes them, nobody has the rights of root, whose home may hold Python itself."""
+    """Replace inaccessible parent directories of paths by accessible ones with the same entries.
+
+    A nested namespace, such as a sandbox's, lacks root's rights, but may need Python from root's home directory.
+    """
     outer = {path[:end] for path in paths for end in range(1, len(path)) if path[end] == "/"}
     for number, place in enumerate(sorted(place for place in outer if not os.stat(place).st_mode & stat.S_IXOTH)):
         names = list(os.scandir(place))
@@ -284,7 +296,7 @@ def _make_target(path: str, descriptor: int) -> None:
 
 
 def _make_devices(devices: dict[str, int]) -> None:
-    """Fill /dev with what programs need, and the GPUs: no disk, no terminal, no log."""
+    """Fill /dev with the devices that programs need and the GPUs, but no disks, terminals or logs."""
     for path, descriptor in devices.items():
         _make_target(path, descriptor)
         _bind(descriptor, path)
@@ -297,13 +309,13 @@ def _make_devices(devices: dict[str, int]) -> None:
         os.symlink(f"/proc/self/{target}", f"/dev/{name}")
 
 
-# ---- rights
+# ---- privileges
 
 
 def _scope() -> None:
-    """Take a new keyring, and where the kernel can, leave the abstract sockets of others alone."""
+    """Join a new keyring, disable privilege escalation, and block abstract sockets of other processes if possible."""
     if (number := _SYS_KEYCTL.get(os.uname().machine)) is not None:
-        _libc.syscall(ctypes.c_long(number), 1, None)  # a session's keyring of its own
+        _libc.syscall(ctypes.c_long(number), 1, None)  # join a new session keyring
     _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no new privileges")
     if has_scopes():
         attributes = struct.pack("3Q", 0, 0, _SCOPE_ABSTRACT_SOCKETS)
@@ -314,13 +326,13 @@ def _scope() -> None:
 
 
 def has_scopes() -> bool:
-    """Tell whether the kernel can keep a process from abstract sockets (Landlock of Linux 6.12)."""
+    """Return whether the kernel can block abstract sockets (Landlock since Linux 6.12)."""
     version: int = _libc.syscall(ctypes.c_long(_SYS_LANDLOCK_CREATE), None, ctypes.c_size_t(0), 1)
     return version >= _LANDLOCK_VERSION_WITH_SCOPES
 
 
 def drop_capabilities(spare: frozenset[int]) -> None:
-    """Give up capabilities, here and in programs that are started from here."""
+    """Drop all capabilities except `spare`, for this process and the programs it starts."""
     for number in range(64):
         if number not in spare:
             _libc.prctl(_DROP_FROM_BOUND, number, 0, 0, 0)

@@ -1,12 +1,12 @@
-"""The process between the run and a worker: it starts the worker, holds it to its limits, and ends all that is left.
+"""The process between the run and a worker: it starts the worker, enforces its limits, and kills all its descendants.
 
-A reward may start processes, and these may move to sessions of their own or outlive their parents. The keeper adopts
-whatever loses its parent below it, so nothing gets out of its sight: when the run asks, when the worker ends, or when
-the run is gone, however that ended, everything below the keeper is killed. It never runs a user's code itself. Where
-the run asks for it, the keeper is the first process of namespaces (`isolation`), which end with it.
+A reward may start processes that move to other sessions or outlive their parents. The keeper adopts orphaned
+descendants (PR_SET_CHILD_SUBREAPER). It kills all its descendants when the run asks, when the worker exits, or when the
+run is gone. It never runs a user's code itself. If the worker is isolated, the keeper is the first process of the
+namespaces (`isolation`), which end with it.
 
-    python -P -m truestep.environments.keeper     its standard input: frames from and to the run
-                                                  its standard output: requests from the run, and the answers to them
+    python -P -m truestep.environments.keeper     stdin: a socket for control frames from and to the run
+                                                  stdout: a socket for requests from the run, and their answers
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from truestep.environments.descendants import Children, descendants, kill_below,
 from truestep.environments.memory import takes_more
 from truestep.environments.valve import Valve
 
-MOST_PROCESSES = 256  # below a keeper
+MOST_PROCESSES = 256  # limit of a keeper's descendants
 _ADOPTS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
-_TICK = 0.1  # seconds between looks at the limits
-_KEPT_OUTPUT = 2000  # bytes of what a reward printed last
+_TICK = 0.1  # seconds between checks of the limits
+_KEPT_OUTPUT = 2000  # last bytes of a reward's output that are kept
 
 
 def main() -> None:
-    null = os.open(os.devnull, os.O_RDWR)  # first, while none of the three below is free
+    null = os.open(os.devnull, os.O_RDWR)  # opened first, so that it does not get descriptor 0, 1 or 2
     channel = os.dup(1)
     control = frames.from_descriptor(0, frames.LARGEST_REQUEST)
     os.dup2(null, 0)
@@ -47,8 +47,8 @@ def main() -> None:
         control.send(frames.encode({"ended": None, "breach": f"the reward could not be isolated: {error}"}))
         return
     isolation.hide()
-    run = os.getppid()  # of an isolated keeper it is outside, and ends it
-    with contextlib.suppress(OSError, AttributeError):  # only Linux can
+    run = os.getppid()  # 0 for an isolated keeper, whose parent is outside its PID namespace and kills it
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_ADOPTS_ORPHANS, 1)
     output, printed = os.pipe()
     ours, theirs = frames.connected()
@@ -61,7 +61,7 @@ def main() -> None:
         os.dup2(printed, 2)
         for number in (output, printed, null):
             os.close(number)
-        from truestep.environments.worker import work  # the keeper itself needs nothing of it
+        from truestep.environments.worker import work  # imported late: only the worker needs it
 
         work(theirs.detach(), keeper, start)
     theirs.close()
@@ -73,12 +73,14 @@ def main() -> None:
 
 class _Limits:
     def __init__(self, memory: int, private: str | None):
-        """Take bytes of memory, and where files in memory lie that are the worker's alone."""
+        """`memory` is in bytes; `private` is the worker's own in-memory file system, or None if it is not isolated."""
         self.memory, self.private = memory, private
 
     def breach(self, started: bool) -> str | None:
-        """Name the limit that the processes below break together; each has limits of its own as well. Until the worker
-        has `started`, it can be as hidden as the keeper that it was forked from."""
+        """Return the limit that all descendants together exceed, as a message, or None.
+
+        Before the worker has `started`, it may still be hidden, like the keeper that it was forked from.
+        """
         below = descendants(os.getpid())
         if len(below) > MOST_PROCESSES:
             return f"the reward started more than {MOST_PROCESSES} processes"
@@ -104,13 +106,13 @@ class _Keeper:
         self._run, self._worker, self._control, self._output, self._limits = run, worker, control, output, limits
         self._valve = Valve(channel, connection, self._end_orphans, self._say_with_output)
         self._children = Children(os.getpid())
-        self._printed, self._new = b"", b""  # last, and since the run was told of it
-        self._status: int | None = None  # how the worker ended
+        self._printed, self._new = b"", b""  # the last output, and the output not yet sent to the run
+        self._status: int | None = None  # wait status of the worker, once it has exited
         os.set_blocking(output, False)
 
     def keep(self) -> None:
-        """Keep the worker until it ends, breaks a limit, or is no longer wanted."""
-        if self._limits.private is None:  # else its number means nothing to the run, and nobody can end its keeper
+        """Serve until the worker exits or exceeds a limit, or the run asks for the end or is gone."""
+        if self._limits.private is None:  # in another PID namespace the PID would mean nothing to the run
             self._say({"worker": self._worker})
         woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
@@ -138,7 +140,7 @@ class _Keeper:
         self._end(breach)
 
     def _hear(self) -> bool:
-        """Do what the run asks; False where it asks for the end, or is gone."""
+        """Read control messages of the run. Returns False if the run asks for the end or is gone."""
         try:
             self._control.fill()
             while (message := self._control.take()) is not None:
@@ -149,7 +151,7 @@ class _Keeper:
         return True
 
     def _end_orphans(self) -> None:
-        """End what a completion that was rated left behind without a parent."""
+        """Kill orphaned processes that the code of a rated completion left behind."""
         if not set(self._children.now()) <= {self._worker}:
             ended = kill_below(os.getpid(), spare=frozenset({self._worker}))
             self._status = ended.get(self._worker, self._status)
@@ -164,7 +166,7 @@ class _Keeper:
         return bool(portion)
 
     def _say_with_output(self, message: dict[str, Any]) -> None:
-        """Say something of the worker's, and what that printed: the end of it, where it is much."""
+        """Send a message to the run, with the last bytes of new output of the worker."""
         self._read_output()
         printed, self._new = self._new, b""
         self._say({**message, "new": printed.decode(errors="replace")} if printed else message)

@@ -1,18 +1,21 @@
-"""The memory that processes take together, also what lies in no process: in files of a file system in memory, in
-System V segments and in memory that a descriptor alone keeps. Imports nothing of the rest."""
+"""The memory that a group of processes takes together.
+
+This includes memory outside of any process: files of in-memory file systems, System V segments, and memfd files that
+are only held by a descriptor. Imports no other module of truestep.
+"""
 
 import contextlib
 import os
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_BLOCK = 512  # bytes, of st_blocks
+_BLOCK = 512  # unit of st_blocks in bytes
 
 
 def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
-    """Tell whether processes take more than `limit` bytes; `private` is a file system in memory that is theirs alone.
+    """Return whether processes take more than `limit` bytes. `private` is their own in-memory file system, if any.
 
-    What several processes share is counted once. It costs more to ask, and is asked where the simple sum is too large.
-    A PermissionError means that a process of the private namespaces forbids to look: no program does so by chance.
+    Shared memory counts once. That costs more to measure, so it is done only if the plain sum exceeds the limit. A
+    PermissionError means that a process of the private namespaces hides itself, which no program does by chance.
     """
     outside = _in_descriptors(pids, private is not None) + (
         _in_files(private) + _in_segments() if private is not None else 0
@@ -23,7 +26,7 @@ def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
     for pid in pids:
         of_own, of_shared = _proportional(pid)
         own, shared = own + of_own, shared + of_shared
-    # A mapped file is in both: what is mapped counts, or what exists, whichever is more.
+    # Mapped files are in both `shared` and `outside`, so the larger of the two counts.
     return own + max(shared, outside) > limit
 
 
@@ -34,18 +37,18 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> tuple[int, int]:
-    """Give a process's share of its memory, in bytes: what is of processes, and what is of files in memory."""
+    """Return a process's proportional share of memory in bytes: (process memory, files in memory)."""
     counted = {}
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         counted = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file if line.startswith("Pss")}
-    if "Pss" not in counted:  # a process may forbid others to look, and is counted in full
+    if "Pss" not in counted:  # a process that hides itself is counted in full
         return _resident(pid), 0
     shared = counted.get("Pss_Shmem", 0)
     return counted["Pss"] - shared, shared
 
 
 def _in_descriptors(pids: list[int], all_can_be_seen: bool) -> int:
-    """Count what lies in files that have no name (memfd_create), each once."""
+    """Return the bytes of open memfd files, each counted once."""
     found = {}
     for pid in pids:
         try:
@@ -55,7 +58,7 @@ def _in_descriptors(pids: list[int], all_can_be_seen: bool) -> int:
                     if os.readlink(file).startswith("/memfd:"):
                         status = os.stat(file)
                         found[status.st_dev, status.st_ino] = status.st_blocks * _BLOCK
-        except OSError as error:  # it has ended, or forbids to look
+        except OSError as error:  # the process has exited or hides itself
             if all_can_be_seen and isinstance(error, PermissionError):
                 raise
     return sum(found.values())
@@ -67,7 +70,7 @@ def _in_files(folder: str) -> int:
 
 
 def _in_segments() -> int:
-    """Count the System V segments of this process's namespace."""
+    """Return the resident bytes of the System V segments in this process's namespace."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/sysvipc/shm", encoding="ascii") as file:
         place = file.readline().split().index("rss")
         return sum(int(line.split()[place]) for line in file)

@@ -1,4 +1,4 @@
-"""The end of what rewards print, kept in a file of the run's directory."""
+"""The log of the last output that rewards print, a file in the run's directory."""
 
 import contextlib
 import threading
@@ -12,15 +12,15 @@ _LONGEST_LINE = 500
 
 
 class PrintedLog:
-    """A file of what rewards printed last, without control characters; the oldest lines leave it when it is full."""
+    """A log file of rewards' output, without control characters. When it is full, the oldest lines are removed."""
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None):
-        """Take the file, and whom to tell of it when a reward prints for the first time."""
+        """`say` is called with a note about the file when a reward first prints."""
         self._path, self._say = path, say
         self._lock = threading.Lock()
 
     def add(self, worker: str, text: str) -> None:
-        """Keep what a worker printed. A file that cannot be written is no reason to end a run."""
+        """Append a worker's output. Errors of the file are ignored, so that they do not end the run."""
         lines = "".join(f"{worker}: {printable(line, _LONGEST_LINE)}\n" for line in text.splitlines() if line.strip())
         if not lines:
             return

@@ -1,4 +1,4 @@
-"""A worker as the run sees it: started with its keeper, asked for rewards, and ended with all below it."""
+"""A worker process as the run sees it: starting it with its keeper, requesting ratings, and ending its process tree."""
 
 import contextlib
 import json
@@ -24,11 +24,11 @@ from truestep.process import progress
 from truestep.text import printable
 from truestep.types import LARGEST_REWARD
 
-# Starting a process and importing the user's module is not the reward's own time.
+# Limit for starting the process and importing the user's module, which does not count as the reward's time.
 _START_SECONDS = 180.0
 _END_SECONDS = 6.0
-_HEALTHY_SECONDS = 0.2  # a reward that takes longer is waited for again, and the run says that it goes on
-# What a process needs to find its programs, files and language. Nothing here is a secret; see `reward_environment`.
+_HEALTHY_SECONDS = 0.2  # longest single wait; each wait is reported as progress, so that the run is not seen as stalled
+# Variables that a process needs to find programs, files and its language. None is secret; see `reward_environment`.
 _PASSED_ON = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TMP", "TEMP"),
@@ -41,11 +41,11 @@ _PASSED_ON = frozenset(
 
 
 class LostError(Exception):
-    """The worker is gone or was given up, and says no more. The message says why."""
+    """A worker that has exited or was given up. The message is the reason."""
 
 
 class LateRewardError(LostError):
-    """The worker took longer than its completion may take."""
+    """A worker that exceeded the time limit of a completion."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class _Asked:
 class WorkerOptions:
     reward: str  # package.module:function
     timeout: float  # seconds for one completion
-    memory: int  # bytes, for the worker and all below it
-    environment: tuple[str, ...] = ()  # variables that are passed on beside the usual ones
-    section: str = "sampler"  # of the configuration, for messages
+    memory: int  # bytes, for the worker and its descendants
+    environment: tuple[str, ...] = ()  # names of variables to pass on, in addition to `_PASSED_ON`
+    section: str = "sampler"  # section of the configuration, for messages
     isolation: Literal["auto", "require", "off"] = "auto"
     writable: tuple[str, ...] = ()  # directories
     network: bool = True
 
     @property
     def room(self) -> dict[str, Any] | None:
-        """Describe what an isolated worker gets; None: it is not isolated."""
+        """The settings of an isolated worker, or None if it is not isolated."""
         if self.isolation == "off" or (self.isolation == "auto" and isolation_refused() is not None):
             return None
         return isolation.room(self.memory, self.writable, self.network, user_directories())
@@ -76,7 +76,7 @@ class WorkerOptions:
 
 @cache
 def isolation_refused() -> str | None:
-    """Try isolation once, in a process of its own; say why it cannot be had here, or None where it can."""
+    """Try isolation once in a subprocess. Returns the reason why it fails, or None if it works."""
     command = [sys.executable, "-P", "-m", "truestep.environments.isolation", json.dumps(isolation.room(2**20))]
     try:
         tried = subprocess.run(command, env=worker_environment(()), capture_output=True, text=True, timeout=60)
@@ -87,19 +87,19 @@ def isolation_refused() -> str | None:
 
 
 def worker_environment(wanted: Sequence[str]) -> dict[str, str]:
-    """Choose the environment of a worker, in which no key or password of the run's own stands."""
+    """Return the environment of a worker: only known variables and the `wanted` ones, so no keys or passwords."""
     chosen = {
         name: value
         for name, value in os.environ.items()
         if name in _PASSED_ON or name.startswith("LC_") or name in wanted
     }
-    # What is found here is found there. The order of a set of words is then the same in every worker and every run.
+    # The worker gets this process's sys.path, and a fixed hash seed for the same order of sets in every run.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {"PYTHONHASHSEED": "0", **chosen, "PYTHONPATH": path}
 
 
 def fit(value: Rating) -> Rating:
-    """Pass a reward on; a RewardError where advantages cannot be made of it."""
+    """Return a rating, or raise RewardError if it is too large or NaN for advantages in float32."""
     for number in (float(value), *value.parts.values()):
         if not abs(number) <= LARGEST_REWARD:
             raise RewardError(f"the reward returned {number}; at most {LARGEST_REWARD:g} in size is a reward")
@@ -107,28 +107,29 @@ def fit(value: Rating) -> Rating:
 
 
 def _lines(traceback: Any) -> str | None:
-    """Read a traceback, as which a reward may have sent anything."""
+    """Return a traceback sent by a worker as printable text, or None if it is not text."""
     if not isinstance(traceback, str):
         return None
     return "\n".join(printable(line, 300) for line in traceback[-LONGEST_TRACEBACK:].splitlines())
 
 
 class Worker:
-    """One process that rates, and its keeper. A LostError from any method is the end of both."""
+    """A worker process and its keeper. After a LostError of any method both are unusable."""
 
     def __init__(self, options: WorkerOptions, pace: Pace | None = None, printed: Callable[[str], None] | None = None):
-        """Take the pace that workers share, and whom to give what the reward prints."""
+        """`pace` is shared by all workers; `printed` is called with the reward's output."""
         self._options, self._pace, self._print = options, pace or Pace(), printed
         self.num_rated = 0
         self._number = 0
-        self._worker: tuple[int, str | None] | None = None  # its process, and when that started
-        self._ended: dict[str, Any] | None = None  # what the keeper said last
-        self._returned: list[tuple[int, int]] = []  # first and last of requests that the worker was not given
+        self._worker: tuple[int, str | None] | None = None  # PID and start time
+        self._ended: dict[str, Any] | None = None  # the keeper's last message
+        self._returned: list[tuple[int, int]] = []  # (first, last) number of requests that the worker did not get
         control, kept = frames.connected()
         channel, works = frames.connected()
         self._control, self._channel = (frames.Frames(end, frames.LARGEST_ANSWER) for end in (control, channel))
         try:
-            # Not forked from the trainer, whose threads and GPU do not survive it. Nothing is in its arguments.
+            # A new program, since the trainer's threads and CUDA state do not survive a fork. Settings are sent over
+            # the socket and not as arguments.
             self._keeper = subprocess.Popen(
                 [sys.executable, "-P", "-m", "truestep.environments.keeper"],
                 stdin=kept.fileno(),
@@ -146,7 +147,7 @@ class Worker:
             works.close()
 
     def start(self, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
-        """Wait until the reward is imported; a RewardError says why it cannot be."""
+        """Wait until the reward is imported. Raises RewardError if the import fails."""
         nonce = secrets.token_hex(16)
         deadline = time.monotonic() + _START_SECONDS
         start: dict[str, Any] = {"reward": self._options.reward, "memory": self._options.memory, "nonce": nonce}
@@ -165,10 +166,11 @@ class Worker:
             ) from None
 
     def rate(self, requests: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Rating | Exception | None]]:
-        """Have completions rated, one after another; give each one's number among them with its reward as it comes, or
-        with the exception that says why it has none. None: it was not begun, since one before it takes long.
+        """Rate completions one after another. Yields (index of the request, rating or exception) as answers come.
 
-        A LostError is of the first that was not given yet; those behind it were not begun either."""
+        None instead of a rating means that the request was not begun because an earlier one is slow. A LostError
+        belongs to the first request without an answer; later requests were not begun.
+        """
         asked: deque[_Asked] = deque()
         sent = bytearray()
         for index, request in enumerate(requests):
@@ -177,7 +179,7 @@ class Worker:
                 sent += frames.encode({"number": question.number, "nonce": question.nonce, **request})
             except frames.FrameError as error:
                 yield index, RewardError(f"the prompt and its completion are too long for a reward: {error}")
-            except (TypeError, ValueError, RecursionError) as error:  # a field that JSON does not have
+            except (TypeError, ValueError, RecursionError) as error:  # a field that JSON cannot hold
                 yield index, error
             else:
                 self._number += 1
@@ -193,7 +195,7 @@ class Worker:
             raise LostError(f"the reward wrote to the connection that carries rewards: {error}") from None
 
     def _answers(self, asked: deque["_Asked"], unsent: memoryview) -> Iterator[tuple[int, Rating | Exception | None]]:
-        """Send what is asked and take the answers, each of which has the whole time of a completion."""
+        """Send requests and yield their answers. The time limit starts anew with each answer."""
         deadline = time.monotonic() + self._options.timeout
         while asked:
             unsent = self._channel.send_some(unsent)
@@ -212,7 +214,7 @@ class Worker:
             yield asked.popleft().index, value
 
     def usable(self) -> bool:
-        """True where the worker waits for a completion: it has said nothing out of turn, and is there."""
+        """Return whether the worker is alive and idle, without unexpected messages."""
         try:
             self._hear()
             return self._ended is None and self._channel.silent()
@@ -220,13 +222,13 @@ class Worker:
             return False
 
     def _answer(self, nonce: str, deadline: float) -> Rating:
-        """Wait for the answer to the request of this number and nonce. Anything else in its place is an error."""
+        """Wait for the answer to the current request. Raises FrameError for an answer with another number or nonce."""
         while (answer := self._take_or_wait(deadline)) is None:
             pass
         return self._read(answer, self._number, nonce)
 
     def _take_or_wait(self, deadline: float, sends: bool = False) -> dict[str, Any] | None:
-        """Take an answer that has come, or else wait until something comes or, if it `sends`, can be sent."""
+        """Return an answer, or None after a wait for input or, with `sends`, for room to send."""
         if (answer := self._channel.take()) is not None:
             return answer
         if self._ended is not None:
@@ -238,7 +240,7 @@ class Worker:
         poll.register(self._channel, select.POLLIN | (select.POLLOUT if sends else 0))
         poll.register(self._control, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(min(left, _HEALTHY_SECONDS) * 1000 + 1)}
-        progress.made("waits for rewards")  # each has an end of its own: no run stands still for it
+        progress.made("waits for rewards")  # every request has a deadline, so waiting is not a stall
         if self._control.fileno() in ready:
             self._hear()
         self._channel.fill()
@@ -259,7 +261,7 @@ class Worker:
         return Rating.of(value, parts)
 
     def _hear(self) -> None:
-        """Take note of what the keeper has said."""
+        """Read and apply the keeper's messages."""
         self._control.fill()
         while (message := self._control.take()) is not None:
             if self._print is not None and isinstance(printed := message.get("new"), str):
@@ -275,7 +277,7 @@ class Worker:
                 self._worker = number, started(number)
 
     def _lost(self, what: str) -> LostError:
-        """Word the end of a worker: its limits, its exit code and what it printed last."""
+        """End the worker, and return the error with the exceeded limit, or with the exit code and last output."""
         self.end()
         ended = self._ended or {}
         if isinstance(breach := ended.get("breach"), str):
@@ -289,12 +291,12 @@ class Worker:
         return f" ({self._options.section}.reward_memory)" if "GiB of memory" in breach else ""
 
     def ask_to_end(self) -> None:
-        """Tell the keeper to end everything; any thread may."""
+        """Tell the keeper to end the worker. May be called from any thread."""
         with contextlib.suppress(frames.EndOfFramesError, frames.LateError):
             self._control.send(frames.encode({"end": True}), time.monotonic() + 1.0)
 
     def end(self) -> None:
-        """End the worker, its keeper and everything below it; return when they are gone."""
+        """End the worker, its keeper and all descendants, and wait until they are gone."""
         if self._keeper.returncode is not None:
             return
         self.ask_to_end()
@@ -314,7 +316,7 @@ class Worker:
             self._keeper.kill()
             self._keeper.wait()
 
-    _complaint = ""  # what the interpreter itself wrote where the keeper could not be started
+    _complaint = ""  # stderr of the keeper, such as the interpreter's error if it could not start
 
     def _wait_for_keeper(self, deadline: float) -> None:
         left = deadline - time.monotonic()
@@ -325,13 +327,13 @@ class Worker:
         poll.poll(left * 1000 + 1)
 
     def _end_without_keeper(self) -> None:
-        """End what the keeper cannot: a reward may have stopped or killed it."""
+        """Kill the keeper, its descendants and the worker. A reward may have stopped or killed the keeper."""
         if self._keeper.poll() is None:
             kill_below(self._keeper.pid)
             self._keeper.kill()
         if self._worker is not None and started(self._worker[0]) == self._worker[1] is not None:
             with contextlib.suppress(OSError):
-                os.killpg(self._worker[0], signal.SIGKILL)  # it leads its group
+                os.killpg(self._worker[0], signal.SIGKILL)  # the worker leads its process group
 
     def _read_complaint(self) -> str:
         stream = self._keeper.stderr

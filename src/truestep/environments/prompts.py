@@ -17,9 +17,9 @@ from truestep.files.whole import LineError, exact_object
 from truestep.rollouts.rendering import within_bounds
 from truestep.text import printable
 
-# A reward is called as reward(prompt, completion, **fields), perhaps as a method.
+# Names that fields cannot have: a reward is called as reward(prompt, completion, **fields), perhaps as a method.
 _TAKEN = ("completion", "self")
-_MOST_FIELD_SETS = 1000  # that are compared with a reward's parameters
+_MOST_FIELD_SETS = 1000  # largest number of field sets that are checked against a reward's signature
 
 
 class PromptError(TruestepError):
@@ -30,11 +30,11 @@ class PromptError(TruestepError):
 class Prompt:
     id: str
     prompt: str | list[dict[str, Any]]  # text, or chat messages
-    fields: dict[str, Any]  # everything else in the record: handed to the reward
+    fields: dict[str, Any]  # all other fields of the record, passed to the reward
     input_ids: tuple[int, ...]
 
 
-_DICTIONARY_BATCH, _BATCH = 2, 3  # kinds of Arrow's messages
+_DICTIONARY_BATCH, _BATCH = 2, 3  # types of Arrow IPC messages
 _EXAMPLE = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
@@ -55,7 +55,7 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
                 "prompt and the completion, and that name is taken. Give the field another one, such as `reference`"
             )
         fields = {name: value for name, value in record.items() if name not in ("prompt", "id")}
-        if source.is_dir():  # what stands in a line of JSON is JSON already
+        if source.is_dir():  # fields from JSONL are JSON values already
             _check_fields(fields, where)
         ids = _tokenise(record["prompt"], tokenizer, where)
         if vocabulary_size is not None and max(ids) >= vocabulary_size:
@@ -70,12 +70,14 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
 
 
 def fields_of(path: str | Path) -> list[tuple[str, list[str]]]:
-    """Name the fields that prompts hand to their reward, each set of them once with the first prompt that has it.
-    Nothing stands here of what cannot be read: `load_prompts` explains that."""
+    """Return each set of fields that prompts pass to the reward, with the first prompt that has it.
+
+    Unreadable files give an empty list, since `load_prompts` reports their errors.
+    """
     found: dict[frozenset[str], tuple[str, list[str]]] = {}
     source = Path(path)
     try:
-        # The rows of a dataset all have its columns.
+        # All rows of a dataset have the same columns.
         records = islice(_read_dataset(source), 1) if source.is_dir() else _rough_records(source)
         for number, record in records:
             if frozenset(record) not in found and len(found) < _MOST_FIELD_SETS:
@@ -96,7 +98,7 @@ def _rough_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _check_fields(fields: dict[str, Any], where: str) -> None:
-    """Refuse what cannot be handed to the process that rates: it is sent as JSON."""
+    """Raise PromptError for fields that cannot be sent to the worker as JSON."""
     for name, value in fields.items():
         try:
             json.dumps(value)
@@ -108,7 +110,7 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
 
 
 def find_prompts(path: str | Path, option: str | None = None) -> Path:
-    """Give the file or the dataset; `option` is the one that names it, for the message where there is none."""
+    """Return the path of the prompts if it exists. `option` is the option's name for the error message."""
     source = Path(path)
     if not source.exists():
         raise PromptError(f"{option}: {source} does not exist" if option else f"{source} does not exist")
@@ -137,7 +139,7 @@ def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
                 )
             )
             ids = chat["input_ids"]
-        except Exception as error:  # a template is code that came with the model
+        except Exception as error:  # a template is a program from the model's directory: it can raise anything
             raise PromptError(f"{where}: the chat template refuses these messages: {printable(error)}") from error
     else:
         raise PromptError(f"{where}: `prompt` is neither text nor a list of chat messages")
@@ -173,7 +175,7 @@ def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
     _refuse_compressed(path)
     try:
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # of damaged files: KeyError, TypeError, Arrow's own, UnicodeDecodeError
+    except Exception as error:  # damaged files raise KeyError, TypeError, Arrow's errors, UnicodeDecodeError
         raise PromptError(f"{path} is not a Hugging Face dataset on disk: {printable(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         raise PromptError(f"{path} holds several splits: name one, such as {path / next(iter(loaded))}")
@@ -184,7 +186,7 @@ def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _refuse_compressed(path: Path) -> None:
-    """Refuse Arrow files with compressed parts, which may stand for any number of bytes: `datasets` writes none."""
+    """Raise PromptError for compressed Arrow files, which could decompress to any size. `datasets` writes none."""
     import pyarrow as pa
 
     for file in sorted(path.rglob("*.arrow")):
@@ -193,14 +195,17 @@ def _refuse_compressed(path: Path) -> None:
                 messages = pa.ipc.MessageReader.open_stream(source)
                 compressed = any(_is_compressed(message.metadata.to_pybytes()) for message in messages)
         except (OSError, ValueError, pa.ArrowException, struct.error):
-            continue  # `datasets` says what is wrong with it
+            continue  # `datasets` reports the error
         if compressed:
             raise PromptError(f"{file} is compressed inside, and is not read: write it with `save_to_disk`")
 
 
 def _is_compressed(message: bytes) -> bool:
-    """Tell whether a message of Arrow's stream format is a batch that names a codec. Its head is a flatbuffer: `header`
-    is field 2 of a message, `data` field 1 of a dictionary's batch, `compression` field 3 of a batch."""
+    """Return whether a message of Arrow's stream format is a compressed batch.
+
+    The metadata is a flatbuffer: `header` is field 2 of a message, `data` field 1 of a dictionary batch, `compression`
+    field 3 of a record batch.
+    """
     table = struct.unpack_from("<I", message)[0]
     kind = _flat_field(message, table, 1)
     batch = _flat_field(message, table, 2)
@@ -213,7 +218,7 @@ def _is_compressed(message: bytes) -> bool:
 
 
 def _flat_field(content: bytes, table: int, number: int) -> int | None:
-    """Find a field of a flatbuffer's table: the place of its value, or None where it has none."""
+    """Return the offset of a field's value in a flatbuffer table, or None if the table lacks the field."""
     fields = table - struct.unpack_from("<i", content, table)[0]
     if 4 + 2 * number >= struct.unpack_from("<H", content, fields)[0]:
         return None

@@ -1,7 +1,7 @@
-"""The reward service: processes of a run that rate completions, beside whatever else it does.
+"""The reward service: a pool of processes that rate completions in the background.
 
-A completion is handed over with `submit` and its reward comes later. What a reward does wrong, in whatever way, costs
-its completion and is the RewardError of its future. A process that went wrong is replaced.
+`submit` returns a future of the reward. Any failure of the reward affects only its completion, as the RewardError of
+the future. A failed process is replaced.
 """
 
 import threading
@@ -21,18 +21,18 @@ from truestep.errors import TruestepError
 from truestep.process import progress
 
 _JOIN_SECONDS = 30.0
-_NEVER_WORKED = 16  # completions of a run's first; if all fail alike, the reward is at fault, and not the completions
+_NEVER_WORKED = 16  # if the first so many completions of a run all fail alike, the reward is at fault
 
 
 class FailingRewardError(TruestepError):
-    """The error of a reward that has not worked once. It ends the run."""
+    """A reward that failed on each of the first completions. Ends the run."""
 
 
 class Rates(Protocol):
-    """What samplers and evaluations need of a reward service."""
+    """The interface of a reward service for samplers and evaluations."""
 
     def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
-        """Have a completion rated. `seed` names it, and decides what its reward draws from Python's random numbers."""
+        """Rate a completion in the background. `seed` identifies it and seeds the reward's random numbers."""
         ...
 
     def close(self) -> None: ...
@@ -44,7 +44,7 @@ class _Task:
     completion: str
     seed: str
     future: Future[Rating]
-    begun: bool = False  # a worker is at it, as far as is known; nobody can cancel it
+    begun: bool = False  # presumably in a worker; can no longer be cancelled
 
 
 def _wanted(task: _Task) -> bool:
@@ -71,14 +71,14 @@ def _settle(task: _Task, rating: Rating | BaseException) -> None:
 
 
 class _FirstOnes:
-    """The first completions of a run, which show whether the reward works at all."""
+    """A check of a run's first completions: it fails the run if the reward never works."""
 
     def __init__(self) -> None:
-        self._reasons: list[str] | None = []  # until one has a reward
+        self._reasons: list[str] | None = []  # failures so far; None once the reward has worked or failed differently
         self._lock = threading.Lock()
 
     def judge(self, rating: Rating | BaseException) -> Rating | BaseException:
-        """Note what became of a completion; give the error that ends the run in its place where none ever works."""
+        """Return the rating or error of a completion, or a FailingRewardError if all first completions failed alike."""
         with self._lock:
             if self._reasons is None or not isinstance(rating, RewardError | Rating):
                 return rating
@@ -96,15 +96,17 @@ class _FirstOnes:
 
 
 def _kind(reason: str) -> str:
-    """Tell reasons apart by what happened and by the type of what was raised, whatever the values are."""
+    """Return the first words of a reason: the kind of failure and the exception's type, without values."""
     words = reason.split()
     return " ".join(words[:4] if words[2:3] == ["raised"] else words[:3]).rstrip(":,")
 
 
 class Rater:
-    """Workers that each rate one completion at a time; where that takes no time, many are sent to one ahead. A worker
-    is started only when those that there are have work. The first completion of all is rated alone: where the reward
-    fails, this is said once, and before it has failed a hundred times."""
+    """A pool of workers that each rate one completion at a time. Fast rewards get many requests ahead.
+
+    A worker is started only when all others are busy. The first completion of the run is rated alone, so that a failing
+    reward is reported once, before it fails many times.
+    """
 
     def __init__(
         self,
@@ -113,19 +115,18 @@ class Rater:
         say: Callable[[str], None] | None = None,
         printed: PrintedLog | None = None,
     ):
-        """Take the reward, the number of its processes, whom to tell that it fails on the first completion, and where
-        what it prints is kept."""
+        """`say` is called if the first completion fails; `printed` keeps the rewards' output."""
         self._options, self._most, self._say, self._printed = options, workers, say, printed
         self._first_ones = _FirstOnes()
-        self._held: list[_Task] | None = None  # until the first completion is rated
+        self._held: list[_Task] | None = None  # tasks held back until the first completion is rated
         self._opened = False
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._threads: list[threading.Thread] = []
         self._workers: set[Worker] = set()
         self._pace = Pace()
-        self._idle = 0  # threads that wait
-        self._called = 0  # threads that were woken or started and have not looked at the tasks yet
+        self._idle = 0  # waiting threads
+        self._called = 0  # threads that were woken or started and have not yet taken tasks
         self._closed = False
 
     def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
@@ -145,7 +146,7 @@ class Rater:
         return future
 
     def _open(self, first: Future[Rating]) -> None:
-        """Have the others rated, now that the first one is or never will be."""
+        """Release the held tasks, when the first completion is rated or cancelled."""
         if self._say is not None and not first.cancelled() and isinstance(error := first.exception(), RewardError):
             self._say(explain_failing(error))
         with self._changed:
@@ -157,7 +158,7 @@ class Rater:
                 self._call()
 
     def close(self) -> None:
-        """End every worker. What is not rated yet never will be."""
+        """End all workers and cancel tasks that are not begun."""
         with self._changed:
             self._closed = True
             self._cancel()
@@ -173,7 +174,7 @@ class Rater:
             self._tasks.popleft().future.cancel()
 
     def _call(self) -> None:
-        """Call a thread, unless those that were called will take all that waits."""
+        """Wake or start a thread, unless the threads already called can take all tasks."""
         if len(self._tasks) <= self._called * self._pace.batch:
             return
         if self._idle > self._called:
@@ -186,7 +187,7 @@ class Rater:
             thread.start()
 
     def _next(self, called: bool, most: int) -> list[_Task]:
-        """Wait for completions and take some; none when the run ends."""
+        """Wait for tasks and take some. Returns an empty list when the rater is closed."""
         with self._changed:
             self._called -= called
             while not self._tasks and not self._closed:
@@ -200,7 +201,7 @@ class Rater:
             return taken
 
     def _put_back(self, tasks: Collection[_Task]) -> None:
-        """Have completions rated before all others, by whichever thread is free."""
+        """Put tasks at the front of the queue."""
         with self._changed:
             self._tasks.extendleft(reversed(list(tasks)))
             if self._closed:
@@ -214,11 +215,11 @@ class Rater:
             tasks.pop()
 
     def _work(self) -> None:
-        """Rate what comes, with one worker at a time; a thread waits for its worker alone."""
+        """Run a thread of the pool: take tasks and rate them with the thread's own worker."""
         worker: Worker | None = None
         called = True
         try:
-            # A worker's first completion is alone: if the worker is lost, that one is to blame.
+            # A new worker gets a single task: if the worker is lost, that task is the cause.
             while tasks := self._next(called, MOST if worker is not None and worker.num_rated else 1):
                 called = False
                 worker = self._rate(worker, deque(task for task in tasks if _wanted(task)))
@@ -226,11 +227,11 @@ class Rater:
             self._end(worker)
 
     def _rate(self, worker: Worker | None, tasks: deque[_Task]) -> Worker | None:
-        """Rate with this worker, or with another where it is lost; give the one that is still good.
+        """Rate tasks with a worker, replacing it if it is lost. Returns the usable worker, if any.
 
-        A worker that has rated others before may be lost by what these left in it. So the completion is rated once
-        more, in a new one, and only there it is to blame. Not if it took too long: it would take as long again. Those
-        behind it, which no worker has begun, are put back.
+        A worker may be lost because of state that earlier completions left in it. The task is then retried in a new
+        worker and fails only if that worker is lost too. A timeout fails the task immediately, since a retry would take
+        as long again. Tasks behind it, which no worker has begun, are put back.
         """
         try:
             while tasks:
@@ -253,7 +254,7 @@ class Rater:
                         continue
                     self._put_back(tasks)
                     tasks.clear()
-        except BaseException as error:  # the one who waits must hear of it
+        except BaseException as error:  # passed on to the futures' callers
             self._end(worker)
             worker = None
             for task in tasks:
@@ -261,7 +262,7 @@ class Rater:
         return worker
 
     def _rate_by(self, worker: Worker, tasks: deque[_Task]) -> None:
-        """Rate by one worker; what is left of the tasks where it is lost begins with the one that it was at."""
+        """Rate tasks with one worker and remove them. If the worker is lost, its current task is first in `tasks`."""
         requests = [
             {
                 "prompt": task.prompt.prompt,
@@ -309,14 +310,13 @@ class Rater:
 
 
 def explain_failing(error: RewardError) -> str:
-    """Word that the reward fails on the first completion, with where it raised."""
+    """Return the warning that the first completion failed, with the traceback."""
     trace = "" if error.traceback is None else "".join(f"\n  {line}" for line in error.traceback.splitlines())
     return f"warning: the first completion of this run has no reward: {error}{trace}"
 
 
 def check_reward(options: WorkerOptions, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
-    """Import the reward in a process of its own, as the run will, and hold its signature against the names of the
-    prompts' fields; a RewardError says what is wrong."""
+    """Import the reward in a worker, and check its signature against the prompts' fields. Raises RewardError."""
     worker = Worker(options)
     try:
         worker.start(fields)

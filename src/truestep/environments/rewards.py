@@ -1,7 +1,6 @@
-"""A reward is a Python function named by import path: `reward(prompt, completion, **fields)` gives a number, or a dict
-of its parts.
+"""Loading and calling rewards: `reward(prompt, completion, **fields)` returns a number, or a dict of its parts.
 
-This file is read by the processes that call rewards, so it imports nothing that takes time.
+Workers import this module, so it avoids slow imports.
 """
 
 import errno
@@ -18,15 +17,15 @@ from truestep.text import printable
 
 Reward = Callable[..., float | Mapping[str, float]]
 
-_LONGEST_REASON = 2000  # as much of it as travels; what is shown is shorter
-LONGEST_TRACEBACK = 2000  # characters of it that are kept: its end, where the error is
+_LONGEST_REASON = 2000  # characters sent to the run, which shows fewer
+LONGEST_TRACEBACK = 2000  # characters kept from the end, where the error is
 _MOST_PARTS = 64
 _LONGEST_NAME = 100
-TOTAL = "reward"  # the part that is the whole reward, where there is one of this name
+TOTAL = "reward"  # name of the part that, if present, is the whole reward
 
 
 class Rating(float):
-    """A completion's reward, with the parts that it was made of where the user's function gave them."""
+    """A completion's reward, with its parts if the user's function returned any."""
 
     parts: Mapping[str, float] = MappingProxyType({})
 
@@ -39,23 +38,23 @@ class Rating(float):
 
 
 class RewardError(TruestepError):
-    """The reason why a completion has no reward."""
+    """An error because of which a completion has no reward."""
 
     def __init__(self, message: str, traceback: str | None = None):
-        """Take the reason, and the traceback where the user's function raised."""
+        """`traceback` is set if the user's function raised."""
         super().__init__(message)
         self.traceback = traceback
 
 
 def load_reward(name: str) -> Reward:
-    """Import the reward that `package.module:function` names; the working directory is searched too."""
+    """Import a reward from `package.module:function`, searching the working directory too."""
     try:
         return load_custom("reward", name)
     except CustomError as error:
         raise RewardError(str(error)) from error
 
 
-# The first parameters of other trainers' rewards, and how theirs are called.
+# Parameters that identify the reward signatures of other trainers, with the error message.
 _OF_OTHERS = (
     (("completions",), "it has the signature of TRL, which rates lists of completions"),
     (("solution_str", "ground_truth"), "it has the signature of verl (data_source, solution_str, ground_truth)"),
@@ -65,11 +64,13 @@ _OURS = "write it as reward(prompt, completion, *, answer, **_) -> float, for on
 
 
 def check_signature(name: str, reward: Reward, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
-    """Refuse a reward that cannot be called with a prompt, a completion and a prompt's fields, if they are known: each
-    set of names with the place of a prompt that has it."""
+    """Raise RewardError if a reward cannot be called with a prompt, a completion and the prompts' fields.
+
+    `fields` has each set of field names with the place of a prompt that has it; None: unknown.
+    """
     try:
         signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # of some that are written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     for names, how in _OF_OTHERS:
         if all(known in signature.parameters for known in names):
@@ -88,12 +89,15 @@ def check_signature(name: str, reward: Reward, fields: Sequence[tuple[str, Seque
 
 
 def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]) -> Rating:
-    """Call a reward and make a rating of what it returns. RewardError says what went wrong in the user's function,
-    whatever it was: it may also have asked to exit, or return an object that breaks when it is looked at."""
+    """Call a reward and return its result as a rating.
+
+    Raises RewardError for any failure of the user's function, including SystemExit and returned objects whose methods
+    raise.
+    """
     try:
         returned: Any = reward(prompt, completion, **fields)
         if type(returned) is CoroutineType:
-            import asyncio  # late: few rewards need it
+            import asyncio  # imported late: few rewards need it
 
             returned = asyncio.run(returned)
     except BaseException as error:
@@ -101,7 +105,7 @@ def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]
         hint = "; an isolated reward writes to a /tmp of its own and to reward_writable alone" if isolated else ""
         reason = f"the reward raised {_described(error)}{_place(error.__traceback__)}{hint}"
         raise RewardError(reason, _traceback(error)) from None
-    if issubclass(type(returned), dict):  # isinstance would ask the object
+    if issubclass(type(returned), dict):  # isinstance would call the object's __class__
         return _of_parts(returned)
     value = _number(returned)
     if value is None:
@@ -110,7 +114,7 @@ def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]
 
 
 def _of_parts(returned: Mapping[Any, Any]) -> Rating:
-    """Make a rating of a dict: its part `reward` is the reward and the others are only noted; without it, their sum."""
+    """Return the rating of a dict: the part `reward` if present (other parts are only logged), else the parts' sum."""
     names = _shown(", ".join(map(str, returned)), str)
     if "score" in returned and TOTAL not in returned:
         raise RewardError(
@@ -123,7 +127,7 @@ def _of_parts(returned: Mapping[Any, Any]) -> Rating:
     for name, given in returned.items():
         if type(name) is not str or not name.isprintable() or not name.strip() or len(name) > _LONGEST_NAME:
             raise RewardError(f"the reward returned a dict with the name {_shown(name, repr)}: a name is a short text")
-        if given is None:  # a part that this completion does not have
+        if given is None:  # an absent part
             continue
         value = _number(given)
         if value is None or not math.isfinite(value):
@@ -138,19 +142,19 @@ def _of_parts(returned: Mapping[Any, Any]) -> Rating:
 
 def _number(value: Any) -> float | None:
     try:
-        return None if isinstance(value, str | bytes) else float(value)  # float() would read some of them as numbers
+        return None if isinstance(value, str | bytes) else float(value)  # float() would parse texts
     except BaseException:
         return None
 
 
 def _traceback(error: BaseException) -> str | None:
-    """Word the traceback of the user's function, from its own first line on."""
+    """Return the traceback of the user's function, without this module's frame."""
     try:
-        import traceback  # late: it takes longer to import than all else here, and most rewards never raise
+        import traceback  # imported late: slow to import, and most rewards never raise
 
         inside = None if error.__traceback__ is None else error.__traceback__.tb_next  # the first frame is ours
         lines = "".join(traceback.format_exception(type(error), error, inside)).splitlines()
-    except BaseException:  # its own methods may do anything, and no file may be left to import from
+    except BaseException:  # the exception's methods may raise, and the import may fail
         return None
     return "\n".join(printable(line, 300) for line in lines)[-LONGEST_TRACEBACK:]
 
@@ -162,7 +166,7 @@ def _described(error: BaseException) -> str:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Name the line of the user's file that raised: the innermost one of the file that the reward itself is in."""
+    """Return the file and line of the error: the innermost frame in the file that defines the reward."""
     inside = None if trace is None else trace.tb_next  # the first frame is ours
     if inside is None:
         return ""
@@ -174,7 +178,7 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def _shown(value: Any, show: Callable[[Any], object]) -> str:
-    """Show a user's object; its own methods may do anything."""
+    """Return a printable form of a user's object, whose methods may raise anything."""
     try:
         return printable(show(value), _LONGEST_REASON)
     except BaseException:

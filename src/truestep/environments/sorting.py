@@ -1,4 +1,4 @@
-"""A task whose answer can be checked: put digits in order. `sort 7 2 9 4 =` wants `2 4 7 9`."""
+"""A task with checkable answers: sort digits. The answer to `sort 7 2 9 4 =` is `2 4 7 9`."""
 
 import math
 import random
@@ -9,7 +9,7 @@ WORDS = ("sort", "=", *DIGITS)
 
 
 def prompts(seed: int, length: int = 4) -> Iterator[dict[str, str]]:
-    """Generate different prompts until there is no other, the same ones for the same seed."""
+    """Yield all distinct prompts of unsorted digits, in an order determined by the seed."""
     generator = random.Random(seed)
     seen: set[tuple[str, ...]] = set()
     wrongly_ordered = len(DIGITS) ** length - math.comb(len(DIGITS) + length - 1, length)
@@ -21,5 +21,5 @@ def prompts(seed: int, length: int = 4) -> Iterator[dict[str, str]]:
 
 
 def reward(prompt: str, completion: str, *, answer: str, **_: object) -> float:
-    """Give 1 for the right digits in the right order, 0 for anything else."""
+    """Return 1 for the right digits in the right order, else 0."""
     return float(completion.split() == answer.split())

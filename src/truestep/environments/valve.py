@@ -1,7 +1,8 @@
-"""The keeper's part in rating: it hands the worker one request at a time, of the many that the run sends ahead.
+"""The keeper's relay: it gives the worker one request at a time, of the many that the run sends ahead.
 
-The run need not wake up for each completion, and yet the code of one never meets the request of another: the next one
-goes to the worker when the last one is answered. What the worker says is passed on as it is, and the run judges it.
+The next request goes to the worker only when the current one is answered, so the code of one completion never sees the
+request of another, and the run need not wake up for each completion. Answers are passed on unchanged; the run checks
+them.
 """
 
 import contextlib
@@ -15,13 +16,12 @@ from typing import Any
 from truestep.environments import frames
 
 _PORTION = 2**16
-_HOLD = 0.005  # seconds that an answer may wait for others, so that the run wakes up once for them
-# A completion that takes longer does not keep those behind it waiting: another worker may rate them.
-PATIENCE = 0.1
+_HOLD = 0.005  # seconds that an answer is held back to be sent with later answers
+PATIENCE = 0.1  # seconds after which a slow completion's queue is returned to the run, for other workers
 
 
 class Valve:
-    """Connects the run with the worker. `between` is called when a completion was rated, before the next one."""
+    """A relay between run and worker. `between` is called after a completion is rated, before the next one."""
 
     def __init__(
         self,
@@ -34,22 +34,22 @@ class Valve:
         run.setblocking(False)
         worker.setblocking(False)
         self._requests = frames.Frames(run, frames.LARGEST_REQUEST)
-        self._waiting: deque[bytes] = deque()  # not with the worker
-        self._received = 0
-        self._unsent = memoryview(b"")  # of the request that the worker is at
-        # When the worker was asked; None: it is asked nothing. First it says that it has imported the reward.
+        self._waiting: deque[bytes] = deque()  # requests not yet given to the worker
+        self._received = 0  # number of requests from the run
+        self._unsent = memoryview(b"")  # unsent bytes of the worker's current request
+        # Time of the current request; None: the worker is idle. The first answer reports the import of the reward.
         self._since: float | None = time.monotonic()
         self.started = False  # the worker has imported the reward
-        self._answer = bytearray()  # as much as has come
-        self._held = bytearray()  # answers that the run does not have yet
+        self._answer = bytearray()  # received bytes of the current answer
+        self._held = bytearray()  # answers not yet sent to the run
         self._held_since = 0.0
-        self._rated, self._seconds = 0, 0.0  # of the answers that are held
-        self._broken = False  # the worker said what was not asked, or left: it is asked nothing more
+        self._rated, self._seconds = 0, 0.0  # number and duration of the ratings in `_held`
+        self._broken = False  # the worker exited or sent an unexpected answer: it gets no more requests
         self._shut = False
-        self._wanted = 0, 0  # of both connections
+        self._wanted = 0, 0  # registered poll events of the run's and the worker's connection
 
     def register(self, poll: "select.poll") -> None:
-        """Say what to wait for."""
+        """Register both connections with a poll object, for the events that are needed now."""
         late = self._held and self._due() <= 0
         wanted = (
             select.POLLIN | (select.POLLOUT if late else 0),
@@ -65,7 +65,7 @@ class Valve:
         self._wanted = wanted
 
     def wait_at_most(self, seconds: float) -> float:
-        """Shorten a wait to when this has something to do."""
+        """Return `seconds`, or less if an answer or a request is due earlier."""
         if self._held and not self._wanted[0] & select.POLLOUT:
             seconds = min(seconds, max(0.0, self._due()))
         if self._waiting and self._since is not None:
@@ -73,7 +73,7 @@ class Valve:
         return seconds
 
     def turn(self, ready: set[int]) -> bool:
-        """Do what can be done now; False where the run is gone."""
+        """Process ready connections and due answers. Returns False if the run is gone."""
         if self._run.fileno() in ready and not self._read_requests():
             return False
         if self._worker.fileno() in ready and not self._broken:
@@ -86,7 +86,7 @@ class Valve:
         if self._broken and not self._held and not self._shut:
             self._shut = True
             with contextlib.suppress(OSError):
-                self._run.shutdown(socket.SHUT_WR)  # the run is not to wait for what never comes
+                self._run.shutdown(socket.SHUT_WR)  # tells the run that no more answers come
         return True
 
     def _due(self) -> float:
@@ -103,7 +103,7 @@ class Valve:
         return True
 
     def _read_answer(self) -> None:
-        """Take what the worker says. More than the one answer, or an answer at no time, is its end."""
+        """Read from the worker. Extra bytes after an answer, or an answer without a request, mark it as broken."""
         try:
             portion = self._worker.recv(_PORTION)
         except BlockingIOError:
@@ -141,16 +141,16 @@ class Valve:
                 self._unsent = self._unsent[self._worker.send(self._unsent) :]
             except BlockingIOError:
                 return
-            except OSError:  # what it said before it left is read first
+            except OSError:  # the worker has exited; its last bytes are still read
                 self._unsent = memoryview(b"")
 
     def _return_waiting(self) -> None:
-        """Give back to the run what the worker has not seen, by its place among all requests, from 1."""
+        """Return the waiting requests to the run, by their numbers among all requests (from 1)."""
         self._say({"returned": [self._received - len(self._waiting) + 1, self._received]})
         self._waiting.clear()
 
     def flush(self) -> None:
-        """Pass on the answers that are held, as far as the run takes them."""
+        """Send the held answers to the run, as far as possible without waiting."""
         if self._rated:
             self._say({"rated": self._rated, "seconds": self._seconds})
             self._rated, self._seconds = 0, 0.0
@@ -159,7 +159,7 @@ class Valve:
                 del self._held[: self._run.send(self._held)]
 
     def drain(self) -> None:
-        """Pass on what a worker that has ended said before."""
+        """Read and send the last answers of a worker that has exited."""
         if not self._broken:
             self._read_answer()
         self.flush()

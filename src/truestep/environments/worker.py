@@ -1,7 +1,7 @@
 """The process that imports a user's reward and calls it, one completion at a time.
 
-It has an environment, a session and limits of its own, and one connection, over which frames go (`frames`). It is
-forked by its keeper, and ends with it.
+The keeper forks it, and it dies with the keeper. It has its own environment, session and limits, and one connection
+for frames (`frames`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def work(channel: int, keeper: int, start: dict[str, Any]) -> NoReturn:
-    """Serve until the connection ends. Nothing of this process's own is left to do then, and nothing of the user's."""
+    """Serve requests until the connection ends, then exit without running exit handlers."""
     code = 1
     try:
         os.setsid()
@@ -33,14 +33,14 @@ def work(channel: int, keeper: int, start: dict[str, Any]) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         _limit(start["memory"])
         isolation.limit_worker(isolated=start["room"] is not None)
-        sys.path.extend(start["directories"])  # last: a user's own modules replace no other, as in the run
+        sys.path.extend(start["directories"])  # last, so that a user's modules replace no others, as in the run
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
         _serve(frames.from_descriptor(channel, frames.LARGEST_REQUEST), start)
     except frames.EndOfFramesError:
         code = 0
-    except BaseException:  # printed for the run, which says what a process that ended printed last
-        import traceback  # late: it takes longer to import than all else here
+    except BaseException:  # printed, because the run reports the last output of an exited worker
+        import traceback  # imported late: slow to import
 
         traceback.print_exc()
     finally:
@@ -48,8 +48,8 @@ def work(channel: int, keeper: int, start: dict[str, Any]) -> NoReturn:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process once its parent is gone, however that ended."""
-    with contextlib.suppress(OSError, AttributeError):  # only Linux can
+    """Make the kernel kill this process when its parent dies."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -60,14 +60,14 @@ def _limit(memory: int) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
         (resource.RLIMIT_FSIZE, _LONGEST_FILE),
-        (resource.RLIMIT_DATA, memory),  # what is written to; address space alone costs nothing
+        (resource.RLIMIT_DATA, memory),  # limits writable memory but not reserved address space
     ]
     for kind, most in limits:
         hard = resource.getrlimit(kind)[1]
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (value, value))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # a machine that runs out of memory ends this first, and not the trainer
+        file.write("1000")  # if the host runs out of memory, the kernel kills this process first, not the trainer
 
 
 def _serve(channel: frames.Frames, start: dict[str, Any]) -> None:
@@ -98,10 +98,10 @@ def _rate(reward: Reward, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seed(seed: str) -> None:
-    """Make what a reward draws depend on its completion alone, whichever process rates it and whatever came before."""
+    """Seed the random generators, so that a reward's random numbers depend only on its completion."""
     random.seed(seed)
     number = zlib.crc32(seed.encode())
-    with contextlib.suppress(Exception):  # a completion that was run may have left anything in these
+    with contextlib.suppress(Exception):  # code of earlier completions may have changed these modules
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(number)
         if "torch" in sys.modules:
@@ -109,7 +109,7 @@ def _seed(seed: str) -> None:
 
 
 def _keep_state() -> Callable[[], None]:
-    """Give a function that puts back what one completion's code could leave changed for the next."""
+    """Return a function that restores the working directory, umask and timer, which a completion's code may change."""
     directory, mask = os.getcwd(), os.umask(0)
     os.umask(mask)
 

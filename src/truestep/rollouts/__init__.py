@@ -1,12 +1,17 @@
-"""Rollout records: their files and streams, their checks, the advantages of a group, and packing. Knows no model.
+"""Rollout records: reading, checks, advantages and packing. Independent of the model.
 
-record, values    a record and its checks: what is wrong becomes one sentence
-files, parquet    JSONL and Parquet files; table: large files as memory-mapped tables; parts: files of each data rank
-check             `truestep data check`; rejects: rejected.jsonl
-source            where documents come from, as the trainer sees it; shared: one rank reads for all
-advantages        a baseline and a scale, by group and by step
-selection         what a step leaves out: zero advantages, truncated documents
+fields            the table of a document's fields
+record, values    the checks of a record and its values; rows: fields with a row per token
+documents         lossless conversion of a document to JSON and back
+files, parquet    reading of JSONL and Parquet files; pages: limits on Parquet files, checked before decoding
+table             large files as memory-mapped tables
+check, rejects    `truestep data check`; the file rejected.jsonl
+source            the interface of document sources, and the source of files
+parts, shared     sources for several ranks: one part of the files per data rank; one rank that reads for all
+stream            documents that are sent while the run goes on
+advantages        baselines and scales, by group and by step
+selection         documents that a step leaves out: zero advantages, truncated documents
 packing           documents become micro-batches of packed tokens with shifted labels
-chat              messages become tokens and labels, by the model's chat template
-stream            rollouts sent while the run goes on: Redis or a watched directory, whole groups, no id twice
+chat, rendering   messages become tokens and labels by the model's chat template; its limits on time and memory
+kept              samples of rollouts that a run keeps for people to read
 """

@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a group, the rollouts of one prompt: a baseline and a scale."""
+"""Advantages computed from the rewards of a group (the rollouts of one prompt), by a baseline and a scale."""
 
 import math
 from collections import Counter
@@ -18,19 +18,19 @@ BASELINES = ("group_mean", "leave_one_out", "length_weighted")
 _NAMED_SCALES = {"group_normalized": "group", "batch_normalized": "step"}  # names for group_mean with this scale
 RULES = (*BASELINES, *_NAMED_SCALES)
 STANDARD_DEVIATION_FLOOR = 1e-4
-PENALTY = "overlong_penalty"  # its name among the parts of a reward
+PENALTY = "overlong_penalty"  # key in `Rollout.rewards`
 
-# A user's own: from a group's records to one advantage for each.
+# A user's function: takes a group's documents and returns one advantage per document.
 GroupFunction = Callable[[Sequence[Rollout]], Sequence[float]]
 
 
 class AdvantageError(TruestepError):
-    """The failure of a user's own advantages."""
+    """An error of a user's advantage function."""
 
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """What a long completion's reward is less by: nothing up to `start` labels, `weight` from `end` labels on."""
+    """A penalty on long completions: 0 up to `start` labels, linear in between, `weight` from `end` labels on."""
 
     start: int
     end: int
@@ -42,9 +42,9 @@ class OverlongPenalty:
 
 @dataclass(frozen=True)
 class AdvantageRule:
-    """How rewards become advantages."""
+    """The computation of advantages from rewards."""
 
-    baseline: str  # one of BASELINES, none (records carry `advantage`), or a user's package.module:function
+    baseline: str  # one of BASELINES, "none" (records carry `advantage`), or a user's package.module:function
     scale: str = "none"  # none, group or step
     floor: float = STANDARD_DEVIATION_FLOOR
     penalty: OverlongPenalty | None = None
@@ -57,7 +57,7 @@ class AdvantageRule:
         floor: float = STANDARD_DEVIATION_FLOOR,
         penalty: OverlongPenalty | None = None,
     ) -> "AdvantageRule":
-        """Make the rule that `data.advantages` names; a user's function is imported."""
+        """Return the rule named by `data.advantages`. Imports a user's function."""
         if ":" in name:
             return AdvantageRule(name, scale or "none", floor, penalty, load_custom("data.advantages", name))
         if name not in (*RULES, "none"):
@@ -77,10 +77,10 @@ def as_rule(rule: AdvantageRule | str) -> AdvantageRule:
 def group_advantages(
     rewards: np.ndarray, rule: AdvantageRule | str, num_labels: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Make an advantage of each reward by a rule of ours, in float64, before a scale over the whole step.
+    """Compute a group's advantages in float64 by a built-in rule, before any scaling over the step.
 
-    A group of one, and a group of equal rewards, gets exactly 0. The sums are exact (`fsum`), so the order of a group's
-    members never shows in the result.
+    Groups of one document or of equal rewards get exactly 0. Sums are exact (`fsum`), so the result does not depend on
+    the order of the group's members.
     """
     rule = as_rule(rule)
     if rule.baseline not in BASELINES:
@@ -94,24 +94,24 @@ def _differences(rewards: np.ndarray, baseline: str, num_labels: Sequence[int] |
     if count < 2 or (rewards == rewards[0]).all():
         return np.zeros(count)
     deviations = rewards - math.fsum(rewards) / count
-    if baseline == "leave_one_out":  # reward - mean of the others, without the cancellation of a sum less one term
+    if baseline == "leave_one_out":  # equals reward - mean of the other rewards, without cancellation
         return deviations * (count / (count - 1))
     if baseline == "length_weighted":
         if num_labels is None or len(num_labels) != count:
             raise ValueError("length_weighted needs the number of labels of each record")
         labels = np.asarray(num_labels, dtype=np.float64)
-        # Where no document has a label, there is nothing to weigh by and nothing to train.
+        # If no document has labels, the weights are all 0 and nothing is trained.
         return deviations - math.fsum(deviations * labels) / max(labels.sum(), 1.0)
     return deviations
 
 
 def _scaled(differences: np.ndarray, rewards: np.ndarray, rule: AdvantageRule) -> np.ndarray:
-    """Divide by the spread of the group's rewards, where the rule says so."""
+    """Divide by the group's reward standard deviation if the rule's scale is `group`."""
     return differences if rule.scale != "group" else _over_spread(differences, rewards, rule.floor)
 
 
 def _over_spread(differences: np.ndarray, values: np.ndarray, floor: float) -> np.ndarray:
-    """Divide by the sample's standard deviation of `values` and the floor; 0 where so few values have no spread."""
+    """Divide by the sample standard deviation of `values` plus the floor. Fewer than two values give 0."""
     if len(values) < 2:
         return np.zeros(len(differences))
     deviations = values - math.fsum(values) / len(values)
@@ -120,8 +120,10 @@ def _over_spread(differences: np.ndarray, values: np.ndarray, floor: float) -> n
 
 
 def with_group_advantages(group: Sequence[Rollout], rule: AdvantageRule) -> list[Rollout]:
-    """Give the documents of one group, which all have a reward, their advantages. Where these are to be scaled over
-    their step, each document keeps its difference until the step is known."""
+    """Return the documents of one group with advantages; all need a reward.
+
+    If the scale is `step`, each document also keeps its unscaled `difference` until its step is known.
+    """
     penalised = [_penalised(rollout, rule.penalty) for rollout in group]
     rewards = np.array([rollout.reward for rollout in penalised], dtype=np.float64)
     if rule.function is None:
@@ -148,7 +150,7 @@ def _penalised(rollout: Rollout, penalty: OverlongPenalty | None) -> Rollout:
 
 
 def _of_user(group: Sequence[Rollout], rule: AdvantageRule) -> np.ndarray:
-    """Call a user's function with a group, and check what it gives."""
+    """Call a user's function with a group, and return its checked advantages."""
     assert rule.function is not None
     where = f"data.advantages {rule.baseline!r}: group {printable(group[0].group_id)}"
     try:
@@ -173,15 +175,17 @@ def _on_labels(rollout: Rollout, advantage: float) -> np.ndarray:
 
 
 def zero(group: Sequence[Rollout]) -> list[float]:
-    """Give every document the advantage 0, as data.advantages: what is left to learn from is the divergence from a
-    reference in the reward."""
+    """Return advantage 0 for every document, for use as `data.advantages`.
+
+    The training signal is then only the divergence from a reference that is part of the reward.
+    """
     return [0.0] * len(group)
 
 
 def scale_over_step(documents: Sequence[Rollout], floor: float) -> list[Rollout]:
-    """Divide the differences of a step's documents by their standard deviation over the whole step and the floor.
+    """Divide the differences of a step's documents by their standard deviation over the step plus the floor.
 
-    The sums are exact, so neither the order of documents nor their ranks show in the result.
+    Sums are exact, so the result depends neither on the order of documents nor on their ranks.
     """
     scaled = [index for index, document in enumerate(documents) if document.difference is not None]
     differences = np.array([documents[index].difference for index in scaled], dtype=np.float64)
@@ -193,11 +197,11 @@ def scale_over_step(documents: Sequence[Rollout], floor: float) -> list[Rollout]
 
 
 class GroupSizeError(TruestepError):
-    """Groups of a size that the configuration does not mean."""
+    """A `data.group_size` that fits none of the groups."""
 
 
 def check_group_sizes(members: Sequence[int], group_size: int | None) -> None:
-    """Refuse a group size that not one of several groups has: it is a mistake, and every baseline would be wrong."""
+    """Raise `GroupSizeError` if `group_size` divides the size of none of several groups: baselines would be wrong."""
     if group_size is None or len(members) < 2 or any(count % group_size == 0 for count in members):
         return
     sizes = Counter(members).most_common(3)
@@ -212,12 +216,11 @@ def check_group_sizes(members: Sequence[int], group_size: int | None) -> None:
 def assign_advantages(
     items: Iterable[Rollout | Rejected], *, rule: AdvantageRule | str, group_size: int | None
 ) -> list[Rollout]:
-    """List the rollouts in the order they came, with advantages from their groups; rejected records are left out.
+    """Return the rollouts in their order, with advantages from their groups; rejected records are left out.
 
-    A group closes at `group_size` members, and a later record of the same `group_id` opens a new one; otherwise it
-    closes at the end. Every record with a readable `group_id` is a member: a rejected one, and one that carries its
-    own advantage, fill a place and are no part of the baseline. Rollouts without what the rule needs (a reward and a
-    group) stay as they are, and with the rule `none` all do.
+    A group closes at `group_size` members or at the end; a later record with the same `group_id` opens a new group.
+    Every record with a readable `group_id` counts as a member, but rejected records and records that carry an advantage
+    are not part of the baseline. Rollouts without a reward or a group are unchanged, as are all with the rule `none`.
     """
     rule = as_rule(rule)
     rollouts: list[Rollout] = []
@@ -241,7 +244,7 @@ def assign_advantages(
 @dataclass
 class _Group:
     members: int = 0
-    scored: list[int] = field(default_factory=list)  # which rollouts share the baseline
+    scored: list[int] = field(default_factory=list)  # indices of the rollouts that share the baseline
 
 
 def _close(group: _Group, rollouts: list[Rollout], rule: AdvantageRule) -> None:

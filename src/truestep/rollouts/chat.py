@@ -1,8 +1,8 @@
-"""Chat messages become tokens and a mask of what the assistant wrote, by the model's own chat template.
+"""The conversion of chat messages to tokens and labels by the model's chat template.
 
-A label is a token of an assistant's turn: its content and the token that ends it. Where the template marks these itself
-({% generation %}), its marks count. Else each turn is found by its tokens: the conversation is rendered up to the turn,
-and with it, and each must be where the next begins. Where they do not agree, the record is refused: nothing is guessed.
+Labels are the tokens of the assistant's turns: the content and the token that ends the turn. If the template marks them
+({% generation %}), those marks are used. Otherwise the conversation is rendered up to each turn and through the turn,
+and each rendering must be a prefix of the next; a record where it is not is refused.
 """
 
 import json
@@ -18,15 +18,15 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """The chat template of a model's tokenizer, which is loaded when the first record asks for it."""
+    """The chat template of a model's tokenizer. The tokenizer is loaded when the first record needs it."""
 
     def __init__(self, load: Callable[[], Any], without: str | None = None):
-        """`without` says what to do where there is no tokenizer."""
+        """`without` is the error message if there is no tokenizer or no template."""
         self._load, self._tokenizer = load, None
         self._without = without or "messages need a tokenizer with a chat template, and the model's directory has none"
 
     def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Make `input_ids` and `loss_mask` of a record's `messages`. Raises `BadRecord` and nothing else."""
+        """Return `input_ids` and `loss_mask` of a record's `messages`. Raises only `BadRecord`."""
         messages = _messages(plain(record.get("messages"), "messages"))
         tools = plain(record.get("tools"), "tools")
         tokenizer = self._of_model()
@@ -58,7 +58,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadRecord(f"messages[{index}] is {describe(message)}: expected an object with a role and a content")
-        # A row of Parquet has every key that any message has.
+        # Parquet rows repeat every key of every message, with null values.
         given = {key: value for key, value in message.items() if value is not None}
         content = given.get("content")
         if not isinstance(content, str | list) and not given.get("tool_calls"):
@@ -84,16 +84,19 @@ class _Render:
                     list(messages), tools=self._tools, tokenize=True, return_dict=True, **options
                 )
             )
-        except Exception as error:  # a template is a program that comes with the model: it can raise anything
+        except Exception as error:  # a template is a program from the model's directory: it can raise anything
             raise BadRecord(f"messages: the chat template refuses them: {printable(error)}") from None
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], answer: bool = False) -> list[int]:
-        """Render messages; with `answer`, up to where the assistant's next turn begins."""
+        """Return the tokens of rendered messages; with `answer`, followed by the header of an assistant's turn."""
         return list(self._apply(messages, add_generation_prompt=answer)["input_ids"])
 
     def marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-        """Take the template's own marks. A token right behind them that ends the turn is a label too, and so is each
-        token of a turn's last character, of which transformers marks the first."""
+        """Return the tokens and the labels that the template marks.
+
+        Two kinds of tokens after a marked one are added: an end-of-sequence token, and further tokens of the turn's
+        last character, of which transformers marks only the first.
+        """
         chat = self._apply(messages, return_assistant_tokens_mask=True)
         ids, mask = list(chat["input_ids"]), list(chat["assistant_masks"])
         for index in range(1, len(ids)):
@@ -104,8 +107,11 @@ class _Render:
         return ids, mask
 
     def length_to_end(self, turn: Sequence[int]) -> int:
-        """Count the tokens of a turn up to the one that ends it: a line break behind that is the template's, and no
-        model ever writes it. A template without such a token has none to learn."""
+        """Return the length of a turn through its last special token.
+
+        Whitespace after that token comes from the template, not the model. Without such a token, or with other text
+        after it, the whole turn counts.
+        """
         last = max((index for index, token in enumerate(turn) if token in self.special), default=None)
         if last is None or self.tokenizer.decode(list(turn[last + 1 :])).strip():
             return len(turn)
@@ -113,7 +119,7 @@ class _Render:
 
 
 def _found(render: _Render, messages: list[dict[str, Any]], turns: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Find the tokens of each turn of the assistant in the whole conversation."""
+    """Return the conversation's tokens, and the labels found by rendering up to and through each assistant's turn."""
     ids = render(messages)
     mask = [0] * len(ids)
     for index in turns:
@@ -126,7 +132,7 @@ def _found(render: _Render, messages: list[dict[str, Any]], turns: Sequence[int]
 
 
 def _check_begins(whole: Sequence[int], beginning: Sequence[int], turn: int, meaning: str) -> None:
-    """Refuse a record whose rendering does not begin with that of its first messages, token for token."""
+    """Raise `BadRecord` unless the tokens `whole` start with the tokens `beginning`."""
     for position, token in enumerate(beginning):
         other = whole[position] if position < len(whole) else None
         if token != other:

@@ -1,4 +1,4 @@
-"""The command `truestep data check`: a summary of rollout files, before a run is spent on finding out."""
+"""The command `truestep data check`: a summary of rollout files, so that errors are found before a run."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.rejects import reason_kind
 from truestep.types import Rejected, Rollout
 
-EXAMPLES = 3  # of each kind of rejection
-_SHOWN = ("logprobs", "advantages", "model_version")  # on lines of their own
+EXAMPLES = 3  # shown per kind of rejection
+_SHOWN = ("logprobs", "advantages", "model_version")  # fields with dedicated lines in the summary
 HISTOGRAM_ROWS = 8
 HISTOGRAM_WIDTH = 40
 
@@ -46,7 +46,7 @@ class Rewards:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Rejected records whose reasons differ in numbers and names alone."""
+    """Rejected records whose reasons differ only in numbers and quoted values."""
 
     kind: str
     count: int
@@ -60,22 +60,22 @@ class DataSummary:
     tokens: int
     labels: int
     documents_without_labels: int
-    lengths: Spread | None  # tokens of a document; None without documents, as below
-    label_counts: Spread | None
+    lengths: Spread | None  # tokens per document; None if there are no documents
+    label_counts: Spread | None  # labels per document; None if there are no documents
     groups: int
-    group_sizes: tuple[tuple[int, int], ...]  # (members, how many groups have that many), rejected members included
-    groups_of_equal_reward: int  # two or more rewards and all the same: their advantages are 0
+    group_sizes: tuple[tuple[int, int], ...]  # (members, number of groups), counting rejected members
+    groups_of_equal_reward: int  # groups of at least two rewards, all equal: their advantages are 0
     documents_without_group: int
     rewards: Rewards | None
     own_advantages: int
-    without_logprobs: int  # of the documents with labels, as the next one
-    without_advantages: int  # neither an advantage nor a reward with a group
-    temperatures: tuple[tuple[float, int], ...]
+    without_logprobs: int  # documents with labels that lack logprobs
+    without_advantages: int  # documents with labels that have neither an advantage nor a reward with a group
+    temperatures: tuple[tuple[float, int], ...]  # (temperature, number of documents)
     model_versions: tuple[int, int] | None  # lowest and highest
-    # All other fields of labels and tokens, and a user's own, that a document has: how many with labels lack each.
+    # (field, number of documents with labels that lack it), for other fields that at least one document has.
     fields: tuple[tuple[str, int], ...]
     rejected: int
-    rejections: tuple[Rejection, ...]  # the most frequent first
+    rejections: tuple[Rejection, ...]  # most frequent first
 
 
 def check_files(
@@ -87,8 +87,10 @@ def check_files(
     group_size: int | None = None,
     fields: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> DataSummary:
-    """Summarise the files. What a loss will need is not known here: what is missing is counted, not rejected.
-    `fields`: the run's `data.fields`."""
+    """Summarise the files. The run's loss is unknown, so missing fields are counted and not rejected.
+
+    `fields` is the run's `data.fields`.
+    """
     declared = optional(declare(fields))
     nothing = Needs(logprobs=False, advantages=False, advantage_rule="none")
     checks = Checks(nothing, vocabulary_size, default_temperature, max_tokens, chat=chat, fields=declared)
@@ -154,7 +156,7 @@ def _model_versions(rollouts: Iterable[Rollout]) -> tuple[int, int] | None:
 
 
 def _other_fields(labelled: Sequence[Rollout], declared: Sequence[Field]) -> tuple[tuple[str, int], ...]:
-    """Count the documents that lack each field that no other line of the page is about."""
+    """Return (field, number of documents that lack it) for the fields without a dedicated line in the summary."""
     others = [field for field in from_records() if field.level != "document" and field.name not in _SHOWN]
     counts = [(field.name, sum(item.value(field.name) is None for item in labelled)) for field in (*others, *declared)]
     return tuple((name, count) for name, count in counts if count < len(labelled))
@@ -171,7 +173,7 @@ def _rejections(rejected: Iterable[Rejected]) -> tuple[Rejection, ...]:
     return tuple(sorted(found, key=lambda rejection: -rejection.count))
 
 
-# ---- the page. Names and reasons come from the files, so they are `Text` and never markup.
+# ---- rendering. Names and reasons come from the files, so they are `Text` and never markup.
 
 
 def render(summary: DataSummary) -> RenderableType:
@@ -240,7 +242,7 @@ def _spreads(lengths: Spread, label_counts: Spread) -> Table:
 
 
 def _histogram(summary: DataSummary) -> Group:
-    """Draw the most frequent group sizes: a run's groups should all be of one size."""
+    """Draw the most frequent group sizes. Normally all groups of a run have the same size."""
     notes = [_count(summary.groups, "group")]
     if summary.groups_of_equal_reward:
         notes.append(f"{summary.groups_of_equal_reward:,} of equal reward (advantage 0)")
@@ -267,5 +269,5 @@ def _rejected(summary: DataSummary) -> list[RenderableType]:
 
 
 def _printable(text: str) -> str:
-    """Replace what a terminal would obey: a file's name may hold anything, its control codes included."""
+    """Replace control characters, which a file's name may contain and a terminal would obey."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,4 +1,4 @@
-"""The conversion of a document to a line of JSON and back, every bit kept."""
+"""The lossless conversion of a document to a line of JSON and back."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,25 +14,25 @@ _ATTRIBUTES = {item.name for item in dataclasses.fields(Rollout)}
 
 
 def arrays() -> dict[str, Any]:
-    """Name the attributes of a rollout that are arrays, with their types: those of labels behind those of tokens."""
+    """Return the array attributes of a rollout with their dtypes: attributes of tokens first, then of labels."""
     of_labels = {field.name: field.dtype for field in fields.of_labels() if field.name in _ATTRIBUTES}
     return {"input_ids": np.int64, "loss_mask": np.bool_, **of_labels}
 
 
 def others_of(document: Rollout) -> dict[str, dict[str, Any]]:
-    """Write the fields that are no attributes, as JSON can hold them."""
+    """Return the fields that are not attributes of a rollout, encoded for JSON."""
     held: dict[str, Mapping[str, np.ndarray]] = {place: getattr(document, place) for place in PLACES}
     return {place: {name: encode(values) for name, values in found.items()} for place, found in held.items() if found}
 
 
 def read_others(line: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    """Read what `others_of` wrote."""
+    """Decode the fields that `others_of` encoded."""
     return {place: {name: decode(value) for name, value in line[place].items()} for place in PLACES if place in line}
 
 
 def document_line(document: Rollout) -> dict[str, Any]:
     line = {item.name: getattr(document, item.name) for item in dataclasses.fields(document)}
-    # float32 goes through Python's float64 and back unchanged.
+    # float32 survives the conversion to Python's float64 and back unchanged.
     for name in arrays():
         line[name] = None if line[name] is None else line[name].tolist()
     line |= {"metadata": dict(document.metadata), "rewards": dict(document.rewards)}

@@ -1,9 +1,8 @@
-"""The table of fields: a line for each value of a document. Records, JSON, Parquet, streams, packing, masking, tables
-of large files, `data check` and `verify` are loops over it.
+"""The fields of a document, one entry of `TABLE` each.
 
-A new field is a line of `TABLE`. `Rollout` and `PackedLabels` have some fields as attributes; every other one lies in
-their mappings: a label's value in `fields`, a token's in `token_fields`, a document's in `document_fields`. Imports no
-torch.
+Records, JSON, Parquet, streams, packing, masking, tables of large files, `data check` and `verify` loop over `TABLE`,
+so a new field needs only an entry. Some fields are attributes of `Rollout` and `PackedLabels`. The rest are in their
+mappings, by level: `fields` (label), `token_fields` (token), `document_fields` (document). Imports no torch.
 """
 
 import dataclasses
@@ -24,23 +23,23 @@ Level = Literal["token", "label", "document"]
 
 @dataclass(frozen=True)
 class Field:
-    """A value of a document. Example: `Field("reward", "document", np.float32, values.reward)`."""
+    """A field of a document. Example: `Field("reward", "document", np.float32, values.reward)`."""
 
     name: str  # in a `Rollout`
-    level: Level  # whose value it is
-    dtype: Any  # numpy's, when it is packed; `str`: text, `dict`: an object
-    check: Any = None  # of the values in a record: a `Check`, or of a document's single value its `Check.single`
-    record: str = ""  # its name in a record, where that is another
-    labels: str = ""  # its name among the labels of a micro-batch, where that is another
+    level: Level  # a value per token, per label or per document
+    dtype: Any  # numpy dtype when packed; `str`: text, `dict`: an object
+    check: Any = None  # a `Check` of the record's values, or for a single value a function like `Check.single`
+    record: str = ""  # name in a record, if different
+    labels: str = ""  # name in `PackedLabels`, if different
     source: Literal["record", "trainer"] = "record"
-    written: str = ""  # its type in the docs
-    shape: tuple[str | int, ...] = ()  # a token's dimensions: a number, or the name of one that records choose
-    missing: Any = 0  # what is packed where a document has none, and in padding
+    written: str = ""  # type as written in the docs
+    shape: tuple[str | int, ...] = ()  # dimensions of a token's value: a fixed size, or a name if records choose it
+    missing: Any = 0  # packed value for documents without the field, and for padding
     one_for_all: bool = True  # a record may give one value for all labels
-    has: bool = True  # `has` tells losses and metrics which documents have it
-    kept: bool = True  # `parse_record` makes it; False: it is only a way to write tokens and labels
-    required: bool = False  # a record without it is bad
-    default: Any = None  # what a record without it gets; None: it stays without
+    has: bool = True  # `PackedLabels.has` tells losses and metrics which documents have the field
+    kept: bool = True  # part of the `Rollout`; False: only read to make tokens and labels
+    required: bool = False  # a record without the field is bad
+    default: Any = None  # value for a record without the field; None: no value
 
     @cached_property
     def in_record(self) -> str:
@@ -56,11 +55,11 @@ class Field:
 
     @property
     def masked(self) -> bool:
-        """Tell whether its values are 0 where a token is no label, and gone where labels are masked."""
+        """True if values are 0 off the loss mask, and cleared when labels are masked."""
         return self.level == "label"
 
 
-# In the order in which a record's faults are looked for.
+# In the order of the checks: the first error of a record is reported.
 TABLE: tuple[Field, ...] = (
     Field("input_ids", "token", np.int64, written="list of int", kept=False, has=False),
     Field("prompt_length", "document", np.int64, written="int", kept=False, has=False),
@@ -87,32 +86,32 @@ TABLE: tuple[Field, ...] = (
 
 
 def from_records(declared: Iterable[Field] = ()) -> list[Field]:
-    """List what a record may have beside its id, tokens and labels."""
+    """Return the fields that a record may have besides its id, tokens and labels."""
     return [field for field in (*TABLE, *declared) if field.kept and field.source == "record"]
 
 
 def record_names(declared: Iterable[Field] = ()) -> tuple[str, ...]:
-    """List the names that a record's fields have."""
+    """Return the names of all fields of a record."""
     return tuple(field.in_record for field in (*TABLE, *declared) if field.source == "record")
 
 
 def of_labels(declared: Iterable[Field] = ()) -> list[Field]:
-    """List the fields of labels, the trainer's included."""
+    """Return the fields of labels, including those that the trainer computes."""
     return [field for field in (*TABLE, *declared) if field.level == "label"]
 
 
 def packed(declared: Iterable[Field] = ()) -> list[Field]:
-    """List what is packed of each label or each document."""
+    """Return the fields that are packed per label or per document."""
     return [field for field in (*TABLE, *declared) if field.level != "token" and field.numeric and field.kept]
 
 
 def names_in_has(declared: Iterable[Field] = ()) -> list[str]:
-    """Name the fields of which losses and metrics are told which documents have them."""
+    """Return the names of the fields in `PackedLabels.has`."""
     return [field.name for field in packed(declared) if field.has]
 
 
 def number_lists(declared: Iterable[Field] = ()) -> dict[str, Any]:
-    """Name the fields that a record has as plain lists of numbers, with the types of these."""
+    """Return the record names of fields that are flat lists of numbers, with their dtypes."""
     plain = [
         field
         for field in (*TABLE, *declared)
@@ -121,7 +120,7 @@ def number_lists(declared: Iterable[Field] = ()) -> dict[str, Any]:
     return {field.in_record: field.dtype for field in plain}
 
 
-# ---- the fields of a user
+# ---- fields declared by the user
 
 _CHECKS: Mapping[str, tuple[Any, Check]] = {
     "float32": (np.float32, values.advantage),
@@ -131,11 +130,11 @@ _CHECKS: Mapping[str, tuple[Any, Check]] = {
 
 
 class FieldError(TruestepError):
-    """A declaration of a user's field that cannot be."""
+    """An invalid declaration of a user's field, or a document without a required one."""
 
 
 def declare(options: Mapping[str, Mapping[str, Any]] | None) -> tuple[Field, ...]:
-    """Make fields of a user's declarations, `data.fields`. One without a default is required."""
+    """Return the fields declared in `data.fields`. A field without a default is required."""
     taken = {name for field in TABLE for name in (field.name, field.in_record, field.among_labels)}
     taken |= {item.name for item in dataclasses.fields(Rollout)}
     return tuple(_declare(name, given, taken) for name, given in (options or {}).items())
@@ -156,11 +155,11 @@ def _declare(name: str, given: Mapping[str, Any], taken: Collection[str]) -> Fie
 
 
 def declarations(fields: Iterable[Field]) -> dict[str, dict[str, str]]:
-    """Describe a user's fields as JSON can hold them, without what becomes of records that lack one."""
+    """Return the user's fields as JSON values, without `required` and `default`."""
     names = {dtype: name for name, (dtype, _) in _CHECKS.items()}
     return {field.name: {"level": field.level, "dtype": names[field.dtype]} for field in fields}
 
 
 def optional(fields: Iterable[Field]) -> tuple[Field, ...]:
-    """Give the fields as ones that a record may lack."""
+    """Return the fields, none of them required and all without a default."""
     return tuple(dataclasses.replace(field, required=False, default=None) for field in fields)

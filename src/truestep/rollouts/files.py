@@ -1,4 +1,4 @@
-"""Rollout files: the files that a pattern names, their records one by one, and their documents in file order."""
+"""Reading of rollout files: expanding patterns, streaming records, and loading checked documents in file order."""
 
 import glob
 import json
@@ -27,12 +27,12 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 class DataError(TruestepError):
-    """Files that cannot be used, or a bad record where the run was told to stop."""
+    """Files that cannot be used, or a bad record when rejected records stop the run."""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """All documents of the files, in file order and then line order."""
+    """The documents of all files, in file order and then line order."""
 
     rollouts: Sequence[Rollout]
     rejected: tuple[Rejected, ...]
@@ -40,7 +40,7 @@ class Documents:
 
 
 def expand_paths(path: str | list[str]) -> list[Path]:
-    """List the files that the patterns name: sorted within each pattern, in the patterns' order, each file once."""
+    """Return the files that match the patterns, in pattern order, sorted within a pattern, without duplicates."""
     patterns = [path] if isinstance(path, str) else list(path)
     if not patterns:
         raise DataError("no data files: data.path is an empty list")
@@ -53,7 +53,7 @@ def expand_paths(path: str | list[str]) -> list[Path]:
 
 def _matches(pattern: str) -> list[Path]:
     expanded = Path(pattern).expanduser()
-    # A file whose own name has a bracket in it is that file, not a pattern.
+    # An existing path is used literally, even if its name contains pattern characters such as brackets.
     names = [str(expanded)] if expanded.exists() else sorted(glob.glob(str(expanded), recursive=True))
     files = [Path(name) for name in names]
     if not files:
@@ -69,23 +69,24 @@ def _matches(pattern: str) -> list[Path]:
 
 
 def read_records(paths: Iterable[Path], declared: Sequence[Field] = ()) -> Iterator[tuple[Path, int, Any]]:
-    """Stream (file, line or row from 1, the record or a `BadRecord`). A file that cannot be read: `DataError`.
-    `declared`: a user's own fields, which are columns of Parquet that are read too."""
+    """Yield (file, line or row from 1, the record or a `BadRecord`). Raises `DataError` for an unreadable file.
+
+    `declared` are the user's fields, whose Parquet columns are read too.
+    """
     for path in paths:
         try:
             is_parquet = path.suffix.lower() == ".parquet"
             for line, record in read_parquet(path, declared=declared) if is_parquet else _read_jsonl(path):
                 progress.made("records read")
                 yield path, line, record
-        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # column names may be invalid UTF-8
             raise DataError(f"{path} cannot be read: {printable(error)}") from error
 
 
 def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
-    """Read and check every record, and make advantages. With `stop_at_rejected` a bad record raises `DataError`.
+    """Read and check all records, and compute advantages. With `stop_at_rejected` a bad record raises `DataError`.
 
-    Of records with the same id the first valid one stays. Where the loss needs no advantages, rewards are kept for
-    logging and no advantage is made of them.
+    Of records with the same id the first valid one is kept. If the loss needs no advantages, rewards are only logged.
     """
     names = short_names(paths)
     first_places: dict[str, str] = {}
@@ -107,7 +108,7 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
 
 
 def readable(record: Any) -> Any:
-    """Raise a record that is a `BadRecord`, as a reader hands it on; give back any other."""
+    """Return a record from a reader, or raise it if it is a `BadRecord`."""
     if isinstance(record, BadRecord):
         raise record
     return record
@@ -120,10 +121,10 @@ def _check_new(rollout: Rollout, first_places: dict[str, str], place: str) -> No
 
 
 def short_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """Name each file, with as many of its directories as it takes to tell it from the files before it.
+    """Return a unique short name for each file: its name with as many parent directories as needed.
 
-    Default ids are made of these: `step1/rollouts.jsonl` and `step2/rollouts.jsonl` must not repeat each other's. Only
-    files before it count, so that a resumed run finds the ids it knew after new files were added at the end.
+    Default ids contain these names, so `step1/rollouts.jsonl` and `step2/rollouts.jsonl` need different ones. A name
+    depends only on earlier files: ids stay the same when a run resumes with files added at the end.
     """
     names: dict[Path, str] = {}
     used: set[str] = set()
@@ -145,14 +146,14 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def line_content(line: bytes, first: bool) -> bytes | None:
-    """Give what is to be parsed of a line; None for an empty one."""
+    """Return a line without a byte order mark, or None if the line is blank."""
     if first:
-        line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors write
+        line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark, which some editors write
     return line if line.strip() else None
 
 
 def read_record(file: BinaryIO, first: bool) -> Any:
-    """Read the record of the line that begins where the file stands."""
+    """Read the record of the line at the file's position."""
     line, _, _ = read_line(file)
     return _long_line() if line is None else parse_json(line_content(line, first) or b"")
 
@@ -162,7 +163,7 @@ def _long_line() -> BadRecord:
 
 
 def parse_json(line: bytes) -> Any:
-    """Read a line; a `BadRecord` where it cannot be read. A key given twice is ambiguous, so it is bad too."""
+    """Return the record of a line, or a `BadRecord` if the line is invalid JSON or repeats a key."""
     repeated: list[str] = []
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -180,7 +181,7 @@ def parse_json(line: bytes) -> Any:
         return BadRecord(f"not valid JSON: {error.msg} (column {error.colno})")
     except TooLargeError as error:
         return BadRecord(f"the record is not read: {error}")
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets without end
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or very deep nesting
         return BadRecord(f"not readable JSON: {describe(str(error))}")
     if not repeated:
         return record

@@ -1,4 +1,4 @@
-"""The division of documents into micro-batches of a token budget, and of a micro-batch into tensors. Deterministic."""
+"""Packing: documents are divided into micro-batches within a token budget, and each becomes tensors. Deterministic."""
 
 import dataclasses
 import heapq
@@ -17,7 +17,7 @@ from truestep.types import PackedBatch, PackedLabels, PackedTokens, Rollout
 
 
 def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Fill micro-batches one after another: a document that no longer fits begins the next."""
+    """Fill micro-batches one after another. A document that does not fit starts the next micro-batch."""
     bins: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -30,14 +30,15 @@ def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 class _FirstWithRoom:
-    """The room of micro-batches, as a tree of maxima: the first with enough room is found in logarithmic time."""
+    """A segment tree of the room in each micro-batch. Finds the first with enough room in logarithmic time."""
 
     def __init__(self, count: int, budget: int):
         self._size = 1 << max(count - 1, 0).bit_length()
-        self._most = [budget] * (2 * self._size)  # of node n's two children 2n and 2n + 1; micro-batches are the leaves
+        # Node n holds the larger room of its children 2n and 2n + 1; the leaves are micro-batches.
+        self._most = [budget] * (2 * self._size)
 
     def take(self, length: int) -> int:
-        """Take this much from the first micro-batch that has it, and give its number."""
+        """Reserve `length` tokens in the first micro-batch with enough room, and return its number."""
         most, node = self._most, 1
         while node < self._size:
             node *= 2
@@ -56,9 +57,9 @@ class _FirstWithRoom:
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Fill few micro-batches: the longest document first, each into the first micro-batch that has room.
+    """Pack documents, longest first, each into the first micro-batch with room. This needs few micro-batches.
 
-    Within a micro-batch documents keep their order, and micro-batches are in order of their first document.
+    Within a micro-batch documents keep their order. Micro-batches are sorted by their first document.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     bins: list[list[int]] = []
@@ -75,10 +76,10 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, multiple: int) -> list[list[int]]:
-    """Make micro-batches of near equal cost, the costliest first: as few as hold all, but a multiple of `multiple`.
+    """Pack documents into few micro-batches of similar cost, their number a multiple of `multiple`, costliest first.
 
-    The costliest document goes first, each into the cheapest micro-batch that has room. Where that needs more
-    micro-batches than `first_fit_decreasing`, those are taken and the largest are halved.
+    Documents are placed costliest first, each into the cheapest micro-batch with room. If that needs more micro-batches
+    than `first_fit_decreasing`, its packing is used instead, with the largest micro-batches halved.
     """
     least = max(-(-_least_bins(lengths, budget) // multiple), 1) * multiple
     bins = _evenly(lengths, costs, budget, least)
@@ -93,17 +94,19 @@ def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, multipl
 
 
 def _least_bins(lengths: Sequence[int], budget: int) -> int:
-    """Count the micro-batches that no packing can do without."""
+    """Return a lower bound of the number of micro-batches."""
     sizes = np.sort(np.asarray(lengths, dtype=np.int64))
     by_tokens = -(-int(sizes.sum()) // budget)
-    # Of documents longer than budget / (n + 1), a micro-batch holds n.
+    # A micro-batch holds at most n documents that are longer than budget / (n + 1).
     by_number = (-(-(len(sizes) - int(np.searchsorted(sizes, budget // (n + 1), "right"))) // n) for n in range(1, 65))
     return max(by_tokens, *by_number)
 
 
 def _counts_between(least: int, most: int, multiple: int) -> Iterator[int]:
-    """List the numbers of micro-batches to try after `least`: eight one by one, then in steps that double, so that
-    a step of very many documents does not try very many."""
+    """Yield the numbers of micro-batches to try after `least`, up to `most`.
+
+    The first eight are `multiple` apart. Then the distance doubles each time, to limit the tries of large steps.
+    """
     count, step = least, multiple
     for tried in itertools.count(1):
         step *= 1 + (tried > 8)
@@ -116,9 +119,9 @@ def _counts_between(least: int, most: int, multiple: int) -> Iterator[int]:
 def _evenly(lengths: Sequence[int], costs: Sequence[float], budget: int, count: int) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
-    open_bins = [(0.0, number) for number in range(count)]  # by cost so far
-    # Micro-batches that had too little room for a longer document, by their room, the most first. Documents come from
-    # the longest on, so each is set aside once for each document that it takes, and nothing here is quadratic.
+    open_bins = [(0.0, number) for number in range(count)]  # a heap by cost so far
+    # A heap of micro-batches that lacked room for a longer document, most room first. Documents come longest first, so
+    # a micro-batch is set aside at most once per document that it takes: no quadratic time.
     set_aside: list[tuple[int, float, int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-costs[index], index)):
         length = lengths[index]
@@ -138,11 +141,11 @@ def _evenly(lengths: Sequence[int], costs: Sequence[float], budget: int, count: 
 
 
 def split_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: int) -> list[list[int]]:
-    """Round the number of micro-batches up to a multiple by halving the largest; empty ones where documents run out."""
+    """Round the number of micro-batches up to a multiple by halving the largest, then by adding empty ones."""
     missing = -len(bins) % multiple
     heap = [(-sum(lengths[index] for index in members), position, members) for position, members in enumerate(bins)]
     heapq.heapify(heap)
-    single: list[list[int]] = []  # cannot be halved
+    single: list[list[int]] = []  # micro-batches of one document, which cannot be halved
     position = len(bins)
     while missing and heap:
         _, _, members = heapq.heappop(heap)
@@ -158,7 +161,7 @@ def split_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple: i
 
 
 def _halve(members: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Cut in two parts of near equal tokens; the order is kept."""
+    """Split a micro-batch in two parts of similar token counts, in order."""
     running = list(itertools.accumulate(lengths[index] for index in members))
     cut = next(count for count, tokens in enumerate(running, start=1) if 2 * tokens >= running[-1])
     cut = min(cut, len(members) - 1)
@@ -171,8 +174,10 @@ def pack(
     declared: Sequence[Field] = (),
     of_tokens: Collection[str] = (),
 ) -> PackedBatch:
-    """Lay documents end to end as the tensors of one micro-batch, on the host. `declared`: a user's own fields.
-    `of_tokens`: the fields of tokens that are asked for."""
+    """Concatenate documents into the CPU tensors of one micro-batch.
+
+    `declared` are the user's fields, `of_tokens` the names of the token-level fields to include.
+    """
     tokens = pack_tokens([document.input_ids for document in documents], pad_to_multiple)
     if of_tokens:
         starts = tokens.segments.numpy()
@@ -185,12 +190,12 @@ def pack(
 
 
 def pack_tokens(documents: Sequence[np.ndarray], pad_to_multiple: int = 1) -> PackedTokens:
-    """Lay the token ids of documents end to end, and padding behind them."""
+    """Concatenate the token ids of documents and append padding."""
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
-    # A micro-batch without documents is one of padding: a model has to have something to run on.
+    # A micro-batch without documents still gets padding, because the model needs at least one token.
     padding = -total % pad_to_multiple if total else pad_to_multiple
-    # Positions of padding count on from 0 like a document's: it is a segment of its own.
+    # Padding is a separate segment with positions from 0, like a document.
     positions = [np.arange(length) for length in (*map(len, documents), padding)]
     segments = [0, *ends, *([total + padding] if padding else [])]
     return PackedTokens(
@@ -204,7 +209,10 @@ def pack_tokens(documents: Sequence[np.ndarray], pad_to_multiple: int = 1) -> Pa
 def _at_tokens(
     documents: Sequence[Rollout], field: Field, starts: np.ndarray, total: int
 ) -> torch.Tensor | None:  # [S, ...]
-    """Lay a token-level field of all documents end to end; None where its dimensions are theirs and none has it."""
+    """Concatenate a token-level field, with `missing` where a document has no values.
+
+    Returns None if no document has the field and its shape is not fixed.
+    """
     found = [document.value(field.name) for document in documents]
     pairs = zip(documents, found, strict=True)
     shapes = {values.shape[1:]: document.id for document, values in pairs if values is not None}
@@ -222,13 +230,13 @@ def _at_tokens(
     return torch.from_numpy(packed)
 
 
-# The attributes of labels; True where one is a value of each label, and not of each document.
+# Attributes of `PackedLabels`; True if the attribute has a value per label, False if per document.
 _ATTRIBUTES = {item.name: bool(item.metadata.get("per_label")) for item in dataclasses.fields(PackedLabels)}
 
 
 def _pack_labels(documents: Sequence[Rollout], declared: Sequence[Field]) -> PackedLabels:
     counts = np.array([np.count_nonzero(document.loss_mask) for document in documents], dtype=np.int64)
-    # Places of labels among the tokens of all documents: each field is laid end to end and then read there, once.
+    # Indices of labels in the concatenated tokens: each field is concatenated and then indexed once.
     places = np.flatnonzero(_end_to_end([document.loss_mask for document in documents], np.bool_))
     attributes: dict[str, torch.Tensor] = {}
     others: dict[str, dict[str, torch.Tensor]] = {"label": {}, "document": {}}
@@ -273,7 +281,7 @@ def _end_to_end(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def _filled(documents: Sequence[Rollout], found: Sequence[Any], field: Field) -> list[np.ndarray]:
-    """Give a field of all tokens of each document; what is missing where a document lacks it."""
+    """Return a field's array for each document, filled with `missing` if the document lacks it."""
     return [
         np.full(document.num_tokens, field.missing, field.dtype) if values is None else values
         for document, values in zip(documents, found, strict=True)

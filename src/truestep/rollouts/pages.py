@@ -1,8 +1,9 @@
-"""Ceilings on Parquet: what a file's pages say that they hold, before any of them is decoded.
+"""Limits on the values, rows and memory of a Parquet file, checked from its page headers before decoding.
 
-A few bytes of Parquet may stand for any number of values: one value and a count, or one long text and references to it.
-The headers of pages say how many there are, and decoding goes by them and not by the file's footer. What may take much
-memory is decoded once by a process (`python -m truestep.rollouts.pages`) that may not take it. Imports no torch.
+A few bytes of Parquet can decode to any number of values: run-length encoding repeats a value, and a dictionary page
+holds a long text that many values refer to. The limits use the counts in page headers, which the decoder follows, not
+those in the file's footer. Row groups that could take much memory are first decoded in a subprocess with a memory limit
+(`python -m truestep.rollouts.pages`). Imports no torch.
 """
 
 import os
@@ -19,21 +20,22 @@ import pyarrow.parquet as pq
 
 from truestep.files.bounded import MIB
 
-BATCH_ROWS = 128  # as Arrow arrays; one row at a time becomes Python's lists
-_BATCH_BYTES = 64 * MIB  # of a batch, about
-_HARMLESS = 256 * MIB  # of a row group, if all that it may take were one row
-_MOST_MEMORY = 4096 * MIB  # that decoding may take
-_MOST_SECONDS = 3600  # of computing
-_MOST_VALUES, _MOST_ROWS = (2**24, 4096), (2**20, 64)  # so many, and so many for each byte
-_HEADER = MIB  # bytes of a page's header, which may hold the smallest and largest value
-_WIDTHS = {"BOOLEAN": 8, "INT32": 8, "INT64": 8, "FLOAT": 8, "DOUBLE": 8, "INT96": 16}  # bytes, with levels
-_TEXT = 16  # bytes of a text's place, with levels
-_DICTIONARY = 16 * MIB  # bytes of a dictionary that is looked into
-_PLAIN, _BY_DICTIONARY = (0, 6), (2, 8)  # encodings; of 6 each text's length is given, and the text itself is there
+BATCH_ROWS = 128  # largest batch of decoded rows; rows become Python lists one at a time
+_BATCH_BYTES = 64 * MIB  # target size of a decoded batch
+_HARMLESS = 256 * MIB  # row groups whose bound is below this are not tried in a subprocess
+_MOST_MEMORY = 4096 * MIB  # memory limit of the subprocess
+_MOST_SECONDS = 3600  # CPU-time limit of the subprocess
+_MOST_VALUES, _MOST_ROWS = (2**24, 4096), (2**20, 64)  # limit: a constant plus so many per stored byte
+_HEADER = MIB  # largest page header in bytes; a header may hold the page's minimum and maximum values
+_WIDTHS = {"BOOLEAN": 8, "INT32": 8, "INT64": 8, "FLOAT": 8, "DOUBLE": 8, "INT96": 16}  # decoded bytes, with levels
+_TEXT = 16  # bytes of a text's offset, with levels
+_DICTIONARY = 16 * MIB  # dictionaries above this size are not decompressed to find their longest text
+# Encoding numbers. 0 (plain) and 6 (delta length) store each text whole; 2 and 8 store indices into a dictionary.
+_PLAIN, _BY_DICTIONARY = (0, 6), (2, 8)
 
 
 class ParquetError(OSError):
-    """A Parquet file that is not read."""
+    """A Parquet file that is malformed or exceeds a limit."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -41,12 +43,12 @@ class ParquetError(OSError):
 
 @dataclass(frozen=True)
 class Group:
-    """A row group, and the bytes that its columns may take if all of them are one row's."""
+    """A row group and the limits that its page headers imply."""
 
     number: int
     rows: int
-    bytes: int
-    values: int = 0  # of the column that has most
+    bytes: int  # upper bound of the decoded columns
+    values: int = 0  # of the column with the most values
     stored: int = 0  # bytes in the file
 
     @property
@@ -55,7 +57,7 @@ class Group:
 
 
 def checked_groups(path: Path, metadata: Any, columns: Sequence[str], groups: Sequence[int]) -> list[Group]:
-    """Measure row groups by the headers of their pages, and refuse a file that takes what nothing honest does."""
+    """Measure row groups from their page headers; raise `ParquetError` for a file that exceeds a limit."""
     with path.open("rb") as file:
         found = [_measured(file, metadata.row_group(number), number, columns) for number in groups]
     stored = min(sum(group.stored for group in found), path.stat().st_size)
@@ -84,7 +86,7 @@ def _measured(file: BinaryIO, group: Any, number: int, columns: Sequence[str]) -
 
 
 def _measure_chunk(file: BinaryIO, chunk: Any, size: int) -> tuple[int, int]:
-    """Count the values of a column's pages, and bound the bytes that they take when they are decoded."""
+    """Return the number of values in a column chunk and an upper bound of their decoded bytes."""
     start = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
         start = chunk.dictionary_page_offset
@@ -114,17 +116,20 @@ def _integer(fields: dict[int, Any], number: int) -> int:
 
 
 def _bytes_of_value(kind: str, encoding: int, longest: int, raw: int) -> int:
-    """Bound the bytes of a decoded value; `longest` is of the texts of its dictionary, `raw` of its page."""
+    """Return an upper bound of a decoded value's bytes.
+
+    `longest` is the length of the dictionary's longest text, `raw` the page's uncompressed size.
+    """
     if kind in _WIDTHS:
         return _WIDTHS[kind]
     if kind == "BYTE_ARRAY" and encoding in _PLAIN:
         return _TEXT
-    # Else a text may repeat a part of the one before it, and be as long as its page and all before it.
+    # In other encodings (delta strings) a text can reuse a prefix of the previous text and so exceed its page.
     return _TEXT + (longest if encoding in _BY_DICTIONARY else 16 * raw)
 
 
 def _longest(file: BinaryIO, place: int, stored: int, raw: int, chunk: Any) -> int:
-    """Find the longest text of a dictionary; the whole dictionary's length where it cannot be looked into."""
+    """Return the length of a dictionary page's longest text, or the page's size if it cannot be decompressed."""
     if chunk.physical_type != "BYTE_ARRAY" or raw > _DICTIONARY:
         return raw
     file.seek(place)
@@ -142,7 +147,7 @@ def _longest(file: BinaryIO, place: int, stored: int, raw: int, chunk: Any) -> i
 
 
 def _page_header(file: BinaryIO, place: int) -> tuple[dict[int, Any], int]:
-    """Read the header of a page: its fields by number, and its length."""
+    """Return a page header's fields by number, and the header's length in bytes."""
     for most in (512, _HEADER):
         file.seek(place)
         content = file.read(most)
@@ -154,7 +159,7 @@ def _page_header(file: BinaryIO, place: int) -> tuple[dict[int, Any], int]:
 
 
 class _Thrift:
-    """Reads as much of Thrift's compact protocol as headers of pages need. Bytes that end too early: IndexError."""
+    """A reader of the part of Thrift's compact protocol that page headers use. Truncated bytes raise IndexError."""
 
     def __init__(self, content: bytes):
         self._content, self._place = content, 0
@@ -206,7 +211,7 @@ def _signed(number: int) -> int:
 
 
 def batches(file: Any, columns: Sequence[str], group: Group) -> Iterator[Any]:
-    """Decode a row group, in batches of few bytes."""
+    """Yield a row group's decoded rows in batches of about `_BATCH_BYTES`."""
     yield from file.iter_batches(
         batch_size=group.batch_rows, columns=list(columns), row_groups=[group.number], use_threads=False
     )
@@ -214,7 +219,7 @@ def batches(file: Any, columns: Sequence[str], group: Group) -> Iterator[Any]:
 
 def _try_to_decode(path: Path, columns: Sequence[str], groups: Sequence[Group]) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-    environment |= {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # another pool maps more memory than it uses
+    environment |= {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # other pools map more memory than they use
     given = [f"{group.number},{group.rows},{group.bytes}" for group in groups]
     command = [sys.executable, "-P", "-m", __name__, str(_MOST_MEMORY), str(path.absolute()), ",".join(columns), *given]
     result = subprocess.run(command, env=environment, capture_output=True, check=False)
@@ -227,7 +232,7 @@ def _try_to_decode(path: Path, columns: Sequence[str], groups: Sequence[Group]) 
 
 
 def main() -> None:
-    """Decode row groups as the run will, in a process with a limit on its memory."""
+    """Decode row groups as the run will, under limits on memory and CPU time."""
     most, path, columns, *given = sys.argv[1:]
     with pq.ParquetFile(path, pre_buffer=False) as file:
         with open("/proc/self/statm", encoding="ascii") as usage:

@@ -1,4 +1,4 @@
-"""Rollouts in Parquet files: a row is a record."""
+"""Reading of rollout records from Parquet files, one record per row."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,14 +19,16 @@ from truestep.rollouts.values import BadRecord, describe
 def read_parquet(
     path: Path, groups: Sequence[int] | None = None, declared: Sequence[Field] = ()
 ) -> Iterator[tuple[int, Any]]:
-    """Read rows, numbered from 1; with `groups`, of these row groups alone and numbered within them. `declared`: a
-    user's own fields."""
+    """Yield (row number from 1, the record or a `BadRecord`).
+
+    With `groups`, only these row groups are read, and rows are numbered within them. `declared` are the user's fields.
+    """
     wanted = record_names(declared)
     with pq.ParquetFile(path, pre_buffer=False) as file:
         columns = [name for name in file.schema_arrow.names if name in wanted]
         repeated = next((name for name in columns if columns.count(name) > 1), None)
         if repeated is not None or not columns:
-            # Nothing is worth reading: each row is rejected, as each line of the same JSONL would be.
+            # Every row is bad: reject each of them, as each line of the same JSONL would be.
             row: Any = BadRecord(f"the column {repeated!r} is given twice") if repeated is not None else {}
             chosen = range(file.metadata.num_row_groups) if groups is None else groups
             rows = sum(group.rows for group in checked_groups(path, file.metadata, (), chosen))
@@ -50,7 +52,7 @@ def _parse_row(batch: pa.RecordBatch, index: int) -> Any:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             row[name] = _to_python(column[index])
-        except Exception as error:  # text that is no UTF-8, a date out of range, a map with a key twice
+        except Exception as error:  # invalid UTF-8, a date out of range, a map with a repeated key
             unreadable = f"{name} cannot be read: {describe(str(error))}"
     return row if unreadable is None else bad_row(unreadable, row)
 
@@ -59,13 +61,13 @@ def _to_python(scalar: Any) -> Any:
     elements: Any = getattr(scalar, "values", None)
     kind: Any = elements.type if isinstance(elements, pa.Array) and not elements.null_count else pa.null()
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return elements.to_numpy(zero_copy_only=False).tolist()  # as to_pylist, and many times faster
+        return elements.to_numpy(zero_copy_only=False).tolist()  # same result as to_pylist, many times faster
     array = _array_of(elements)
     return scalar.as_py(maps_as_pydicts="strict") if array is None else array
 
 
 def _array_of(elements: Any) -> np.ndarray | None:
-    """Make an array of integers in lists in lists, all of one length; None where they are anything else."""
+    """Return nested lists of integers as an array, or None for ragged lists, nulls or other values."""
     if not isinstance(elements, pa.Array) or not pa.types.is_nested(elements.type):
         return None
     shape = [len(elements)]

@@ -1,7 +1,7 @@
-"""Documents in parts, of which each data rank sees one; ranks that share micro-batches see the same.
+"""A source whose documents are split into one part per data rank.
 
-The global order is the first document of every part, then the second of every part, and so on; a part that has come to
-its end is passed over. It depends on the parts alone, not on steps or budgets.
+Ranks that share micro-batches read the same part. The global order is the first document of every part, then the second
+of every part, and so on, skipping parts that are exhausted. It depends only on the parts, not on steps or budgets.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from truestep.types import Rollout
 
 
 def next_parts(taken: Sequence[int], sizes: Sequence[int], count: int) -> list[int]:
-    """List the parts that the next `count` documents come from, given how many each part has and how many are taken."""
+    """Return the part of each of the next `count` documents, given the size of each part and how many were taken."""
     heap = [(position, part) for part, position in enumerate(taken) if position < sizes[part]]
     heapq.heapify(heap)
     order: list[int] = []
@@ -31,7 +31,7 @@ def next_parts(taken: Sequence[int], sizes: Sequence[int], count: int) -> list[i
 
 @dataclass
 class PartedSource(StillSource):
-    """A source of the documents in all parts. Every rank asks for the same at the same time and gets them all."""
+    """A source of the documents of all parts. Every call is collective, and every rank gets the same documents."""
 
     plans_ahead = True
     own_part: FileSource
@@ -45,7 +45,8 @@ class PartedSource(StillSource):
             parts = [rank for rank, part in enumerate(ids) if repeated[0] in part]
             raise DataError(f"data.path: the parts of ranks {parts} both have a document {repeated[0]!r}")
         self._sizes = self.ranks.gather_parts(self.own_part.total)
-        # Now, when every rank is here: the next plan's documents may be on their way when this is asked for.
+        # Gathered in the constructor, where no other collective is in flight: when `aside` is called, the gather of
+        # the next plan's documents may be.
         asides = self.ranks.gather_parts(self.own_part.aside())
         self._aside = Taken(
             rejected=[record for part in asides for record in part.rejected],
@@ -56,18 +57,18 @@ class PartedSource(StillSource):
         self._begin()
 
     def _begin(self) -> None:
-        """Learn how far each part is: from here on every rank counts along."""
+        """Gather the position of each part. After this every rank counts the positions of all parts itself."""
         self._taken = list(self.ranks.gather_parts(self.own_part.position))
-        self._peeked: list[Rollout] = []  # looked at and not yet taken
+        self._peeked: list[Rollout] = []  # peeked at and not yet taken
 
     def peek(self, count: int) -> list[Rollout]:
-        """Look at the next documents. Each is sent once: those that were looked at before are here already."""
+        """Return the next documents without taking them. Each is gathered once and kept until it is taken."""
         order = next_parts(self._taken, self._sizes, count)
         missing = len(order) - len(self._peeked)
         if missing > 0:
             own = [part == self.ranks.data_rank for part in order]
             before = sum(own[: len(self._peeked)])
-            # Taken from this rank's part behind what the others have of it.
+            # Skip this rank's documents that an earlier peek already sent.
             mine = self.own_part.peek(sum(own))[before:]
             cursors = [iter(part) for part in self.ranks.gather_parts(mine, ahead=True)]
             self._peeked += [next(cursors[part]) for part in order[len(self._peeked) :]]
@@ -89,7 +90,7 @@ class PartedSource(StillSource):
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Note this rank's own place; the ranks tell each other theirs when a checkpoint is made."""
+        """Record this rank's position; the returned function gathers the positions of all ranks."""
         own = self.own_part.snapshot()
         return lambda: {"parts": self.ranks.gather_parts(own())}
 

@@ -1,6 +1,6 @@
-"""One record, as JSON or Parquet gave it, becomes one `Rollout`, or a `BadRecord` that says what is wrong with it.
+"""The conversion of a record from JSON or Parquet to a `Rollout`, with all checks.
 
-Nothing of a record is trusted. Each check has one message that names the field, the index and the value.
+No value of a record is trusted. A failed check raises `BadRecord` with the field, the index and the value.
 """
 
 import dataclasses
@@ -20,24 +20,24 @@ from truestep.rollouts.rows import read_rows
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
 from truestep.types import Rollout
 
-LONGEST_TEXT = 4096  # characters of an id: every step's line of the ledger repeats them
+LONGEST_TEXT = 4096  # characters of a text field; the ledger repeats ids at every step
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The values that the loss of a run needs of a document with labels."""
+    """The fields that a run's loss needs in a document with labels."""
 
     logprobs: bool
     advantages: bool
-    advantage_rule: AdvantageRule | str  # none: records carry `advantage`
+    advantage_rule: AdvantageRule | str  # "none": records carry `advantage`
     reference_logprobs: bool = False
 
 
 @dataclass(frozen=True)
 class Checks:
-    """The demands of a run on its records and their groups."""
+    """A run's requirements of its records and their groups."""
 
     needs: Needs
     vocabulary_size: int | None = None
@@ -45,13 +45,13 @@ class Checks:
     max_tokens: int | None = None
     group_size: int | None = None  # members of a complete group; None: a group is complete at the end of the data
     stop_at_rejected: bool = False
-    chat: ChatTemplate | None = None  # which makes tokens of messages; None: they are not looked at
-    truncated: str = "keep"  # what becomes of documents that ended at a length limit: keep, mask or drop
-    fields: tuple[Field, ...] = ()  # a user's own, beside those of the table
+    chat: ChatTemplate | None = None  # tokenizes `messages`; None: `messages` is ignored
+    truncated: str = "keep"  # treatment of documents that ended at a length limit: keep, mask or drop
+    fields: tuple[Field, ...] = ()  # the user's fields (data.fields), in addition to the built-in ones
 
     @cached_property
     def read(self) -> tuple["_Reading", ...]:
-        """The fields that are read from a record, and how."""
+        """The fields that are read from a record, each with its reader."""
         return tuple(
             _Reading(
                 field.in_record,
@@ -66,12 +66,11 @@ class Checks:
 
 
 def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
-    """Check one record. Raises `BadRecord` and nothing else, whatever `raw` is.
+    """Check a record and return its `Rollout`. Raises only `BadRecord`, whatever `raw` is.
 
-    `where` ("file.jsonl:12") is the id of a record without one. A null field is an absent field, and fields that are
-    neither in the table nor a user's own are ignored. What the loss needs is never None in the result, save for
-    advantages that are still to come from the rewards of the group. A document without labels gets zeros for a needed
-    field that it lacks.
+    `where` ("file.jsonl:12") becomes the id of a record without an id. A null field counts as absent, and unknown
+    fields are ignored. Every field that the loss needs is set in the result, except advantages that will be computed
+    from the group's rewards. A document without labels gets zeros for a needed field that it lacks.
     """
     record = plain(raw, "the record")
     if not isinstance(record, Mapping):
@@ -91,7 +90,7 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
 
 
 def readable_text(record: Record, field: str) -> str | None:
-    """Read a text field of a record that may be broken elsewhere; None where it cannot be read."""
+    """Return a text field of a record that may have other errors, or None if the field is invalid."""
     try:
         return _text(record, field)
     except BadRecord:
@@ -99,7 +98,7 @@ def readable_text(record: Record, field: str) -> str | None:
 
 
 def _with_tokens(record: Record, chat: ChatTemplate | None) -> Record:
-    """Make the tokens of a record that has messages and none of its own."""
+    """Add tokens and labels to a record that has `messages`."""
     if chat is None or record.get("messages") is None:
         return record
     for name in ("input_ids", "loss_mask", "prompt_length"):
@@ -121,7 +120,7 @@ def _input_ids(record: Record, checks: Checks) -> np.ndarray:
 
 
 def _labels(record: Record, num_tokens: int) -> np.ndarray:
-    """Read the mask from whichever of the two fields is there."""
+    """Return the loss mask from `loss_mask` or `prompt_length`; both may be given if they agree."""
     from_mask = _loss_mask(record, num_tokens)
     from_prompt = _prompt_mask(record, num_tokens)
     if from_mask is not None and from_prompt is not None and (from_mask != from_prompt).any():
@@ -160,12 +159,12 @@ def _prompt_mask(record: Record, num_tokens: int) -> np.ndarray | None:
     return from_prompt
 
 
-_PLACE = {"label": "fields", "token": "token_fields", "document": "document_fields"}  # in a rollout
+_PLACE = {"label": "fields", "token": "token_fields", "document": "document_fields"}  # mappings of a `Rollout`
 _ATTRIBUTES = frozenset(item.name for item in dataclasses.fields(Rollout))
 
 
 def _read_fields(record: Record, loss_mask: np.ndarray, checks: Checks) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read all fields but the tokens and labels: the attributes of a rollout, and its mappings of others."""
+    """Read all fields except tokens and labels. Returns a rollout's attributes and its mappings of other fields."""
     found: dict[str, Any] = {}
     others: dict[str, Any] = {}
     labels, get = _Labels(loss_mask, np.flatnonzero(loss_mask)), record.get
@@ -186,7 +185,7 @@ def _read_fields(record: Record, loss_mask: np.ndarray, checks: Checks) -> tuple
 
 
 def _reader_of(field: Field) -> "_Reader":
-    """Make what reads a field of a record that has it, given its value there."""
+    """Return the function that reads a field from its value in a record."""
     name = field.in_record
     if field.level == "token":
         return lambda given, labels: read_rows(field, given, len(labels.mask))
@@ -204,7 +203,7 @@ def _reader_of(field: Field) -> "_Reader":
 
 
 class _Labels(NamedTuple):
-    """The labels of a document: a mask over its tokens, and their places."""
+    """The labels of a document: a mask over its tokens, and the labels' indices."""
 
     mask: np.ndarray
     places: np.ndarray
@@ -214,13 +213,13 @@ _Reader = Callable[[Any, _Labels], Any]
 
 
 class _Reading(NamedTuple):
-    """How one field is read."""
+    """A field and its reader."""
 
     in_record: str
-    stands_in: bool  # something may stand for it where a record lacks it
+    stands_in: bool  # `_instead` decides when a record lacks the field
     name: str
     read: _Reader
-    place: str | None  # the mapping of a rollout that it lies in; None: it is an attribute
+    place: str | None  # the rollout's mapping that holds the field; None: the field is an attribute
     field: Field
 
 
@@ -228,8 +227,10 @@ _INSTEAD = ("temperature", "logprobs", "reference_logprobs", "advantages")
 
 
 def _instead(field: Field, found: Mapping[str, Any], loss_mask: np.ndarray, checks: Checks) -> Any:
-    """Give what stands for a field that a record lacks, or refuse the record. A document without labels gets zeros for
-    what is needed of labels."""
+    """Return the default of a field that a record lacks, or raise `BadRecord` if the run needs it.
+
+    A document without labels gets zeros for needed fields of labels.
+    """
     if field.name == "temperature":
         return float(checks.default_temperature)
     if field.default is not None:
@@ -249,8 +250,10 @@ def _default(field: Field, loss_mask: np.ndarray) -> Any:
 
 
 def with_defaults(rollout: Rollout, declared: Sequence[Field]) -> Rollout:
-    """Give a document that was read without a run's checks what its user's fields have in their place where it has
-    none: their defaults, and of a document without labels zeros."""
+    """Fill in missing user fields of a document that was read without a run's `Checks`.
+
+    Required fields become zeros, the others their defaults.
+    """
     for field in declared:
         if rollout.value(field.name) is None:
             value = np.zeros(rollout.num_tokens, field.dtype) if field.required else _default(field, rollout.loss_mask)
@@ -261,7 +264,7 @@ def with_defaults(rollout: Rollout, declared: Sequence[Field]) -> Rollout:
 
 
 def _needed(field: Field, found: Mapping[str, Any], checks: Checks) -> str | None:
-    """Say why a run cannot do without a field of a document with labels; None where it can."""
+    """Return why a run needs a missing field, or None if the field is optional."""
     needs, name = checks.needs, field.name
     if field.required:
         return f"{name} is missing: data.fields has no default for it"
@@ -275,7 +278,7 @@ def _needed(field: Field, found: Mapping[str, Any], checks: Checks) -> str | Non
 
 
 def _no_advantages(has_reward: bool, has_group: bool, needs: Needs) -> str | None:
-    """Say why a record without advantages has none; None where they come from the rewards of its group."""
+    """Return why a record has no advantages, or None if they will be computed from its group's rewards."""
     from_rewards = as_rule(needs.advantage_rule).from_rewards
     if from_rewards and has_reward and has_group:
         return None
@@ -287,7 +290,7 @@ def _no_advantages(has_reward: bool, has_group: bool, needs: Needs) -> str | Non
 
 
 def _parts(given: Any, whole: str, check: Callable[[Any], Any]) -> dict[str, float] | None:
-    """Read numbers by name; one that is null is absent, as a row of Parquet has to write it."""
+    """Read an object of numbers by name. Null numbers count as absent, because Parquet rows repeat every name."""
     parts = plain(given, whole)
     if parts is None:
         return None
@@ -308,7 +311,7 @@ def _object(given: Any, whole: str) -> dict[str, Any] | None:
         return None
     if not isinstance(metadata, Mapping):
         raise BadRecord(f"{whole} is {describe(metadata)}: expected an object")
-    try:  # it is carried through to outputs that are JSON
+    try:  # metadata is copied to JSON outputs
         json.dumps(dict(metadata))
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRecord(f"{whole} holds what JSON cannot: {error}") from None
@@ -324,7 +327,7 @@ def _as_text(given: Any, field: str) -> str | None:
     if text is None:
         return None
     if isinstance(text, int) and not isinstance(text, bool):
-        return str(text)  # a number names a document as well as text does
+        return str(text)  # integer ids are accepted
     if not isinstance(text, str):
         raise BadRecord(f"{field} is {describe(text)}: expected text")
     if not text:
@@ -333,7 +336,7 @@ def _as_text(given: Any, field: str) -> str | None:
         raise BadRecord(f"{field} has {len(text)} characters: expected at most {LONGEST_TEXT}")
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: no output file could hold it
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 output files cannot hold
         raise BadRecord(f"{field} is {describe(text)}: not valid Unicode") from None
     return text
 
@@ -348,7 +351,7 @@ def _as_number(given: Any, field: str, check: Callable[[Any], Any]) -> Any:
 
 
 def _as_value(value: Any, field: str) -> Any:
-    """Get a field that may be a list. An array of numbers stays one: `checked_array` takes it as it is."""
+    """Return the plain value of a field that may be a list. Numeric arrays are kept for `checked_array`."""
     if type(value) is np.ndarray and value.ndim == 1 and value.dtype in (np.int64, np.float64):
         return value
     return plain(value, field)
@@ -366,14 +369,14 @@ def _as_list(given: Any, field: str) -> Sequence[Any] | np.ndarray | None:
 
 
 def _on_labels(value: Any, field: Field, labels: _Labels) -> np.ndarray | None:
-    """Read one value for all labels, or a list of one a token or one a label. 0 off the mask, whatever stood there."""
+    """Spread a single value, a list per token or a list per label over the tokens, with 0 where the mask is 0."""
     if value is None:
         return None
     name, check, (mask, places) = field.in_record, field.check, labels
     spread = np.zeros(len(mask), dtype=check.stored)
     if not isinstance(value, list | tuple | np.ndarray):
         spread[places] = checked(check.single, value, name)
-    # Never ambiguous: position 0 is no label, so there are always fewer labels than tokens.
+    # Unambiguous: token 0 is never a label, so there are always fewer labels than tokens.
     elif len(value) == len(mask):
         indices = places.tolist()
         on_labels = value[places] if isinstance(value, np.ndarray) else [value[index] for index in indices]

@@ -1,4 +1,4 @@
-"""The file `rejected.jsonl`: records that were never trained on, and why; and the kinds of their reasons."""
+"""The file `rejected.jsonl`: rejected records with their reasons, and the grouping of reasons by kind."""
 
 import json
 import os
@@ -12,16 +12,15 @@ from truestep.files.whole import write_whole
 from truestep.types import Rejected
 
 FILE_NAME = "rejected.jsonl"
-_BLOCK = 4096  # bytes that are read at a time to find the end of the last whole line
+_BLOCK = 4096  # bytes per read when searching backwards for the last complete line
 
 
 def write_rejected(directory: str | Path, rejected: Iterable[Rejected], append: bool = False) -> Path:
-    """Write `rejected.jsonl`, or append to the one that is there.
+    """Write `rejected.jsonl`, or append to it.
 
-    Without `append` a file of an earlier run is replaced, by an empty one where nothing was rejected; a kill at any
-    instant leaves the old or the new file. What is appended costs no more in a long file than in a short one. A kill
-    may cut its last line off: the next line to be appended replaces what is left of it, and a restart rolls back to the
-    checkpoint's place in the file.
+    Without `append` the file is replaced atomically, even if nothing was rejected. The cost of appending does not
+    depend on the file's length. A kill may leave an incomplete last line: the next append removes it, and a restart
+    truncates the file to the checkpoint's position.
     """
     path = Path(directory) / FILE_NAME
     lines = b"".join(map(_line, rejected))
@@ -35,7 +34,7 @@ def write_rejected(directory: str | Path, rejected: Iterable[Rejected], append: 
 
 
 def _remove_torn_line(file: BinaryIO) -> None:
-    """Cut off a last line without its line break, which only a kill can have left."""
+    """Remove an incomplete last line, which only a kill can have left."""
     end = position = file.seek(0, os.SEEK_END)
     while position:
         start = max(position - _BLOCK, 0)
@@ -66,6 +65,6 @@ _NUMBER = re.compile(
 
 
 def reason_kind(reason: str) -> str:
-    """Strip a reason of its numbers and quoted values, bounds aside, so that it is the same for many bad records."""
+    """Return a reason without quoted values and numbers (except bounds), to group similar rejections."""
     unquoted = _QUOTED.sub("…", _PLACE.sub("", reason))
     return _NUMBER.sub(lambda found: found[0] if found["bound"] else "…", unquoted)

@@ -1,4 +1,7 @@
-"""A ceiling on chat templates: programs that come with a model, in a sandbox that lets them run for ever."""
+"""A limit on the time and memory of chat templates.
+
+Templates are programs that come with a model. Jinja's sandbox does not limit how long they run.
+"""
 
 import ctypes
 import os
@@ -11,18 +14,20 @@ from typing import Any
 from truestep.files.bounded import MIB
 
 _SECONDS = 60.0
-_MEMORY = 2048 * MIB  # that the process may grow by meanwhile
-_LOOK = 0.05  # seconds
+_MEMORY = 2048 * MIB  # limit of the process's growth while a template renders
+_LOOK = 0.05  # seconds between checks
 _STATM = Path("/proc/self/statm")
 
 
 class TemplateStoppedError(Exception):
-    """A chat template ran for too long, or took too much memory."""
+    """A chat template that ran for too long or took too much memory."""
 
 
 def within_bounds(render: Callable[[], Any]) -> Any:
-    """Call what renders a chat template, and stop it where it goes on without end. A single operation is not stopped
-    in its middle."""
+    """Call `render`, and raise `TemplateStoppedError` when it exceeds the limits.
+
+    The exception arrives between bytecodes, so a single long C call is not interrupted.
+    """
     watch, stopped = _Watch(threading.get_ident()), False
     try:
         try:
@@ -30,7 +35,7 @@ def within_bounds(render: Callable[[], Any]) -> Any:
         except TemplateStoppedError:
             stopped = True
         finally:
-            if watch.end() and not stopped:  # the exception is under way, and must not come to anybody else
+            if watch.end() and not stopped:  # the exception was sent but not yet raised: take it here, not in a caller
                 time.sleep(_LOOK)
                 for _ in range(1000):
                     time.sleep(0)
@@ -44,7 +49,7 @@ def within_bounds(render: Callable[[], Any]) -> Any:
 
 
 class _Watch:
-    """A thread that raises an exception in another where that takes too long."""
+    """A thread that raises `TemplateStoppedError` in the watched thread when a limit is exceeded."""
 
     def __init__(self, thread: int):
         self._watched, self._done, self._stopped = thread, threading.Event(), False
@@ -53,7 +58,7 @@ class _Watch:
         self._thread.start()
 
     def end(self) -> bool:
-        """Stop watching; true if the exception was sent."""
+        """Stop watching, and return whether the exception was sent."""
         with self._lock:
             self._done.set()
             return self._stopped

@@ -1,6 +1,7 @@
-"""The values of a record's tokens, a row for each: lists of numbers, an array, or base64 of little-endian numbers.
+"""Reading of token-level fields: one row of values per token.
 
-Rows may be missing at the end. `{"data": base64, "dtype": "uint8", "shape": [3, 2, 4]}` is 3 rows of 2 times 4 numbers.
+A record gives nested lists, an array, or base64 of little-endian numbers. The last tokens may have no row. Example:
+`{"data": base64, "dtype": "uint8", "shape": [3, 2, 4]}` is 3 rows of 2 times 4 numbers.
 """
 
 import base64
@@ -16,11 +17,11 @@ from truestep.files import bounded
 from truestep.rollouts.fields import Field
 from truestep.rollouts.values import BadRecord, checked, describe, integer, plain
 
-LONGEST = 2**16  # of every dimension but the first
+LONGEST = 2**16  # largest size of every dimension except the first
 
 
 def read_rows(field: Field, value: Any, num_tokens: int) -> np.ndarray | None:
-    """Read the values of a token-level field; None where not a single row is there."""
+    """Return the checked rows of a token-level field, or None if there are no rows."""
     if not (isinstance(value, np.ndarray) and value.dtype.kind in "iuf"):
         value = plain(value, field.in_record)
     if value is None:
@@ -37,7 +38,7 @@ def read_rows(field: Field, value: Any, num_tokens: int) -> np.ndarray | None:
 
 
 def narrowest(field: Field) -> list[np.dtype[Any]]:
-    """List the types that base64 may be of, the narrowest first."""
+    """Return the dtypes that a field may be given and stored in, narrowest first."""
     stored = np.dtype(field.check.stored)
     if stored.kind != "u":
         return [stored]
@@ -45,14 +46,14 @@ def narrowest(field: Field) -> list[np.dtype[Any]]:
 
 
 def encode(array: np.ndarray) -> dict[str, Any]:
-    """Write an array as an object of JSON, every bit kept."""
+    """Return an array as a lossless JSON object."""
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     data = base64.b64encode(little.tobytes()).decode("ascii")
     return {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
 def decode(written: Mapping[str, Any]) -> np.ndarray:
-    """Read what `encode` wrote."""
+    """Return the array that `encode` wrote."""
     kind = np.dtype(written["dtype"]).newbyteorder("<")
     array = np.frombuffer(base64.b64decode(written["data"]), kind).reshape(written["shape"])
     return array.astype(array.dtype.newbyteorder("="))
@@ -95,7 +96,7 @@ def _shape(field: Field, given: Any) -> list[int]:
 
 
 def _check_sizes(field: Field, sizes: Sequence[int]) -> None:
-    """Check all dimensions but the first."""
+    """Check the sizes of all dimensions except the first."""
     for size, wanted in zip(sizes, field.shape, strict=True):
         if isinstance(wanted, int) and size != wanted:
             raise BadRecord(f"{field.in_record} has {size} values where {wanted} are expected")
@@ -109,7 +110,7 @@ def _check_size(field: Field, size: int) -> None:
 
 
 def _check(field: Field, array: np.ndarray) -> np.ndarray:
-    """Check an array's shape and values, and store it as narrow as its type allows."""
+    """Check an array's shape and values, and return it in the narrowest dtype that holds them."""
     name = field.in_record
     if array.ndim != 1 + len(field.shape):
         raise BadRecord(f"{name} has {array.ndim} dimensions: expected {1 + len(field.shape)}")
@@ -135,7 +136,7 @@ def _narrowed(field: Field, array: np.ndarray) -> np.ndarray:
 
 
 def _from_lists(field: Field, value: Any) -> np.ndarray:
-    """Make an array of lists in lists, which all have to be of one length."""
+    """Return nested lists as an array. Lists of the same depth must have the same length."""
     name, shape = field.in_record, list[int]()
     level: list[Any] = [value]
     for _ in range(1 + len(field.shape)):
@@ -156,7 +157,7 @@ def _from_lists(field: Field, value: Any) -> np.ndarray:
     if set(map(type, level)) <= field.check.types:
         try:
             array = np.asarray(level, dtype=field.check.wide)
-        except OverflowError:  # an integer too large for the array: the slow way says which
+        except OverflowError:  # an integer too large for the array: the check one by one names it
             array = None
         if array is not None and field.check.accepts(array).all():
             return _narrowed(field, array.reshape(shape))
@@ -165,5 +166,5 @@ def _from_lists(field: Field, value: Any) -> np.ndarray:
 
 
 def _place(index: int, shape: Sequence[int]) -> str:
-    """Name an element of a list in lists, of these lengths, by its indices."""
+    """Return the indices of an element of nested lists as text. Example: `[2][0]` for index 4 of shape [3, 2]."""
     return "".join(f"[{place}]" for place in (np.unravel_index(index, shape) if shape else ()))

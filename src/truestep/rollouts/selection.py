@@ -1,4 +1,4 @@
-"""What becomes of documents between their advantages and their step: masked, put aside, or only measured."""
+"""The selection of documents before a step: truncated documents and groups whose advantages are all 0."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ TRUNCATED = "it ended at a length limit (data.truncated: drop)"
 def choose_truncated(rollouts: Iterable[Rollout], rule: str) -> tuple[list[Rollout], list[PutAside]]:
     """Keep, mask or drop the documents that ended at a length limit, by `data.truncated`.
 
-    Their rewards have had their part in their groups' baselines. One that does not say how it ended is kept.
+    The group baselines already include the rewards of dropped documents. Documents with unknown `truncated` are kept.
     """
     chosen: list[Rollout] = []
     put_aside: list[PutAside] = []
@@ -30,16 +30,16 @@ def choose_truncated(rollouts: Iterable[Rollout], rule: str) -> tuple[list[Rollo
 
 
 def _without_labels(rollout: Rollout) -> Rollout:
-    """Mask every label: the document counts as one, and adds nothing else."""
+    """Return a document without labels. It still counts as a document but adds nothing to the loss."""
     names = {field.name for field in of_labels()} | set(rollout.fields)
     values = {name: value for name in names if (value := rollout.value(name)) is not None}
-    # As everywhere, 0 off the mask.
+    # Fields of labels are 0 where the mask is 0.
     masked = rollout.with_values({name: np.zeros_like(value) for name, value in values.items()})
     return replace(masked, loss_mask=np.zeros_like(rollout.loss_mask))
 
 
 def has_advantage(rollout: Rollout) -> bool:
-    """Tell whether any label's advantage is not 0."""
+    """Return whether any label's advantage is not 0."""
     return rollout.advantages is not None and bool(rollout.advantages.any())
 
 

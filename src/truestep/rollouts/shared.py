@@ -1,4 +1,4 @@
-"""A source that the first rank reads for all: one process reads a stream or asks servers."""
+"""A source that the first rank reads and shares with all ranks, such as a stream or a sampler."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -9,12 +9,12 @@ from truestep.types import Rejected, Rollout
 
 
 class SharedSource:
-    """The documents of a source that the first rank alone has. What it raises, every rank raises."""
+    """A source that exists on the first rank only. Its exceptions are raised on every rank."""
 
     plans_ahead = False
 
     def __init__(self, source: Source | None, ranks: Ranks):
-        """Share `source`, which is None on every rank but the first."""
+        """`source` is None on every rank except the first."""
         self._source, self._ranks = source, ranks
         self._asked_to_stop: Callable[[], bool] = never
         self.waits_for_checkpoints = source is not None and source.waits_for_checkpoints
@@ -42,7 +42,7 @@ class SharedSource:
             return on_first[0].documents
 
         documents = self._ranks.share(take)
-        return on_first[0] if on_first else Taken(documents)  # the first rank writes down what was put aside
+        return on_first[0] if on_first else Taken(documents)  # only the first rank logs refused and put-aside records
 
     def aside(self) -> Taken:
         return Taken() if self._source is None else self._source.aside()
@@ -75,9 +75,9 @@ class SharedSource:
 
 
 class SharedPeekableSource(SharedSource):
-    """A shared source whose documents can be looked at before they are taken."""
+    """A shared source whose next documents can be peeked at."""
 
-    _peeked: Sequence[Rollout] = ()  # looked at and not yet taken: they are sent to the other ranks once
+    _peeked: Sequence[Rollout] = ()  # peeked at and not yet taken; kept so that they are sent to other ranks once
 
     def peek(self, count: int) -> Sequence[Rollout]:
         self._peeked = self._ranks.share(lambda: cast(PeekableSource, self._of_first).peek(count))

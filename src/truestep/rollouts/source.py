@@ -1,4 +1,7 @@
-"""The sources of documents: each an ordered stream with a position that a checkpoint can hold."""
+"""The interface of document sources, and the source of rollout files.
+
+A source is an ordered stream of documents with a position that a checkpoint stores.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +15,11 @@ from truestep.rollouts.table.documents import TableDocuments
 from truestep.rollouts.table.layout import content_digest
 from truestep.types import PutAside, Rejected, Rollout
 
-_AT_A_TIME = 1 << 16  # documents that a fingerprint goes over
+_AT_A_TIME = 1 << 16  # documents per update of the fingerprint
 
 
 class SourceError(TruestepError):
-    """Documents that are missing, or are not those that a checkpoint was made with."""
+    """Missing documents, or documents that differ from the checkpoint's."""
 
 
 class Interrupted(Exception):  # noqa: N818  (nothing is wrong)
@@ -27,7 +30,7 @@ def never() -> bool:
     return False
 
 
-_KINDS = {  # by the key that a source's state in a checkpoint has
+_KINDS = {  # kinds of sources, by a key that only the state of that kind has
     "position": "rollout files that every rank reads",
     "parts": "rollout files of which each rank reads a part",
     "transport": "documents that are sent",
@@ -36,14 +39,14 @@ _KINDS = {  # by the key that a source's state in a checkpoint has
 
 
 def refuse_other_kind(option: str, kind: str, state: dict[str, Any]) -> None:
-    """Raise an error where a checkpoint's state was made by another kind of source. `kind` is a key of `_KINDS`."""
+    """Raise `SourceError` if a checkpoint's state comes from another kind of source. `kind` is a key of `_KINDS`."""
     if kind not in state:
         before = next((words for key, words in _KINDS.items() if key in state), "another source")
         raise other_source(option, before, _KINDS[kind])
 
 
 def other_source(option: str, before: str, now: str) -> SourceError:
-    """Word the refusal of a checkpoint whose documents came from elsewhere."""
+    """Return the error for a checkpoint whose documents came from another source."""
     return SourceError(
         f"{option}: this run's checkpoint was made from {before}, not from {now}; give it the same, or another "
         "checkpoint.directory"
@@ -52,69 +55,75 @@ def other_source(option: str, before: str, now: str) -> SourceError:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a source hands over: documents, and what it refused, put aside and measured since it last handed over."""
+    """The documents of a `take`, and the records refused, documents put aside and metrics since the previous call."""
 
     documents: Sequence[Rollout] = ()
     rejected: Sequence[Rejected] = ()  # records that were refused, each with the reason
     put_aside: Sequence[PutAside] = ()  # good documents that no step takes
-    # For the step's line: how its documents were made. All ranks give the same names; the largest number is logged.
+    # Metrics of how the documents were made. All ranks have the same names; the step logs the largest value.
     measured: Mapping[str, float] = field(default_factory=dict)
 
 
 class Source(Protocol):
-    """All that a step and a checkpoint need of any source."""
+    """The interface that steps and checkpoints use."""
 
-    # True where its documents do not depend on what a step does: the next step's plan may be made during this step.
+    # True if documents do not depend on the step in progress: the next step may be planned during this step.
     plans_ahead: bool
-    # True where its next documents may only come when it was told of a checkpoint: the run waits for each save.
+    # True if further documents may need a completed checkpoint first: the run waits for each save.
     waits_for_checkpoints: bool
-    asked_to_stop: Callable[[], bool]  # a source that waits for others looks at this and raises `Interrupted`
+    asked_to_stop: Callable[[], bool]  # a waiting source polls this and raises `Interrupted` when it returns true
 
     def take(self, count: int, documents_seen: int) -> Taken:
-        """Take the next documents, which are never given again. The policy has seen `documents_seen` documents before
-        this call, and what is made for it has this version."""
+        """Return the next `count` documents and move past them.
+
+        `documents_seen` counts the documents that the policy was trained on. It is the version of new documents.
+        """
         ...
 
     def aside(self) -> Taken:
-        """Hand over what `take` would, without any document: before the first step, at the end of the data, and where a
-        step takes no new documents."""
+        """Return everything that `take` would, except documents.
+
+        Called before the first step, at the end of the data, and when a step takes no new documents.
+        """
         ...
 
-    # Called with refused records that no `take` hands over: those of one that fails, and those that come while a source
-    # waits, of which there may be more than memory should hold.
+    # Called with refused records that no `take` returns: records of a `take` that raises, and records that arrive while
+    # a source waits, which could be too many to keep in memory.
     put_rejected: "Callable[[Sequence[Rejected]], None] | None"
 
     def state(self) -> dict[str, Any]:
-        """Describe, as JSON, where the source stands."""
+        """Return the source's position for a checkpoint, as JSON values."""
         ...
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Note where the source stands, at every step and so cheaply; give a function that makes the state of it, for
-        the few steps that are saved. All ranks call it, or none."""
+        """Record the position cheaply, at every step, and return a function that builds the state for a checkpoint.
+
+        The returned function is collective: all ranks call it, or none.
+        """
         ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
 
     def checkpointed(self, documents_seen: int) -> None:
-        """Take note that a checkpoint after so many documents is complete: its state survives any kill from now on."""
+        """Handle the completion of a checkpoint after `documents_seen` documents: it now survives a kill."""
         ...
 
     def close(self, finished: bool) -> None:
-        """Take note that the run has ended, or stopped early where not `finished`."""
+        """Handle the end of the run; `finished` is false if it stopped early."""
         ...
 
 
 @runtime_checkable
 class PeekableSource(Source, Protocol):
-    """A source that has an end, and whose documents can be looked at before they are taken."""
+    """A source that ends, and whose next documents can be peeked at."""
 
     def peek(self, count: int) -> Sequence[Rollout]:
-        """Look at the next `count` documents without taking them; fewer only at the end of the data."""
+        """Return the next `count` documents without taking them; fewer only at the end of the data."""
         ...
 
 
 class StillSource:
-    """A base for sources that do not react to checkpoints, the end or a request to stop."""
+    """A base class for sources that ignore checkpoints, the end of the run and requests to stop."""
 
     plans_ahead = False
     waits_for_checkpoints = False
@@ -125,7 +134,7 @@ class StillSource:
         raise NotImplementedError
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Make the state at once, as suits a source whose state is a few numbers."""
+        """Build the state immediately, since it is only a few numbers."""
         state = self.state()
         return lambda: state
 
@@ -136,7 +145,7 @@ class StillSource:
 
 @dataclass
 class FileSource(StillSource):
-    """Documents of files, in file order or a seeded shuffle of it, `epochs` times over."""
+    """A source of rollout files, in file order or shuffled by a seed, for `epochs` epochs."""
 
     plans_ahead = True
     documents: Sequence[Rollout]
@@ -169,7 +178,7 @@ class FileSource(StillSource):
 
     def peek(self, count: int) -> list[Rollout]:
         end = min(self.position + count, self.total)
-        # What was looked at is kept until it is taken: a document may have to be read.
+        # Peeked documents are kept until they are taken, since reading a document from a table costs time.
         read = {at: self._peeked[at] if at in self._peeked else self._at(at) for at in range(self.position, end)}
         self._peeked |= read
         return list(read.values())
@@ -191,17 +200,17 @@ class FileSource(StillSource):
         return [document.id for document in self.documents[start:stop]]
 
     def _contents(self, start: int, stop: int) -> list[bytes]:
-        """Digest the tokens and labels of each document."""
+        """Return the digest of each document's tokens and labels."""
         if isinstance(self.documents, TableDocuments):
             return self.documents.digests(start, stop)
         return [content_digest(document.input_ids, document.loss_mask) for document in self.documents[start:stop]]
 
     def _fingerprint(self, position: int) -> str:
-        """Digest the order and the documents before `position`. A file may grow after this place, never before it."""
+        """Return a digest of the order and of the documents before `position`; files may grow after that position."""
         seen = len(self.documents) if position >= len(self.documents) or self.shuffle_seed is not None else position
         if self._digest is None or self._hashed > seen:
             self._digest, self._hashed = hashlib.sha256(f"{self.shuffle_seed}\n".encode()), 0
-        for start in range(self._hashed, seen, _AT_A_TIME):  # each once: a position is asked for at every step
+        for start in range(self._hashed, seen, _AT_A_TIME):  # incremental: the fingerprint is computed at every step
             stop = min(start + _AT_A_TIME, seen)
             contents = zip(self.ids(start, stop), self._contents(start, stop), strict=True)
             self._digest.update(b"".join(f"{name}\n".encode() + content for name, content in contents))

@@ -1,7 +1,7 @@
-"""The checks of a record's untrusted values: numbers, lists of numbers, text.
+"""Checks of a record's untrusted values: numbers, lists of numbers, text.
 
-A `Check` is written twice: once for a single value, which also words what is wrong, and once for a whole array, which
-only says yes or no. A long list is checked as an array first, and value by value where that says no.
+Each `Check` has two forms: `single` checks a value and words the error, and `accepts` checks an array and returns
+booleans. A list is checked as an array first, and value by value only if the array check fails.
 """
 
 import json
@@ -15,17 +15,15 @@ import numpy as np
 from truestep.types import LARGEST_REWARD
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-# An advantage is a difference of two rewards and is kept in float32, whose largest value is 3.4e38.
-
-SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it float32 loses precision, and then it is 0
+SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # smaller float32 values lose precision or round to 0
 LARGEST_INT64 = 2**63 - 1
 LARGEST_EXPERT = 2**16 - 1
 
-_PLAIN = frozenset({type(None), bool, int, float, str, list, dict})  # as JSON gives them
+_PLAIN = frozenset({type(None), bool, int, float, str, list, dict})  # types that a JSON parser returns
 
 
 class BadRecord(Exception):  # noqa: N818 - the record is bad, the program is not
-    """A record that cannot be trained on. `id` and `group_id` are there where they could be read all the same."""
+    """A record that cannot be trained on. `id` and `group_id` are set if they could be read."""
 
     def __init__(self, reason: str, *, id: str | None = None, group_id: str | None = None) -> None:
         super().__init__(reason)
@@ -35,11 +33,11 @@ class BadRecord(Exception):  # noqa: N818 - the record is bad, the program is no
 
 
 class UnfitError(Exception):
-    """A value that fails a check. The argument says what was expected; the caller knows the field's name."""
+    """A value that fails a check. The argument says what was expected; the caller adds the field's name."""
 
 
 def plain(value: Any, field: str) -> Any:
-    """Turn numpy and pyarrow values (and tensors) into Python's own; leave anything else as it is."""
+    """Convert numpy, pyarrow and tensor values to Python values; return other values unchanged."""
     if type(value) in _PLAIN:
         return value
     for method in ("as_py", "to_pylist", "tolist"):
@@ -47,13 +45,13 @@ def plain(value: Any, field: str) -> Any:
         if callable(convert):
             try:
                 return convert()
-            except Exception as error:  # whatever a foreign object raises, it is this record that is bad
+            except Exception as error:  # a foreign object can raise anything; only this record is rejected
                 raise BadRecord(f"{field} cannot be read: {describe(str(error))}") from None
     return value
 
 
 def describe(value: Any) -> str:
-    """Show a value in a message: short, on one line, and never failing (Python prints no int of 5000 digits)."""
+    """Return a short, one-line description of a value for a message. Never raises, even for ints of 5000 digits."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int):
@@ -142,10 +140,10 @@ def temperature(value: Any) -> float:
 @dataclass(frozen=True)
 class Check:
     single: Callable[[Any], Any]
-    types: frozenset[type]  # Python's types that the array below holds exactly
-    wide: type[np.generic]  # the array's dtype
-    accepts: Callable[[np.ndarray], np.ndarray]  # true where `single` accepts; may say no too often, never yes
-    stored: type[np.generic]
+    types: frozenset[type]  # Python types that an array of dtype `wide` holds exactly
+    wide: type[np.generic]  # dtype of the array given to `accepts`
+    accepts: Callable[[np.ndarray], np.ndarray]  # true only where `single` accepts; may be false where it does
+    stored: type[np.generic]  # dtype of the checked array
 
 
 INTEGER = frozenset({int})
@@ -174,7 +172,7 @@ def token_id(vocabulary_size: int | None) -> Check:
 
 
 def checked(check: Callable[[Any], Any], value: Any, name: str, place: str = "") -> Any:
-    """Check a single value. `name` is the field with its index, if any; a message has `place` after the value."""
+    """Check a single value and return it. Messages have `name` (field and index) before the value, `place` after."""
     value = plain(value, name)
     try:
         return check(value)
@@ -189,12 +187,12 @@ def checked_array(
     indices: Sequence[int] | None = None,
     place: str = "",
 ) -> np.ndarray:
-    """Check all the values and make one array of them. `indices` says where each stood in the record's list."""
+    """Check the values and return them as an array. `indices` gives each value's index in the record's list."""
     types = {type(values.item(0))} if isinstance(values, np.ndarray) and len(values) else set(map(type, values))
     if types <= check.types:
         try:
             array = np.asarray(values, dtype=check.wide)
-        except OverflowError:  # an integer too large for the array: the slow way says which
+        except OverflowError:  # an integer too large for the array: the loop below names it
             array = None
         if array is not None and check.accepts(array).all():
             return array.astype(check.stored)

@@ -1,6 +1,6 @@
-"""The rollouts that a run keeps for people to read.
+"""Samples of a run's rollouts, kept in Parquet files for people to read.
 
-keeper            takes some documents of each step; if it fails, it says so once and the run goes on
-rows              what is kept of a document
-files             Parquet files, complete or absent, rolled back by a restart
+keeper            the observer that keeps some documents of each step; its failures never stop the run
+rows              the row of a kept document
+files             writing, rolling back and thinning out the Parquet files
 """

@@ -1,4 +1,4 @@
-"""The files of kept rollouts: Parquet, each of a few steps, named by these, complete or absent."""
+"""The Parquet files of kept rollouts, each for a range of steps that is in its name. Files are complete or absent."""
 
 import os
 import re
@@ -19,7 +19,7 @@ TOKENS = ("token_logprobs", "token_log_ratios", "token_advantages")
 
 
 def columns() -> Any:
-    """Give the columns of a file, as pyarrow's schema."""
+    """Return the pyarrow schema of a file."""
     import pyarrow as arrow
 
     return arrow.schema(
@@ -31,7 +31,7 @@ def columns() -> Any:
             ("completion", arrow.string()),
             ("reward", arrow.float64()),
             ("rewards", arrow.map_(arrow.string(), arrow.float64())),
-            # A user's own fields; of one of labels, the mean.
+            # The user's fields; for a field of labels, the mean.
             ("fields", arrow.map_(arrow.string(), arrow.float64())),
             ("advantage", arrow.float64()),
             ("length", arrow.int64()),
@@ -52,19 +52,19 @@ def columns() -> Any:
 
 
 def steps_of(file: Path) -> tuple[int, int] | None:
-    """Read the first and the last step from a file's name; None where it is no file of ours."""
+    """Return the first and last step in a file's name, or None for other files."""
     found = _NAME.fullmatch(file.name)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def list_files(folder: Path) -> list[Path]:
-    """List the files in the order of their steps."""
+    """Return the files in step order."""
     found = [file for file in folder.iterdir() if steps_of(file)] if folder.is_dir() else []
     return sorted(found, key=lambda file: steps_of(file) or (0, 0))
 
 
 def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write one file of some steps' rows. It has its name once it is complete; `sync` puts it on the disk."""
+    """Write rows to a file and rename it when it is complete. The file is not yet synced: see `sync`."""
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -85,20 +85,20 @@ def _put(file: Path, table: Any, parquet: Any) -> Path:
 
 
 def sync(folder: Path, files: Sequence[Path]) -> None:
-    """Put files on the disk before a checkpoint counts that needs their steps no more."""
-    sync_files(files)  # some may be thinned out meanwhile
+    """Sync files to disk. Called before a checkpoint completes, since a restart from it does not repeat their steps."""
+    sync_files(files)  # some may have been removed by `thin`
     if files and folder.is_dir():
         sync_directory(folder)
 
 
 def roll_back(folder: Path, step: int) -> list[str]:
-    """Remove what was kept of later steps. Give a sentence for each file that is not as it should be after that."""
+    """Remove the rows of steps after `step`. Returns an error message for each file where this failed."""
     faults = []
     for file in folder.glob(".*.partial") if folder.is_dir() else ():
-        faults += _removed(file)  # a kill left it
+        faults += _removed(file)  # left by a kill
     for file in list_files(folder):
         first, last = steps_of(file) or (0, 0)
-        if first <= step < last:  # an older checkpoint is gone on from, which stands inside
+        if first <= step < last:  # the run resumes from an older checkpoint, inside this file's steps
             faults += _cut(file, step)
         if last > step:
             faults += _removed(file)
@@ -114,25 +114,25 @@ def _removed(file: Path) -> list[str]:
 
 
 def _cut(file: Path, step: int) -> list[str]:
-    """Write the part of a file up to a step as a file of its own."""
+    """Write the rows of a file up to a step to a new file."""
     try:
         rows = [row for row in read_rows(file) if row["step"] <= step]
         if rows:
             write_rows(file.parent, rows)
-    except Exception as error:  # pyarrow raises errors of many kinds for a damaged file
+    except Exception as error:  # pyarrow raises many kinds of errors for a damaged file
         return [f"{file} cannot be cut off behind step {step}, so all of it is removed: {printable(error)}"]
     return []
 
 
 def read_rows(file: Path, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Read the rows of a file, or some columns of them."""
+    """Yield the rows of a file, with all columns or the given ones."""
     from pyarrow import parquet
 
     yield from parquet.read_table(file, columns=names).to_pylist()
 
 
 def thin(folder: Path, most_bytes: float) -> None:
-    """Remove every second file, the first and the last ones aside, until the rest is no more than so many bytes."""
+    """Remove every second file, except the first and last, until at most `most_bytes` remain."""
     files = list_files(folder)
     while len(files) > 2 and sum(file.stat().st_size for file in files) > most_bytes:
         gone = files[1:-1:2]

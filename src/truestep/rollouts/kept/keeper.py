@@ -1,4 +1,4 @@
-"""Keeps some rollouts of each step. Whatever fails here is said once and does the run no harm."""
+"""The observer that keeps some rollouts of each step. Each kind of failure is reported once, and training goes on."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,24 +12,24 @@ from truestep.rollouts.kept.rows import Reader, choose, rejected_row, row_of
 from truestep.text import printable
 from truestep.types import DocumentScore, Rejected, StepPlan
 
-_MOST_STEPS = 64  # in a file
-_SECONDS = 30.0  # after which a file is written though it has fewer
+_MOST_STEPS = 64  # largest range of steps in a file
+_SECONDS = 30.0  # time after which a file is written even with fewer steps
 
 
 class Keeper(Observer):
-    """Takes rollouts step by step and writes them, a file for a few steps, before each checkpoint and at the end."""
+    """Collects rows of each step and writes them every few steps, before each checkpoint and at the end."""
 
     def __init__(
         self,
         run: Path,
         *,
-        documents: int,  # of a step; 0: nothing is kept
-        with_tokens: int,
+        documents: int,  # kept per step; 0: none
+        with_tokens: int,  # kept documents per step that get per-token values
         longest_text: int,
         gigabytes: float,
         decode: Callable[[Sequence[int], bool], str] | None,
         say: Callable[[str], None],
-        writes: bool,  # False on all ranks but the first
+        writes: bool,  # True on the first rank only
     ):
         self.folder = run / files.FOLDER
         self._documents, self._with_tokens, self._longest = documents, with_tokens, longest_text
@@ -39,13 +39,13 @@ class Keeper(Observer):
         self._said: set[str] = set()
         self.latest: Sequence[dict[str, Any]] = ()  # rows of the last step
         self._rows: list[dict[str, Any]] = []  # not written yet
-        self._rejected: list[Rejected] = []  # of the step in hand
+        self._rejected: list[Rejected] = []  # of the current step
         self._unsynced: list[Path] = []
         self._flushed = time.monotonic()
-        self._bytes: int | None = None  # of all files, as far as they were counted
+        self._bytes: int | None = None  # total size of all files; None: unknown
 
     def wanted(self, plan: StepPlan) -> Collection[int]:
-        if not self._documents or plan.repeated:  # they were kept at the first update on them
+        if not self._documents or plan.repeated:  # kept at the first update on these documents
             return ()
         return frozenset(choose(plan.documents, self._documents))
 
@@ -55,7 +55,7 @@ class Keeper(Observer):
             self._rejected += [record for record in records if record.completion is not None][:room]
 
     def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
-        """Keep rollouts of a step. `scores` are those of the documents that were wanted at least."""
+        """Keep rollouts of a step. `scores` include at least those of the documents that `wanted` returned."""
         self.latest = ()
         if not self._writes:
             return
@@ -111,10 +111,10 @@ class Keeper(Observer):
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Say what fails, each thing once, and go on."""
+        """Report an error of the block instead of raising it, each kind once."""
         try:
             yield
-        except Exception as error:  # a full disk, a tokenizer of a model's own code: the run needs none of this
+        except Exception as error:  # such as a full disk, or an error in a model's own tokenizer code
             problem = printable(f"{type(error).__name__}: {error}")
             kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
             if kind not in self._said:

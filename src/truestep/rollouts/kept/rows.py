@@ -1,4 +1,4 @@
-"""Kept rollouts as rows: what was asked, what was answered, what it was worth, and how the policy sees it now."""
+"""The row of a kept rollout: prompt, completion, reward, advantage, and the policy's log-probs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,28 +8,28 @@ import numpy as np
 
 from truestep.types import DocumentScore, Rejected, Rollout
 
-# Turns token ids into text; with True, special tokens are left out, as they are for rewards.
+# Converts token ids to text. True omits special tokens, as for rewards.
 Decode = Callable[[Sequence[int], bool], str]
 
 CUT = "\N{HORIZONTAL ELLIPSIS}"
-_MOST_BYTES = 4  # of a character
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # in the text of a token that has only some bytes of a character
+_MOST_BYTES = 4  # per character in UTF-8
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from a token that has only some bytes of a character
 
 
 @dataclass
 class Reader:
-    """Reads tokens as text, no more of it than is kept."""
+    """A decoder of tokens to text of limited length."""
 
     decode: Decode
     longest: int  # characters
-    _alone: dict[int, str] = field(default_factory=dict)  # the texts of single tokens
+    _alone: dict[int, str] = field(default_factory=dict)  # cache of `_piece`
 
     def text(self, ids: np.ndarray, plain: bool) -> str:
-        # A token that has no letter of its own (a byte of a character) is a quarter of one.
+        # A token may be a single byte, a quarter of a character.
         return cut(self.decode(ids[: 4 * self.longest].tolist(), plain), self.longest)
 
     def pieces(self, ids: np.ndarray) -> list[str]:
-        """Give the text of each token. Of tokens that make a character together, the first has it."""
+        """Return the text of each token. The first of several tokens that form a character gets the character."""
         pieces: list[str] = []
         listed, room = ids.tolist(), self.longest
         while len(pieces) < len(listed) and room > 0:
@@ -45,7 +45,7 @@ class Reader:
         return pieces
 
     def _piece(self, token: int) -> str:
-        """Read one token as it stands behind another: at the start of a text, a space that it begins with is lost."""
+        """Return a token's text in the middle of a text: at the start, tokenizers drop a leading space."""
         if token not in self._alone:
             alone = self.decode([token], False)
             self._alone[token] = self.decode([token, token], False)[len(alone) :] if _UNFINISHED not in alone else alone
@@ -53,15 +53,15 @@ class Reader:
 
 
 def cut(text: str, longest: int) -> str:
-    # Half of a surrogate pair has no place in a file of UTF-8.
+    # UTF-8 files cannot hold half of a surrogate pair.
     safe = text[: longest + 1].encode("utf-8", errors="replace").decode("utf-8")
     return safe if len(safe) <= longest else safe[: longest - 1] + CUT
 
 
 def choose(documents: Sequence[Rollout], most: int) -> list[int]:
-    """Choose the places of the documents that are kept: whole groups, from all over the step, as many as fit.
+    """Return the indices of the documents to keep: whole groups, spread evenly over the step, at most `most` documents.
 
-    What is chosen depends on the step's documents alone.
+    The result depends only on the step's documents.
     """
     groups: dict[str | int, list[int]] = {}
     for place, document in enumerate(documents):
@@ -77,7 +77,7 @@ def choose(documents: Sequence[Rollout], most: int) -> list[int]:
 def row_of(
     document: Rollout, score: DocumentScore | None, reader: Reader | None, step: int, documents_seen: int, tokens: bool
 ) -> dict[str, Any]:
-    """Word a document of a step. `documents_seen` before the step; with `tokens`, the values of each token too."""
+    """Return the row of a document. `documents_seen` is the count before the step; `tokens` adds per-token values."""
     mask = document.loss_mask
     labels = np.flatnonzero(mask)
     first = int(labels[0]) if len(labels) else document.num_tokens
@@ -111,7 +111,7 @@ def row_of(
 
 
 def _scored(document: Rollout, score: DocumentScore, reader: Reader | None, tokens: bool) -> dict[str, Any]:
-    """Word what the policy says of a document's labels before the step's update."""
+    """Return the columns computed from the policy's log-probs and entropy before the step's update."""
     mask = document.loss_mask
     row: dict[str, Any] = {"entropy": float(score.entropy.mean(dtype=np.float64))}
     log_ratio = None
@@ -127,13 +127,13 @@ def _scored(document: Rollout, score: DocumentScore, reader: Reader | None, toke
             row["token_log_ratios"] = log_ratio[: len(pieces)].tolist()
         if document.advantages is not None:
             advantages = document.advantages[mask]
-            if np.ptp(advantages):  # where all tokens have the same, the document's says it
+            if np.ptp(advantages):  # equal advantages are already in the column `advantage`
                 row["token_advantages"] = advantages[: len(pieces)].tolist()
     return row
 
 
 def rejected_row(record: Rejected, step: int, longest: int) -> dict[str, Any]:
-    """Word a completion that is not trained on; `step` is the step that it was sampled for."""
+    """Return the row of a rejected completion. `step` is the step it was sampled for."""
     return {
         "step": step,
         "id": None if record.id is None else cut(record.id, 1000),

@@ -1,4 +1,4 @@
-"""What those who send documents are told: that new weights are there to sample with, and that the run has ended."""
+"""Announcements to the senders of documents: new weights to sample with, and the end of training."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from truestep.rollouts.stream.transport import Transport
 
 
 class Announcements(Observer):
-    """Events of a stream: each checkpoint, whose weights others load, and the end of the training."""
+    """An observer that announces each checkpoint (whose weights senders load) and the end of training."""
 
     def __init__(self, transport: Transport):
         self._transport = transport
@@ -18,7 +18,7 @@ class Announcements(Observer):
         self._documents_seen = documents_seen
 
     def saved(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        self._documents_seen = max(self._documents_seen, documents_seen)  # more steps may have been made since
+        self._documents_seen = max(self._documents_seen, documents_seen)  # more steps may have finished since the save
         if step != self._announced_step:
             self._announced_step = step
             event = {"event": "weights_ready", "step": step, "documents_seen": documents_seen}

@@ -1,8 +1,8 @@
-"""A transport without a server: messages are the lines of files that appear in a watched directory.
+"""A transport whose messages are the lines of files in a watched directory.
 
-A sender renames a whole file to `NAME.jsonl`, or appends whole lines to it. A line without its end is still being
-written: it is read when it has an end, or when a file `END` says that nothing more comes. Another file under a name
-that was read is read from its beginning (`watched.py` tells them apart).
+A sender renames a complete file to `NAME.jsonl`, or appends lines to it. A line without a line break counts as still
+being written: it is read once it has one, or once a file `END` marks the end of the data. A file that replaces another
+under the same name is read from its beginning (`watched.py` tells them apart).
 """
 
 import os
@@ -21,10 +21,10 @@ from truestep.rollouts.stream.watched import Read, Seen, WatchedFile, open_file
 from truestep.text import printable
 
 EVENTS, END, SUFFIX = "events.jsonl", "END", ".jsonl"
-_FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.5  # seconds between looks into the directory
+_FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.5  # seconds between scans of the directory
 _REPLACED = "the file was replaced before all of it was read"
 _REMOVED = "the file was removed before all of it was read"
-_MARK = b"\xef\xbb\xbf"  # of the byte order, as some editors write
+_MARK = b"\xef\xbb\xbf"  # byte order mark, which some editors write
 
 
 class DirectoryTransport:
@@ -35,17 +35,17 @@ class DirectoryTransport:
         self.name = f"the directory {printable(directory)}"
         self.ended = False
         self._files: dict[str, WatchedFile] = {}
-        self._acknowledged: set[tuple[Any, ...]] = set()  # files, each as a mark
+        self._acknowledged: set[tuple[Any, ...]] = set()  # marks of acknowledged files, as tuples
         self._outbox: deque[dict[str, Any]] = deque()
-        self._sizes_before: dict[str, int] = {}  # at the look before
-        self._unreadable: dict[str, str] = {}  # why a file cannot be read; said once, and tried again
+        self._sizes_before: dict[str, int] = {}  # at the previous scan
+        self._unreadable: dict[str, str] = {}  # error by file name; reported once, and the file is retried
         self._interrupted = threading.Event()
-        self._lock = threading.Lock()  # of the files: one thread reads them, and another acknowledges them
+        self._lock = threading.Lock()  # guards `_files`: one thread reads them, another acknowledges them
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
         deadline, pause = time.monotonic() + seconds, _FIRST_LOOK
         while True:
-            ends = (self._directory / END).exists()  # looked for first: what is there before it is all there
+            ends = (self._directory / END).exists()  # checked before the scan, so that the scan sees all files
             with self._lock:
                 messages = self._look(count, ends)
             if messages:
@@ -78,7 +78,7 @@ class DirectoryTransport:
         return messages + self._cannot_be_read(broken)
 
     def _cannot_be_read(self, broken: dict[str, str]) -> list[Message]:
-        """Report each file that cannot be read, once. It is read if one day it can be."""
+        """Return a message for each newly unreadable file. The file is retried at later scans."""
         news = [name for name, reason in broken.items() if name not in self._unreadable]
         self._unreadable |= broken
         return [
@@ -87,7 +87,7 @@ class DirectoryTransport:
         ]
 
     def _removed(self, found: dict[str, Seen], broken: dict[str, str]) -> list[Message]:
-        """Forget files that are gone; what had not been read of one is reported."""
+        """Forget removed files, and return a message for each of them; one with unread bytes is a problem."""
         messages: list[Message] = []
         known = {**self._files, **self._sizes_before}
         for name in [name for name in known if name not in found and name not in broken]:
@@ -102,7 +102,7 @@ class DirectoryTransport:
         return messages
 
     def _measure(self) -> tuple[dict[str, Seen], dict[str, str]]:
-        """See every file that holds records; and name those that are there and cannot be seen."""
+        """Scan the directory. Returns the state of each record file, and an error for each that cannot be examined."""
         found: dict[str, Seen] = {}
         broken: dict[str, str] = {}
         try:
@@ -115,8 +115,8 @@ class DirectoryTransport:
                             told = entry.stat()
                             found[entry.name] = Seen(told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns)
                     except FileNotFoundError:
-                        continue  # removed since, or a link to nothing
-                    except OSError as error:  # a link to itself, a disk that fails
+                        continue  # removed since the scan, or a dangling link
+                    except OSError as error:  # a link to itself, a failing disk
                         broken[entry.name] = error.strerror or str(error)
         except OSError as error:
             raise TransportError(f"{self.name} cannot be read: {error}") from error
@@ -143,7 +143,7 @@ class DirectoryTransport:
                     messages.append(Message(where, str(path), read.lines, content, None, mark, content=key))
         last = _mark(name, file.read)
         if file.read != before and (not messages or messages[-1].mark != last):
-            # Blank lines at the end have no message, and are read as well.
+            # Trailing blank lines have no message: move the place past them.
             messages.append(Message(name, str(path), file.read.lines, b"", None, last, blank=True))
         return messages
 
@@ -166,12 +166,12 @@ class DirectoryTransport:
         self._files = {name: WatchedFile(Read(*read)) for name, read in state["files"].items()}
 
     def acknowledge(self, state: dict[str, Any]) -> None:
-        """Tell the senders which files are finished and may be removed."""
+        """Announce which files are fully read and checkpointed, so that senders may remove them."""
         with self._lock:
             try:
                 found = self._measure()[0]
             except TransportError:
-                return  # the next checkpoint's state has them too
+                return  # the next checkpoint acknowledges the files again
             done = {
                 (name, *read)
                 for name, read in state["files"].items()
@@ -183,13 +183,15 @@ class DirectoryTransport:
             self.announce({"event": "acknowledged", "files": [name for name, *_ in new]})
 
     def _is_done(self, name: str, read: list[Any], seen: Seen) -> bool:
-        """Tell whether the file is the one that was read so far, and has no more. One that has changed since it was
-        compared is not: another may have its name."""
+        """Return whether a file is fully read and unchanged since it was compared.
+
+        A changed file is not done, because another file may have taken its name.
+        """
         file = self._files.get(name)
         if file is None or seen.size != Read(*read).size:
             return False
         try:
-            if file.seen is None:  # since the restart
+            if file.seen is None:  # not compared yet since a restart
                 with open_file(self._directory / name) as opened:
                     file.goes_on(opened, seen, False, self._interrupted.is_set)
         except OSError:
@@ -204,7 +206,7 @@ class DirectoryTransport:
                 append_json_line(self._directory / EVENTS, self._outbox[0])
                 self._outbox.popleft()
         except OSError:
-            return  # with the next event; documents matter more
+            return  # sent with the next event; an unwritable events file does not stop the run
 
     def hint(self) -> str | None:
         if self._unreadable:
@@ -222,7 +224,7 @@ class DirectoryTransport:
 
 
 def _mark(name: str, read: Read) -> list[Any]:
-    """Name a place in a file as a checkpoint holds it; one of which nothing was read has none."""
+    """Return a file's position for a checkpoint; only the name if nothing was read."""
     return [name, read.lines, read.size, read.digest] if read.size else [name]
 
 
@@ -231,7 +233,7 @@ def _digest(line: bytes) -> str:
 
 
 def _end_last_line(path: Path) -> None:
-    """End a half line that a power cut may have left: the next line would continue it."""
+    """Add a missing line break after an incomplete last line, which a power cut may have left."""
     if not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb+") as file:

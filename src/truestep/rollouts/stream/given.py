@@ -1,4 +1,4 @@
-"""Records that a user's own function gives, as the messages of a stream: an iterator, begun where a run stands."""
+"""A transport whose records come from a user's function: it returns an iterator from a given record number on."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ from truestep.rollouts.stream.transport import Message
 
 
 class GivenTransport:
-    """Asks the function for the records from a number on; the place in the stream is the next record's number."""
+    """A transport over a user's function. The place in the stream is the number of the next record."""
 
     def __init__(self, function: str, make: Callable[[int], Iterable[Any]]):
         self.name = f"data.source.function {function}"
@@ -19,7 +19,7 @@ class GivenTransport:
         self._number = 0  # of the next record
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
-        """Give one message: more would wait for a source that makes its records one after another."""
+        """Return one message, without waiting for the function to make more records."""
         try:
             if self._records is None:
                 self._records = iter(self._make(self._number))
@@ -47,23 +47,23 @@ class GivenTransport:
         self._records, self._number = None, state["next"]
 
     def acknowledge(self, state: dict[str, Any]) -> None:
-        """Nobody waits to hear of it."""
+        """Do nothing: the function is not told."""
 
     def announce(self, event: dict[str, Any]) -> None:
-        """Nobody waits to hear of it."""
+        """Do nothing: the function is not told."""
 
     def hint(self) -> str | None:
         return "the function has not given its next record yet"
 
     def interrupt(self) -> None:
-        """Only the function itself can end its waiting."""
+        """Do nothing: a call of the user's function cannot be interrupted."""
 
     def close(self) -> None:
         close = getattr(self._records, "close", None)
         if close is not None:
             try:
                 close()
-            except (ValueError, RuntimeError):  # a generator that is at work in the thread that reads
+            except (ValueError, RuntimeError):  # the generator is running in the reading thread
                 return
 
 
@@ -77,7 +77,7 @@ def _payload(record: Any) -> tuple[bytes, str | None]:
 
 
 def _plain(value: Any) -> Any:
-    """Give an array's numbers as a list."""
+    """Convert an array to a list for JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__}")

@@ -1,8 +1,8 @@
-"""The ids of all documents that a run ever received, so that none is trained on twice.
+"""The ids of all documents that a run ever received, so that no document is trained on twice.
 
-In memory they are digests in many small tables: one is found or added without moving any other. On the disk they are
-one file that only grows. A checkpoint holds how long the file was and a digest of that part of it; a restart cuts off
-what was written after that, so a kill at any instant leaves a file that fits the last checkpoint.
+In memory, ids are digests in many small tables, so that lookups and additions stay fast. On disk they are an
+append-only file. A checkpoint holds the file's length and a digest of its content. A restart truncates the file to that
+length, so the file fits the last checkpoint after a kill at any instant.
 """
 
 import os
@@ -15,14 +15,14 @@ import numpy as np
 from truestep.files.whole import sync_directory
 from truestep.rollouts.source import SourceError
 
-_DIGEST = 16  # bytes: among ten million ids, two have the same with a chance of 1 in 10^24
-_KEPT = _DIGEST - 2  # the first two bytes are the number of the table
+_DIGEST = 16  # bytes; among ten million ids the chance of a collision is 1 in 10^24
+_KEPT = _DIGEST - 2  # bytes stored; the first two are the table's number
 _TABLES = 2**16
-_BUFFER = 2**16  # bytes that wait to be written
+_BUFFER = 2**16  # bytes buffered before a write
 
 
 class _Digests:
-    """A set of digests: its tables are short, so each is searched from end to end."""
+    """A set of digests, as a hash table of byte strings that are searched linearly."""
 
     def __init__(self, content: bytes = b""):
         self._tables = [bytearray() for _ in range(_TABLES)]
@@ -38,10 +38,10 @@ class _Digests:
             start = end
 
     def add(self, digest: bytes) -> bool:
-        """Add a digest; False where it was there."""
+        """Add a digest. Returns False if the set has it already."""
         table, kept = self._tables[digest[0] << 8 | digest[1]], digest[2:]
         found = table.find(kept)
-        while found >= 0 and found % _KEPT:  # the end of one digest and the beginning of the next
+        while found >= 0 and found % _KEPT:  # an unaligned match, across two digests
             found = table.find(kept, found + 1)
         if found >= 0:
             return False
@@ -50,22 +50,22 @@ class _Digests:
 
 
 class SeenIds:
-    """The set of ids, and its file. Nothing is written before the first id comes."""
+    """The set of ids and its file. The file is created when the first ids are written."""
 
     def __init__(self, path: Path):
         self._path = path
         self._digests = _Digests()
-        self._hash = blake2b(digest_size=_DIGEST)  # of the file, from its first byte
+        self._hash = blake2b(digest_size=_DIGEST)  # of the written bytes of the file
         self._written = 0  # bytes
-        self._waiting = bytearray()  # added and not yet written
+        self._waiting = bytearray()  # digests that are not yet written
         self._file: BinaryIO | None = None
 
     def __len__(self) -> int:
         return (self._written + len(self._waiting)) // _DIGEST
 
     def add(self, identifier: str) -> bool:
-        """Add an id; False where it came before."""
-        # A file's name, of which a default id is made, need not be valid Unicode.
+        """Add an id. Returns False if the id came before."""
+        # A default id contains a file's name, which may be invalid Unicode.
         digest = blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=_DIGEST).digest()
         if not self._digests.add(digest):
             return False
@@ -76,7 +76,7 @@ class SeenIds:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Put all ids on the disk, and describe the file as a checkpoint holds it."""
+        """Write and sync all ids, and return the file's length and digest for a checkpoint."""
         try:
             if self._waiting:
                 self._write()
@@ -87,7 +87,7 @@ class SeenIds:
         return {"count": len(self), "digest": self._hash.hexdigest()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Read the ids of a checkpoint, and cut off those that came after it."""
+        """Read the ids of a checkpoint, and truncate the file after them."""
         count = state["count"]
         content = self._read(count * _DIGEST) if count else b""
         checked = blake2b(content, digest_size=_DIGEST)
@@ -113,12 +113,12 @@ class SeenIds:
         return content
 
     def _open(self, size: int) -> None:
-        """Open the file for what comes, with its first `size` bytes and no more."""
+        """Open the file for writing after its first `size` bytes, and truncate it there."""
         self.close()
         try:
             new = not self._path.exists()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Not opened for appending: a file that is cut below must not lose what it keeps.
+            # Without O_TRUNC, so that the first `size` bytes are kept.
             self._file = os.fdopen(
                 os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0
             )
@@ -131,12 +131,12 @@ class SeenIds:
 
     def _write(self) -> None:
         if self._file is None:
-            self._open(0)  # a run that begins: what lies there is of one that was killed before its first checkpoint
+            self._open(0)  # a new run: an existing file is from a run killed before its first checkpoint
         assert self._file is not None
         try:
             while self._waiting:
                 size = self._file.write(self._waiting)
-                # Hashed many at a time, and only what is in the file: after a full disk both go on from there.
+                # Only written bytes are hashed, so a write can be retried after a full disk.
                 self._hash.update(self._waiting[:size])
                 del self._waiting[:size]
                 self._written += size

@@ -1,4 +1,4 @@
-"""The documents that came in messages: new, and used only when their group is complete."""
+"""The intake of streamed documents: repeated ids are rejected, and documents are used once their group is complete."""
 
 import itertools
 import math
@@ -18,8 +18,8 @@ from truestep.rollouts.values import describe
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, Rollout
 
-MOST_OPEN_BYTES = 2**30  # of documents in open groups
-_PLACE_BYTES = 256  # of a place in a group, its document apart
+MOST_OPEN_BYTES = 2**30  # memory limit of the documents in open groups
+_PLACE_BYTES = 256  # estimated size of a group's member, without its document
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class _Member:
 
     @property
     def size(self) -> int:
-        """Estimate the bytes that it takes."""
+        """An estimate of the member's bytes in memory."""
         arrays = (self.rollout.input_ids, self.rollout.loss_mask, self.rollout.logprobs, self.rollout.advantages)
         return 2 * _PLACE_BYTES + sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass
 class _Group:
-    """An open group; None is the place of a rejected record."""
+    """An open group. A rejected record is the member None."""
 
     opened: float
     members: list[_Member | None] = field(default_factory=list)
@@ -57,16 +57,16 @@ class _Group:
 
 
 class Intake:
-    """The documents that were received and not yet taken, and the ids of all that ever were received.
+    """The documents that were received and not yet taken, and the ids of all received documents.
 
-    Documents become ready in the order in which their groups become complete, members in the order they came in. A
-    group that stays open for `group_timeout` is given up, and so is the oldest one where all take too much memory.
+    Documents become ready when their group is complete, in the order of completion; members of a group keep their
+    order. A group that stays open for `group_timeout` is given up. If open groups take too much memory, the oldest is.
     """
 
     def __init__(self, checks: Checks, ids: SeenIds, group_timeout: float | None = None):
         self._checks = checks
         self._grouped = checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
-        self._groups: dict[str, _Group] = {}  # open ones, the oldest first
+        self._groups: dict[str, _Group] = {}  # open groups, oldest first
         self._open_bytes = 0
         self._group_timeout = math.inf if group_timeout is None else group_timeout
         self._clock = 0.0
@@ -74,11 +74,11 @@ class Intake:
         self.ready: deque[Rollout] = deque()
         self.rejected: list[Rejected] = []
         self.put_aside: list[PutAside] = []
-        self.num_rejected = 0  # so far
+        self.num_rejected = 0
         self.accepted = 0
 
     def add(self, message: Message, outcome: Rollout | BadRecord, clock: float = 0.0) -> None:
-        """Take a message and what was found in it. `clock` is the time that groups are measured by."""
+        """Add a message and its parsed document or error. `clock` is the time for `group_timeout`."""
         self.expire(clock)
         if isinstance(outcome, BadRecord):
             self._reject(message.where, message.file, message.line, outcome)
@@ -88,15 +88,18 @@ class Intake:
             self.accepted += 1
             self._place(taken.group_id, _Member(taken, message.file, message.line))
         else:
-            # It fills no place in its group: whoever sends a record twice, not knowing whether the first arrived, would
-            # close the group before its last member came.
+            # A repeated record is not a member of its group: a sender that retries a record would otherwise close the
+            # group before its last member arrives.
             reason = f"id is {describe(outcome.id)}: repeated, a document of this id came before"
             error = BadRecord(reason, id=outcome.id, group_id=outcome.group_id)
             self._reject(message.where, message.file, message.line, error)
 
     def _with_new_id(self, message: Message, rollout: Rollout) -> Rollout | None:
-        """Give the document with an id that no other has; None where it came before. A record without an id is known by
-        its place and its content, since a file's name may be used again."""
+        """Return the document with a unique id, or None if it came before.
+
+        A record without an id is identified by its place and content, since a file's name may be reused. Its default id
+        gets a number if a record with other content had the same place.
+        """
         if rollout.id != message.where or message.content is None:
             return rollout if self._ids.add(rollout.id) else None
         if not self._ids.add(message.content):
@@ -106,8 +109,10 @@ class Intake:
         return replace(rollout, id=id)
 
     def expire(self, clock: float) -> None:
-        """Give up the groups that have been open for too long. Their documents can never be used: the baseline of a
-        part of a group is not the group's."""
+        """Give up groups that have been open for too long or take too much memory.
+
+        Their documents are rejected, because the baseline of an incomplete group would be wrong.
+        """
         self._clock = max(self._clock, clock)
         while self._groups:
             group_id, group = next(iter(self._groups.items()))
@@ -119,7 +124,7 @@ class Intake:
                 return
 
     def finish(self) -> None:
-        """Close every open group: no more will come."""
+        """Close all open groups, since no more documents will come."""
         for group_id in list(self._groups):
             self._close(group_id)
 
@@ -154,7 +159,7 @@ class Intake:
         return group
 
     def _close(self, group_id: str) -> None:
-        # A rejected member has had its effect, which is that the group is complete: the baseline is the others'.
+        # Rejected members counted towards the group's size, but are not part of the baseline.
         rollouts = [member.rollout for member in self._pop(group_id).members if member is not None]
         self._use(assign_advantages(rollouts, rule=self._checks.needs.advantage_rule, group_size=None))
 
@@ -165,7 +170,7 @@ class Intake:
 
     @property
     def in_open_groups(self) -> tuple[int, int]:
-        """Count the documents that wait for the rest of their groups, and those groups."""
+        """The numbers of documents in open groups and of open groups with documents."""
         waiting = [sum(member is not None for member in group.members) for group in self._groups.values()]
         return sum(waiting), sum(map(bool, waiting))
 
@@ -173,7 +178,7 @@ class Intake:
         return {
             "ready": [document_line(rollout) for rollout in self.ready],
             "open": {group_id: group.state(self._clock) for group_id, group in self._groups.items()},
-            # Those that no line of the ledger has yet: a run that stops while it waits has drained none of them.
+            # Not yet in the ledger: a run that stops while it waits has not taken them from here.
             "put_aside": [[one.id, one.reason, one.group_id] for one in self.put_aside],
             "ids": self._ids.state(),
         }

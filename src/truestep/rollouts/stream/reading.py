@@ -1,7 +1,6 @@
-"""A thread that reads messages ahead of the run and parses them, so that a step finds its documents ready.
+"""A thread that reads and parses messages ahead of the run, so that a step finds its documents ready.
 
-What it has read is nobody's yet: the run's place moves when a document is taken from here, and what was read ahead is
-read again after a restart.
+The run's place in the stream moves only when a message is taken from here: a restart reads all others again.
 """
 
 import threading
@@ -15,26 +14,26 @@ from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.stream.transport import Message, Transport, TransportError
 from truestep.types import Rollout
 
-MOST_MESSAGES, MOST_BYTES = 4096, 256 * 2**20  # read ahead and not yet taken
-_LOOK = 0.25  # seconds that one look for messages waits at most
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts to reach what cannot be reached
-_MOST_AT_ONCE, _FEW_BYTES = 64, 4 * 2**20  # of one look
-_LAST_LOOK = 2.0  # seconds for a look that is under way to end by itself
-_LAST_WAIT = 10.0  # seconds for the thread to end
+MOST_MESSAGES, MOST_BYTES = 4096, 256 * 2**20  # limits of messages read ahead and not yet taken
+_LOOK = 0.25  # seconds that a fetch waits at most
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts after a `TransportError`
+_MOST_AT_ONCE, _FEW_BYTES = 64, 4 * 2**20  # messages per fetch; above `_FEW_BYTES` fewer are asked for
+_LAST_LOOK = 2.0  # seconds that `close` waits for a fetch to return before it interrupts the fetch
+_LAST_WAIT = 10.0  # seconds that `close` then waits for the thread
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A message that was read, and what it holds."""
+    """A message that was read, with its parsed document or error."""
 
     message: Message  # without its payload
     outcome: Rollout | BadRecord | None  # None: a blank message
-    clock: float  # of the reading, when it came
+    clock: float  # `Reading.clock` on arrival
     size: int = 0  # bytes
 
 
 def parse_message(message: Message, checks: Checks) -> Rollout | BadRecord | None:
-    """Parse one message; give the `BadRecord` that says what is wrong with it, or None where it is blank."""
+    """Return the document of a message, a `BadRecord` if the message is invalid, or None if it is blank."""
     if message.blank:
         return None
     if message.problem is not None:
@@ -48,7 +47,7 @@ def parse_message(message: Message, checks: Checks) -> Rollout | BadRecord | Non
 
 
 class Reading:
-    """The messages of a transport, parsed, in order. The thread starts when the first one is asked for."""
+    """The parsed messages of a transport, in order. The first call of `next` starts the thread."""
 
     def __init__(
         self, transport: Transport, checks: Checks, *, most_messages: int = MOST_MESSAGES, most_bytes: int = MOST_BYTES
@@ -58,17 +57,19 @@ class Reading:
         self._changed = threading.Condition()
         self._arrived: deque[Arrived] = deque()
         self._bytes = 0
-        self._at_once = 1  # messages to ask for: few until it is known how large they are
+        self._at_once = 1  # messages per fetch, adapted to their size
         self._ended = False
         self._error: BaseException | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self.clock = 0.0  # seconds of looking for messages: it stands still while nothing can or need be read
-        self.trouble: str | None = None  # why nothing can be read now
+        self.clock = 0.0  # seconds spent in fetches; stops while the transport is unreachable or enough is read ahead
+        self.trouble: str | None = None  # error of the transport, if it cannot be read now
 
     def next(self, seconds: float) -> Arrived | None:
-        """Give the next message, waiting for so long; None where there is none. What ended the thread is raised here,
-        behind the messages that came before it."""
+        """Return the next message, or None if none comes within `seconds`.
+
+        An exception of the thread is raised here, after the messages that came before it.
+        """
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
@@ -86,21 +87,21 @@ class Reading:
 
     @property
     def ended(self) -> bool:
-        """True if the data has ended and every message of it was given."""
+        """True if the data has ended and every message was returned."""
         with self._changed:
             return self._ended and not self._arrived
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Count the messages that are read and not yet taken, and their bytes."""
+        """The number and bytes of messages that are read and not yet taken."""
         with self._changed:
             return len(self._arrived), self._bytes
 
     def close(self) -> None:
-        """End the thread, wherever it waits.
+        """End the thread.
 
-        A look for messages has a short time to end by itself. A request that is cut off may still be under way: a
-        server could carry it out behind all that is said to it later, and give messages to a run that has ended.
+        A fetch first gets a short time to return, and is then interrupted. An interrupted request can still be executed
+        by the server after later requests, which would deliver messages to a run that has ended.
         """
         self._closing.set()
         with self._changed:
@@ -114,17 +115,17 @@ class Reading:
 
     def _run(self) -> None:
         try:
-            self._note_end()  # the checkpoint that the run goes on from may be of the end
+            self._note_end()  # the checkpoint may have been made after the end of the data
             while not self._ended and self._has_room():
                 self._read()
                 self._note_end()
-        except BaseException as error:  # the run's own thread raises it
+        except BaseException as error:  # raised by `next` in the main thread
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Wait until more may be read; False where the thread is to end."""
+        """Wait until the limits allow reading. Returns False if the thread should end."""
         with self._changed:
             while not self._closing.is_set() and (
                 len(self._arrived) >= self._most_messages or self._bytes >= self._most_bytes

@@ -1,7 +1,7 @@
-"""A transport of messages on a Redis stream, read through a consumer group that belongs to one run.
+"""A transport over a Redis stream, read through a consumer group that belongs to one run.
 
-The run knows its own place in the stream and sets the group back to it on every new connection. So what the server
-handed to a process that died, or in a reply that was lost, is given again in the stream's order.
+The run keeps its own place in the stream, and sets the group back to it on every new connection. The server therefore
+delivers again, in stream order, the messages that went to a killed process or were in a lost reply.
 """
 
 import json
@@ -29,18 +29,19 @@ except ImportError as error:
     raise SourceError("data.source.type: stream needs `pip install 'truestep[redis]'`") from error
 
 _RECORD, _EVENT, _END = b"record", b"event", b"end"
-_SERVER_SILENT = 10.0  # seconds without an answer, beyond those that it was asked to wait
-_PATIENCE = 20.0  # seconds for a whole answer, which may come a byte at a time and never be silent
+_SERVER_SILENT = 10.0  # socket timeout in seconds
+_PATIENCE = 20.0  # seconds for a complete reply, since a slow server never hits the socket timeout
 _PAGE = 500
-_REPLY = 2 * RECORD  # bytes of one reply
-# Names alone, of entries that may be of any size: the next one's, and those of given ones that are gone.
+_REPLY = 2 * RECORD  # largest reply in bytes
+# Lua scripts that return only the ids of entries, which may be of any size: the id of the next entry, and those of the
+# given ids whose entries were deleted.
 _NEXT = "return redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', 1)[1][1]"
 _GONE = """local gone = {}
 for _, id in ipairs(ARGV) do
   if #redis.call('XRANGE', KEYS[1], id, id) == 0 then gone[#gone + 1] = id end
 end
 return gone"""
-_LAST_WORDS = 5.0  # seconds that closing tries to send what could not be sent
+_LAST_WORDS = 5.0  # seconds that `close` retries sending events
 
 
 class RedisTransport:
@@ -50,23 +51,23 @@ class RedisTransport:
         self._client = _connect(url)
         self.name = f"the stream {stream!r} of {_address(self._client)}"
         self.ended = False
-        self._position: str | None = None  # the last message given
-        self._checkpointed: str | None = None  # the last one that a complete checkpoint holds
+        self._position: str | None = None  # id of the last fetched message
+        self._checkpointed: str | None = None  # id of the last message in a complete checkpoint
         self._joined = False
-        self._ours = False  # the group was set to this run's place, and no other consumer has come since
-        self._pending: list[str] = []  # given and not acknowledged
-        self._end: str | None = None  # the message that ended the data, until it is acknowledged
-        self._deleted: list[str] = []  # pending, and deleted from the stream
-        self._reported: set[str] = set()  # those of them that were rejected
+        self._ours = False  # this run set the group's place, and no other consumer has pending messages
+        self._pending: list[str] = []  # ids that were delivered and not acknowledged
+        self._end: str | None = None  # id of the message that ended the data, until it is acknowledged
+        self._deleted: list[str] = []  # pending ids whose entries were deleted from the stream
+        self._reported: set[str] = set()  # deleted ids that were reported as rejected
         self._outbox: deque[dict[str, Any]] = deque()
-        self._one_by_one = 0  # so many more entries are read alone
-        self._lock = threading.RLock()  # of all the above; nobody holds it while waiting for messages
+        self._one_by_one = 0  # number of entries still to be read one by one
+        self._lock = threading.RLock()  # guards the fields above; not held while waiting for messages
         self._check()
 
     def _check(self) -> None:
         try:
             kind = self._within(lambda: self._client.type(self._stream).decode())
-        except Exception as error:  # also of an answer that is none of Redis
+        except Exception as error:  # the server may not be Redis and answer anything
             raise SourceError(f"data.source.url: {_address(self._client)} cannot be used: {_said(error)}") from error
         if kind not in ("stream", "none"):
             raise SourceError(f"data.source.stream: {self.name} is not a stream: it holds a {kind}")
@@ -81,14 +82,14 @@ class RedisTransport:
             return self._next(count, seconds)
         except SourceError:
             raise
-        except Exception as error:  # a server that is not what it should be may answer anything
+        except Exception as error:  # the server may not be Redis and answer anything
             self._joined = False
             raise TransportError(f"{self.name} cannot be read: {_said(error)}") from error
 
     def _next(self, count: int, seconds: float) -> list[Message]:
-        """Read the next entries, one by one where several are too large for one reply."""
+        """Read the next entries; if a reply is too large, read the next ones one by one."""
         try:
-            wait = max(1, int(1000 * seconds))  # 0 would be for ever
+            wait = max(1, int(1000 * seconds))  # milliseconds; 0 would wait forever
             entries = self._read(1 if self._one_by_one else count, wait)
         except _ReplyTooLargeError:
             with self._lock:
@@ -103,7 +104,7 @@ class RedisTransport:
             return self._messages(entries)
 
     def _unread(self) -> Message:
-        """Reject the next entry, of which only the name is asked for."""
+        """Skip the next entry, which is too large to read, and return a message that rejects it."""
         identifier = self._client.eval(_NEXT, 1, self._stream, f"({self._position}").decode()
         self._client.xgroup_setid(self._stream, self._group, identifier)
         self._position = identifier
@@ -119,10 +120,11 @@ class RedisTransport:
         for identifier, fields in entries:
             self._pending.append(identifier)
             if self._position is not None and _order(identifier) <= _order(self._position):
-                continue  # a server that came back from an older copy of itself
+                continue  # already read: the server was restored from an older copy
             self._position = identifier
             if _is_end(fields):
-                # Not left for a later run of the group to find: this one's checkpoints have their own place.
+                # Acknowledged now, so that a later run with this group does not find it. This run's checkpoints hold
+                # their own place.
                 self._end, self.ended = identifier, True
                 self._try_to_send()
                 messages.append(self._message(identifier, b"", None, mark=[identifier, True], blank=True))
@@ -141,7 +143,7 @@ class RedisTransport:
         place["position"], place["ended"] = mark
 
     def _join(self) -> None:
-        """Set the group back to this run's place, once for each connection, and learn what it has pending."""
+        """Set the group back to this run's place and read its pending ids, once per connection."""
         if self._joined:
             return
         position = self._position or self._place_of_group()
@@ -161,7 +163,7 @@ class RedisTransport:
         self._joined = True
 
     def _place_of_group(self) -> str:
-        """Find where a run without a checkpoint begins: at the first message that was never acknowledged."""
+        """Return the place where a run without a checkpoint begins: before the first unacknowledged message."""
         if not self._client.exists(self._stream):
             return "0-0"
         groups = {group["name"].decode(): group for group in self._client.xinfo_groups(self._stream)}
@@ -190,7 +192,7 @@ class RedisTransport:
             start = f"({page[-1]['message_id'].decode()}"
 
     def _find_deleted(self, pending: list[str]) -> Iterator[str]:
-        """Find messages that were given to this run, never acknowledged, and then deleted."""
+        """Yield the ids of pending messages that were deleted from the stream."""
         for start in range(0, len(pending), _PAGE):
             yield from map(bytes.decode, self._client.eval(_GONE, 1, self._stream, *pending[start : start + _PAGE]))
 
@@ -202,7 +204,7 @@ class RedisTransport:
         return [self._message(identifier, b"", problem) for identifier in deleted]
 
     def _within(self, ask: Callable[[], str]) -> str:
-        """Ask the server something, and give up where no whole answer comes."""
+        """Return the server's reply to `ask`. Raises `TransportError` if none is complete after `_PATIENCE` seconds."""
         asked: Future[str] = Future()
 
         def answer() -> None:
@@ -227,7 +229,7 @@ class RedisTransport:
         self._send_now()
 
     def _send_now(self) -> None:
-        """Send what waits. Where a server holds up the thread that reads, the next look for messages sends it."""
+        """Send events and acknowledgements, or leave them to the next fetch if the reading thread holds the lock."""
         if self._lock.acquire(timeout=_PATIENCE):
             try:
                 self._try_to_send()
@@ -294,15 +296,17 @@ class RedisTransport:
         self._client.close()
 
     def _give_back(self) -> None:
-        """Set the group back to the last checkpoint: what was read ahead of it is nobody's. Not said if it fails, since
-        every run sets the group to its own place; but another consumer finds nothing pending."""
-        # On a new connection if need be: the end of a fetch that was under way has broken the old one.
+        """Set the group back to the last checkpoint, so that another consumer finds no pending messages.
+
+        Failures are ignored, because every run sets the group to its own place when it starts.
+        """
+        # Uses a new connection if an interrupted fetch has closed the old one.
         if self._checkpointed is None or not self._ours or not self._lock.acquire(timeout=_PATIENCE):
             return
         held = _order(self._checkpointed)
-        try:  # set back first: a kill between the two leaves messages pending, and the first of them is the place
+        try:  # set back before acknowledging: after a kill in between, the first pending message marks the place
             self._client.xgroup_setid(self._stream, self._group, self._checkpointed)
-            # The server's own list: an answer that was cut short may have had more than came here.
+            # Uses the server's list, because an interrupted reply may have delivered messages unknown to this process.
             beyond = [identifier for identifier in self._all_pending() if _order(identifier) > held]
             for start in range(0, len(beyond), _PAGE):
                 self._client.xack(self._stream, self._group, *beyond[start : start + _PAGE])
@@ -314,7 +318,7 @@ class RedisTransport:
 
 
 def _said(error: Exception) -> str:
-    """Show an error that may quote the server."""
+    """Return the printable text of an error, which may quote the server."""
     return printable(error) if str(error) else type(error).__name__
 
 
@@ -324,8 +328,8 @@ def _connect(url: str) -> Any:
     try:
         client = redis.Redis.from_url(
             url,
-            password=password,  # where the URL, which every run writes down, has none
-            retry=Retry(NoBackoff(), 0),  # a reply that was lost is not repaired by asking for the next
+            password=password,  # from the environment, since runs log the URL
+            retry=Retry(NoBackoff(), 0),  # repeating a command would not recover the messages of a lost reply
             socket_timeout=_SERVER_SILENT,
             socket_connect_timeout=_SERVER_SILENT / 2,
             protocol=2,
@@ -338,11 +342,11 @@ def _connect(url: str) -> Any:
 
 
 class _ReplyTooLargeError(Exception):
-    """A reply has more bytes than are read of one."""
+    """A reply that exceeds `_REPLY` bytes."""
 
 
 class _Counted:
-    """A socket that ends a reply which has too many bytes."""
+    """A socket wrapper that raises `_ReplyTooLargeError` when a reply exceeds `_REPLY` bytes."""
 
     def __init__(self, socket: Any):
         self._socket, self.read = socket, 0
@@ -367,7 +371,7 @@ class _Counted:
 
 
 def _bounded(kind: Any) -> Any:
-    """Make a kind of connection that reads no more than so many bytes of a reply."""
+    """Return a connection class that limits the bytes of a reply."""
 
     class Bounded(kind):
         def _connect(self) -> _Counted:
@@ -382,7 +386,7 @@ def _bounded(kind: Any) -> Any:
 
 
 def _address(client: Any) -> str:
-    """Name the server without the password that the URL may have."""
+    """Return the server's address without the URL's password."""
     options = client.connection_pool.connection_kwargs
     if "path" in options:
         return f"redis at {options['path']}"

@@ -1,8 +1,7 @@
-"""A source of documents that others send: each is trained on once, whatever dies and starts again.
+"""The source of streamed documents. Each document is trained on once, whichever process is killed and restarted.
 
-A checkpoint holds the run's place in the stream and every document that came before that place and was not yet taken.
-Messages are acknowledged when the checkpoint that holds them is complete; later ones are given again after a restart,
-those among them that had been read ahead.
+A checkpoint holds the run's place in the stream, and the documents before that place that were not yet taken. Messages
+are acknowledged when a checkpoint that holds them is complete. Later messages are delivered again after a restart.
 """
 
 import copy
@@ -21,15 +20,15 @@ from truestep.rollouts.stream.reading import Arrived, Reading
 from truestep.rollouts.stream.transport import Transport
 from truestep.types import Rejected, Rollout
 
-_LOOK = 0.25  # seconds between questions whether the run was asked to stop
-_MOST_REJECTED = 1000  # in memory
+_LOOK = 0.25  # seconds between checks of `asked_to_stop`
+_MOST_REJECTED = 1000  # rejected records in memory
 
 
 class StreamSource:
-    """Documents in the order in which they became usable; the ledger logs this order."""
+    """A source of streamed documents, in the order in which they became ready. The ledger logs this order."""
 
-    plans_ahead = False  # more documents may only be sent when a step's weights are out
-    waits_for_checkpoints = True  # which announce those weights
+    plans_ahead = False  # senders may wait for a step's weights before they send more documents
+    waits_for_checkpoints = True  # a checkpoint announces new weights to the senders
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class StreamSource:
         stall_timeout: float,
         ids: SeenIds,
         group_timeout: float | None = None,
-        reading: Reading | None = None,  # tests give one with a clock of its own
+        reading: Reading | None = None,  # tests pass a reading with their own clock
     ):
         self._transport = transport
         self._intake = Intake(checks, ids, group_timeout)
@@ -46,15 +45,15 @@ class StreamSource:
         self._stall_timeout = stall_timeout
         self.asked_to_stop: Callable[[], bool] = never
         self.put_rejected: Callable[[Sequence[Rejected]], None] | None = None
-        # Behind the last message that was taken from the reading: the transport's own place is ahead of it.
+        # The place after the last message taken from the reading; the transport's place is further ahead.
         self._place = copy.deepcopy(transport.state())
-        self._version = 0  # of the intake: counts what changes it
-        # The places that checkpoints hold, by how many documents the policy will have seen with those taken.
+        self._version = 0  # counts changes of the intake
+        # The places in checkpoints, by the number of documents seen including those taken.
         self._places: dict[int, dict[str, Any]] = {}
         self._seen_with_taken = 0
 
     def peek(self, count: int) -> list[Rollout]:
-        """Wait for the next `count` documents; there are fewer only where the sender has announced the end."""
+        """Wait for the next `count` documents (fewer only at the end of the data). Returns them without taking them."""
         self._wait_for(count)
         return list(islice(self._intake.ready, count))
 
@@ -73,7 +72,7 @@ class StreamSource:
         return aside
 
     def _wait_for(self, count: int) -> None:
-        """Wait until so many documents are ready or the data ends. Only a usable document counts as a sign of life."""
+        """Wait until `count` documents are ready or the data ends. Only accepted documents reset the stall timeout."""
         try:
             self._receive(count)
         except BaseException:
@@ -133,15 +132,17 @@ class StreamSource:
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Note where the source stands. Its state is made when a checkpoint asks for it, which is before any document
-        of another step is asked for: nothing is copied for a step that is not saved."""
+        """Return a function that builds the state for a checkpoint.
+
+        It must be called before documents of the next step are received. Steps that are not saved copy nothing.
+        """
         version, seen = self._version, self._seen_with_taken
 
         def state() -> dict[str, Any]:
             if self._version != version:
                 raise RuntimeError("the state of a stream was asked for when documents of a later step had been taken")
             place = copy.deepcopy(self._place)
-            # The first is what the checkpoint of these documents holds: asked again, more may have been read since.
+            # Keep the first place: it is the one in the checkpoint, and a later call may find more messages read.
             self._places.setdefault(seen, place)
             return {"transport": place, "documents": self._intake.state()}
 
@@ -151,7 +152,7 @@ class StreamSource:
         refuse_other_kind("data.source", "transport", state)
         self._transport.restore(state["transport"])
         self._intake.restore(state["documents"])
-        self._transport.acknowledge(state["transport"])  # the checkpoint is complete; who made it may not have got here
+        self._transport.acknowledge(state["transport"])  # the killed process may not have acknowledged its checkpoint
         self._place = copy.deepcopy(state["transport"])
         self._places = {0: state["transport"]}
 

@@ -1,4 +1,4 @@
-"""The interface of whatever carries a stream's messages: an order, a place in it, and events for the senders."""
+"""The interface of transports: ordered messages, a place in their order, and events for the senders."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -7,60 +7,62 @@ from truestep.errors import TruestepError
 
 
 class TransportError(TruestepError):
-    """An error that may pass: nothing can be read now, so the caller tries again for a while."""
+    """A temporary error: nothing can be read now, and the caller retries for a while."""
 
 
 @dataclass(frozen=True)
 class Message:
     """One record as it was sent."""
 
-    where: str  # the default id of its record: the same however often the message is read
+    where: str  # default id of the record, the same whenever the message is read again
     file: str
     line: int
     payload: bytes
-    problem: str | None = None  # why there is no payload to read
-    mark: Any = None  # what `Transport.advance` needs; None: the place stays what it was
-    blank: bool = False  # no record: it only moves the place
-    content: str | None = None  # names what was sent where `where` may be used again: the same record has the same
+    problem: str | None = None  # reason why the payload could not be read
+    mark: Any = None  # argument of `Transport.advance`; None: the message does not move the place
+    blank: bool = False  # no record: the message only moves the place
+    content: str | None = None  # key of place and content, for transports that may reuse `where`
 
 
 class Transport(Protocol):
-    """What carries messages. One thread fetches, and another does all else at the same time."""
+    """A carrier of messages. One thread calls `fetch`, and another calls the other methods concurrently."""
 
-    name: str  # as an error message calls it
-    ended: bool  # the sender has said that nothing more comes, and all that did was fetched
+    name: str  # in error messages
+    ended: bool  # the sender has announced the end, and all messages were fetched
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
-        """Give the next messages in order, at most `count` and each once, and blank ones besides; [] where none came
-        within `seconds`. Where nothing can be read, raise a `TransportError`."""
+        """Return at most `count` next messages in order, plus blank ones; [] if none come within `seconds`.
+
+        Raises `TransportError` if nothing can be read.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
-        """Describe, as JSON, which messages were given so far: the place in the stream."""
+        """Return the place after the messages fetched so far, as JSON values."""
         ...
 
     def advance(self, place: dict[str, Any], mark: Any) -> None:
-        """Move a place, as `state` gives it, behind the message that has this mark. Touches nothing else."""
+        """Move `place`, a result of `state`, past the message with this mark. Changes nothing else."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Give the messages that follow those of `state`, whether or not they were given to a process that died."""
+        """Continue after the place `state`, delivering later messages again that a killed process had fetched."""
         ...
 
     def acknowledge(self, state: dict[str, Any]) -> None:
-        """Tell the carrier, now or as soon as it can be reached, that the messages of `state` are done with."""
+        """Acknowledge the messages up to the place `state`, now or as soon as the server can be reached."""
         ...
 
     def announce(self, event: dict[str, Any]) -> None:
-        """Tell the senders, now or as soon as they can be reached; perhaps twice."""
+        """Send an event to the senders, now or as soon as possible. They may receive it twice."""
         ...
 
     def hint(self) -> str | None:
-        """Guess why nothing comes."""
+        """Return a likely reason why no messages come."""
         ...
 
     def interrupt(self) -> None:
-        """End a `fetch` that is under way in another thread: nothing of it is wanted any more."""
+        """Stop a `fetch` in progress in another thread; its messages are discarded."""
         ...
 
     def close(self) -> None: ...

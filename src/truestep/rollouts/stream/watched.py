@@ -1,8 +1,8 @@
-"""A file of a watched directory: how far it was read, and whether it is still the file of which that was read.
+"""A file of a watched directory: how far it was read, and whether another file has replaced it.
 
-Names, sizes and inodes are used again, so the bytes decide: a file goes on if it begins with exactly what was read
-under its name. A file that was read and has grown is compared in its last bytes at once. Whatever else changed, and
-a file that has been left alone for a while, is compared from its beginning.
+Names, sizes and inodes are reused, so the content decides: it is the same file if it begins with exactly the bytes that
+were read. A file that has grown is first compared only in the last bytes that were read. After any other change, and
+once the file has been unchanged for a while, it is compared from its beginning.
 """
 
 import errno
@@ -20,11 +20,11 @@ from truestep.files import bounded
 _DIGEST = 16  # bytes
 _TAIL = 2**16  # bytes
 _PIECE = 2**20  # bytes
-_LEFT_ALONE = 2.0  # seconds; the clocks of file systems are not finer than that everywhere
+_LEFT_ALONE = 2.0  # seconds; some file systems have timestamps this coarse
 
 
 class Seen(NamedTuple):
-    """What the file system says of a file. What differs in any of it may be another file."""
+    """A file's metadata. A difference in any field means that it may be another file."""
 
     inode: int
     size: int
@@ -38,21 +38,21 @@ class Read:
 
     lines: int = 0
     size: int = 0  # bytes
-    digest: str | None = None  # of these bytes; an older version noted none
+    digest: str | None = None  # of these bytes; None in checkpoints of older versions
 
 
 class WatchedFile:
     def __init__(self, read: Read):
         self.read = read
-        self.seen: Seen | None = None  # when it was compared last
-        self.unfinished = False  # its last line has no end
-        self._hash = _new_hash()  # of what was read
-        self._tail = b""  # the digest of the last bytes that were read
-        self._since = 0.0  # the clock when it was first seen so
-        self._settled = False  # it was compared from its beginning when it had been left alone
+        self.seen: Seen | None = None  # metadata at the last comparison
+        self.unfinished = False  # the last line has no line break
+        self._hash = _new_hash()  # of the bytes that were read
+        self._tail = b""  # digest of the last `_TAIL` bytes that were read
+        self._since = 0.0  # time when `seen` last changed
+        self._settled = False  # compared from its beginning after it was unchanged for `_LEFT_ALONE` seconds
 
     def has_news(self, seen: Seen, ends: bool) -> bool:
-        """Tell whether the file has to be opened. `ends`: nothing more comes, so no line is still being written."""
+        """Return whether the file must be opened. `ends`: the data has ended, so no line is still being written."""
         more = seen.size > self.read.size and (ends or not self.unfinished)
         return seen != self.seen or more or (not self._settled and self._is_left_alone(ends))
 
@@ -60,8 +60,10 @@ class WatchedFile:
         return ends or time.monotonic() - self._since >= _LEFT_ALONE
 
     def goes_on(self, file: BinaryIO, seen: Seen, ends: bool, interrupted: Callable[[], bool]) -> bool | None:
-        """Compare the file with what was read. False: it is another file, to be read from its beginning. None: the
-        comparison was interrupted."""
+        """Return whether the file begins with the bytes that were read.
+
+        False: it is another file, to be read from its beginning. None: the comparison was interrupted.
+        """
         before = self.seen
         if seen != before:
             self.seen, self._since, self._settled, self.unfinished = seen, time.monotonic(), False, False
@@ -97,7 +99,10 @@ class WatchedFile:
         return self._at_a_lines_end(file)
 
     def _at_a_lines_end(self, file: BinaryIO) -> bool:
-        """Tell whether the last line that was read ends there: one that was read without its end must not grow."""
+        """Return whether the part that was read ends at a line's end.
+
+        False if a last line that was read without a line break has grown since.
+        """
         file.seek(max(self.read.size - 1, 0))
         around = file.read(2)
         return self.read.size == 0 or around[:1] == b"\n" or (self.read.digest is not None and around[1:] in b"\n")
@@ -108,8 +113,7 @@ class WatchedFile:
         return blake2b(file.read(self.read.size - start), digest_size=_DIGEST).digest()
 
     def lines(self, file: BinaryIO, count: int, ends: bool) -> list[tuple[bytes | None, Read]]:
-        """Read at most so many lines behind what was read, each with how far the file was read then; None for a line
-        that is too long."""
+        """Read at most `count` further lines. Returns each line (None if it is too long) with the part read by then."""
         file.seek(self.read.size)
         found: list[tuple[bytes | None, Read]] = []
         while len(found) < count:
@@ -132,7 +136,7 @@ def _new_hash() -> blake2b:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file, and nothing else that may have taken its name: a pipe would be waited for without end."""
+    """Open a regular file. Raises OSError for anything else, such as a pipe, which would block forever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(handle, "rb")
     if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -1,6 +1,7 @@
-"""The tables of a machine, each in a directory of the cache: whole or absent, of exactly the file that it was made of.
+"""The cache of tables on a host, one directory per rollout file.
 
-A process converts a file under a lock; all others that want it, ranks of this run or another, wait and share it.
+A table is complete or absent, and valid only for the exact file content it was made from. One process converts a file
+under a lock; other processes (ranks of this run or of other runs) wait and then share the table.
 """
 
 import contextlib
@@ -43,10 +44,10 @@ def default_directory() -> Path:
 
 
 def identity_of(path: Path) -> dict[str, Any]:
-    """Describe a file's content: its place, size and times on the disk, and a digest of blocks all over it.
+    """Return a file's identity: its path, size, inode and times, and a digest of sampled blocks.
 
-    A change that keeps the size, the time of change that the file system itself keeps, and every sampled block is not
-    seen; no program makes one by accident.
+    Only a change that keeps the size, the ctime and every sampled block goes unnoticed, which does not happen by
+    accident.
     """
     state = path.stat()
     digest = hashlib.sha256()
@@ -68,7 +69,7 @@ def identity_of(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A file's records, mapped into memory."""
+    """The memory-mapped table of a file's records."""
 
     file: Path
     directory: Path
@@ -76,7 +77,7 @@ class Table:
     identity: dict[str, Any]
 
     def __post_init__(self) -> None:
-        # An open part holds a file descriptor for its mapping.
+        # The cache is bounded because each open part holds a file descriptor for its mapping.
         object.__setattr__(self, "part", lru_cache(maxsize=1024)(self._open_part))
 
     part: Callable[[int], PartReader] = None  # type: ignore[assignment]
@@ -88,7 +89,7 @@ class Table:
             raise self.damaged(str(error)) from error
 
     def damaged(self, reason: str) -> DataError:
-        """Word the error of a table whose values changed on the disk, and have the next start make it anew."""
+        """Return the error for a damaged table, and delete `table.json` so that the next start converts it again."""
         with contextlib.suppress(OSError):
             (self.directory / "table.json").unlink()
         return DataError(
@@ -101,21 +102,23 @@ class Table:
         return values
 
     def has(self, name: str) -> np.ndarray:
-        """Tell which records have a field."""
+        """Return which records have a field, as a boolean array."""
         found = pc.match_substring(self.rows.column("has"), f" {name} ")
         values: np.ndarray = pc.fill_null(found, False).to_numpy()
         return values
 
     def flags(self, name: str) -> np.ndarray:
-        """Give a column of truth values; absent is False."""
+        """Return a boolean column, with False for nulls."""
         values: np.ndarray = pc.fill_null(self.rows.column(name), False).to_numpy()
         return values
 
 
 @contextlib.contextmanager
 def table_of(path: Path, cache: Path, declared: Sequence[Field] = ()) -> Iterator[Table]:
-    """Open a file's table, which is made if it has to be. While the block runs, no other process changes it.
-    `declared`: a user's own fields."""
+    """Open a file's table, converting the file if needed. The lock is held while the block runs.
+
+    `declared` are the user's fields.
+    """
     try:
         identity = identity_of(path)
     except OSError as error:
@@ -135,7 +138,7 @@ def table_of(path: Path, cache: Path, declared: Sequence[Field] = ()) -> Iterato
 
 @contextlib.contextmanager
 def _told(cache: Path) -> Iterator[None]:
-    """Word what the file system of the cache refuses."""
+    """Convert an OSError of the cache's file system to a `DataError`."""
     try:
         yield
     except OSError as error:
@@ -159,7 +162,7 @@ def _locked(lock: Path, cache: Path, path: Path) -> Iterator[None]:
                     break
                 except OSError as error:
                     if error.errno not in _HELD:
-                        break  # a file system without locks: two processes may convert the same, and one of them wins
+                        break  # no locks on this file system: two processes may convert the file, and one result stays
                 done = sum(1 for _ in cache.glob(f".{lock.stem}.*/*.rows"))
                 if done != seen:
                     seen = done
@@ -169,7 +172,7 @@ def _locked(lock: Path, cache: Path, path: Path) -> Iterator[None]:
 
 
 def _open(path: Path, directory: Path, identity: dict[str, Any]) -> Table | None:
-    """Open a table; None where there is none, or it is of another content, or it is not as it was written."""
+    """Open a table, or return None if it is absent, damaged or made from other file content."""
     try:
         content = json.loads((directory / "table.json").read_bytes())
         if content["identity"] != identity:
@@ -193,8 +196,8 @@ def _checksum(path: Path) -> int:
 
 
 def _make(path: Path, directory: Path, identity: dict[str, Any], declared: Sequence[Field]) -> None:
-    """Convert a file. The table is written beside its place, synced, and renamed when it is complete."""
-    for leftover in directory.parent.glob(f".{directory.name}.*"):  # of a process that was killed
+    """Convert a file to a table in a temporary directory, sync it, and rename it to `directory`."""
+    for leftover in directory.parent.glob(f".{directory.name}.*"):  # left by killed processes
         shutil.rmtree(leftover, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
@@ -241,7 +244,7 @@ def _convert_into(path: Path, work: Path, declared: Sequence[Field]) -> None:
 
 
 def _placed(rows: pa.Table, lines_before: int, part: int) -> pa.Table:
-    """Number the lines of a part within its file."""
+    """Return a part's rows with line numbers counted from the file's start, and with the part's number."""
     lines = pc.add(rows.column("line"), lines_before)
     parts = pa.array(np.full(rows.num_rows, part, np.int32))
     return rows.set_column(ROWS.names.index("line"), ROWS.field("line"), lines).set_column(

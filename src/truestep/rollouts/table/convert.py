@@ -1,7 +1,7 @@
-"""The conversion of rollout files to tables, in parts that worker processes make beside each other.
+"""The conversion of rollout files to tables, in parts that worker processes convert in parallel.
 
-A worker (`python -m truestep.rollouts.table.convert`) reads jobs as lines of JSON and answers each with a line. It
-imports no torch, and ends when its input does.
+A worker (`python -m truestep.rollouts.table.convert`) reads jobs as JSON lines from stdin and answers each with a line.
+It imports no torch, and exits when its input ends.
 """
 
 import gc
@@ -31,26 +31,26 @@ from truestep.rollouts.table.lines import read_lines
 from truestep.rollouts.values import BadRecord
 from truestep.types import Rollout
 
-PART_BYTES = 1 << 26  # of a file, in one part
-BLOCK_BYTES = 1 << 18  # of lines that are read at once
-# Nothing that depends on a run is checked here, so a table serves every run.
+PART_BYTES = 1 << 26  # bytes of the file per part
+BLOCK_BYTES = 1 << 18  # bytes of lines that are parsed together
+# Only checks that do not depend on a run, so that a table serves every run.
 NEUTRAL = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), default_temperature=ABSENT_TEMPERATURE)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A part of a file: bytes of JSONL from line to line, or row groups of Parquet."""
+    """A part of a file: a range of bytes of JSONL at line boundaries, or a range of row groups of Parquet."""
 
     file: str
     start: int
     end: int
-    size: int  # in bytes, for the progress
-    output: str  # without its suffix
-    fields: dict[str, dict[str, Any]] = field(default_factory=dict)  # a user's own, as they are declared
+    size: int  # bytes, for the progress display
+    output: str  # path without suffix
+    fields: dict[str, dict[str, Any]] = field(default_factory=dict)  # declarations of the user's fields
 
     @property
     def checks(self) -> Checks:
-        """The checks of values: whether a field may be missing depends on the run."""
+        """The checks of values only, since the required fields depend on the run."""
         return replace(NEUTRAL, fields=optional(declare(self.fields)))
 
 
@@ -59,7 +59,7 @@ def is_parquet(path: str | Path) -> bool:
 
 
 def jobs_of(path: Path, directory: Path, declared: Sequence[Field] = ()) -> list[Job]:
-    """Divide a file into parts."""
+    """Return the jobs that convert a file, one per part."""
     bounds = _row_group_bounds(path) if is_parquet(path) else _line_bounds(path)
     return [
         Job(str(path), start, end, size, str(directory / f"{number:06d}"), declarations(declared))
@@ -93,7 +93,10 @@ def _row_group_bounds(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def rollouts_of(lines: Sequence[bytes], checks: Checks = NEUTRAL) -> Iterator[Rollout | None]:
-    """Read lines. A line is bad only if `parse_json` and the checks of its values, number by number, say so."""
+    """Yield the rollout of each line, or None for a bad line.
+
+    A line that the fast parser rejects is parsed again by `parse_json`, which decides.
+    """
     for line, record in zip(lines, read_lines(lines, checks.fields), strict=True):
         rollout = None if record is None else _judged(record, checks)
         yield _judged(parse_json(line), checks) if rollout is None else rollout
@@ -107,7 +110,7 @@ def _judged(record: Any, checks: Checks) -> Rollout | None:
 
 
 def lines_between(job: Job) -> Iterator[tuple[int, int, bytes | None]]:
-    """Read the lines of a part: number, first byte, content (None where it is too long to be a record)."""
+    """Yield (line number within the part, offset, content) of a part; content is None if the line is too long."""
     with open(job.file, "rb", buffering=BLOCK_BYTES) as file:
         file.seek(job.start)
         offset = job.start
@@ -119,9 +122,9 @@ def lines_between(job: Job) -> Iterator[tuple[int, int, bytes | None]]:
 
 
 def _add_lines(job: Job, writer: PartWriter) -> int:
-    """Write the lines of a part. Give their number, with empty ones."""
+    """Add the lines of a part to the writer. Returns the number of lines, blank ones included."""
     number, size, checks = 0, 0, job.checks
-    block: list[tuple[int, int, bytes]] = []  # line from 1 within the part, its first byte, its content
+    block: list[tuple[int, int, bytes]] = []  # (line from 1 within the part, offset, content)
     for number, offset, line in lines_between(job):
         content = None if line is None else line_content(line, first=offset == 0)
         if content is not None:
@@ -143,7 +146,7 @@ def _add_block(block: Sequence[tuple[int, int, bytes]], writer: PartWriter, chec
 
 
 def _add_rows(job: Job, writer: PartWriter) -> int:
-    """Write the rows of a part, and give their number."""
+    """Add the Parquet rows of a part to the writer. Returns the number of rows."""
     row, checks = 0, job.checks
     for row, record in read_parquet(Path(job.file), list(range(job.start, job.end)), checks.fields):
         writer.add(row, 0, _judged(record, checks))
@@ -151,7 +154,7 @@ def _add_rows(job: Job, writer: PartWriter) -> int:
 
 
 def convert_part(job: Job) -> dict[str, Any]:
-    """Write a part, and give its number of lines."""
+    """Convert a part, write its files, and return its number of lines."""
     writer = PartWriter(declare(job.fields))
     lines = (_add_rows if is_parquet(job.file) else _add_lines)(job, writer)
     writer.write(Path(job.output))
@@ -168,11 +171,11 @@ def answer(job: Job) -> dict[str, Any]:
 
 
 class _Worker:
-    """A process that converts parts, one after another."""
+    """A process that converts one part at a time."""
 
     def __init__(self) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        # glibc keeps the memory that one block of lines after another takes, and does not ask for it anew.
+        # Make glibc keep freed memory, which the next block of lines needs again.
         environment |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 26), "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
         command = [sys.executable, "-P", "-m", __name__]
         self.process = subprocess.Popen(
@@ -181,7 +184,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             env=environment,
             encoding="utf-8",
-            start_new_session=True,  # an interrupt is for the run, which ends its workers
+            start_new_session=True,  # Ctrl-C goes only to the run, which then ends its workers
         )
 
     def convert(self, job: Job) -> dict[str, Any]:
@@ -205,12 +208,12 @@ class _Worker:
             if stream is not None:
                 try:
                     stream.close()
-                except OSError:  # what was written and never read
+                except OSError:  # buffered input that the killed process never read
                     continue
 
 
 def convert(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Convert parts on all cores that this process may use."""
+    """Convert parts in parallel on the usable cores, and return the result of each."""
     count = min(usable_cores(), len(jobs))
     if count <= 1:
         results = []
@@ -245,19 +248,19 @@ def convert(jobs: Sequence[Job]) -> list[dict[str, Any]]:
         for worker in workers:
             worker.close()
         pool.shutdown(wait=True)
-        for worker in workers:  # one may have been started meanwhile
+        for worker in workers:  # includes workers that were started during the first shutdown
             worker.close()
 
 
 def main() -> None:
-    gc.disable()  # numbers and lists of numbers make no circles, and there are very many
+    gc.disable()  # the many numbers and lists contain no reference cycles, so collect only between jobs
     for line in sys.stdin:
         job = Job(**json.loads(line))
         result = json.dumps(answer(job)) + "\n"
         try:
             sys.stdout.write(result)
             sys.stdout.flush()
-        except BrokenPipeError:  # nobody waits for it: the run was killed
+        except BrokenPipeError:  # the run was killed
             os._exit(1)
         gc.collect()
 

@@ -1,4 +1,4 @@
-"""The documents of tables, in file order, read when they are asked for; and the checks of a run over whole columns."""
+"""The documents of tables: checked column by column at the start of a run, and read on demand in file order."""
 
 import hashlib
 from collections import OrderedDict
@@ -31,8 +31,8 @@ from truestep.rollouts.table.layout import checksum, make_rollout
 from truestep.rollouts.values import BadRecord, describe
 from truestep.types import Rejected, Rollout
 
-LARGE_BYTES = 1 << 24  # of all files together; fewer are read into memory in less than a second
-_KEPT = 4096  # documents of groups that are kept once they have their advantages
+LARGE_BYTES = 1 << 24  # total size from which tables are used; less is read into memory in under a second
+_KEPT = 4096  # documents in the cache of groups with advantages
 
 _REFUSED = pa.schema(
     [("row", pa.int64()), ("reason", pa.large_string()), ("id", pa.large_string()), ("group_id", pa.large_string())]
@@ -40,26 +40,26 @@ _REFUSED = pa.schema(
 
 
 def open_documents(paths: Sequence[Path], checks: Checks, cache: Path | None = None) -> Documents:
-    """Read small files into memory, and open large ones as tables in the cache; None: the user's own cache.
+    """Read small files into memory, and open large files as tables in `cache` (default: the user's cache directory).
 
-    Chat messages, and documents that are chosen by how they ended, are read into memory whatever their size: a table
-    holds documents as their files have them.
+    A table holds documents as they are in the file. Runs that tokenize chat messages, or mask or drop truncated
+    documents, therefore read files of any size into memory.
     """
     if not tables_hold(checks):
         return load_documents(paths, checks)
-    with suppress(OSError):  # a file that cannot be read is named where it is read
+    with suppress(OSError):  # reading the file below reports the error
         if sum(path.stat().st_size for path in paths) >= LARGE_BYTES:
             return load_tables(paths, checks, cache or default_directory())
     return load_documents(paths, checks)
 
 
 def tables_hold(checks: Checks) -> bool:
-    """Tell whether the documents that a run takes are those of its files, one by one."""
+    """Return whether a run takes documents exactly as they are in its files, so that tables can hold them."""
     return checks.chat is None and checks.truncated == "keep"
 
 
 def load_tables(paths: Sequence[Path], checks: Checks, cache: Path) -> Documents:
-    """Give the documents that `load_documents` gives, and hold none of them in memory."""
+    """Return the same documents as `load_documents`, without holding them in memory."""
     tables, refused = [], []
     for path in paths:
         with table_of(path, cache, checks.fields) as table:
@@ -77,11 +77,11 @@ def _from_rewards(checks: Checks) -> bool:
     return checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
 
 
-# ---- the records of one table that a run refuses
+# ---- records of one table that fail the run's checks
 
 
 def _refused(table: Table, checks: Checks) -> pa.Table:
-    """List the records that fail the checks, each with its reason. This is kept beside the table for the next start."""
+    """Return the records that fail the checks, with reasons. The result is cached in the table's directory."""
     demands = (
         checks.max_tokens,
         checks.vocabulary_size,
@@ -98,7 +98,7 @@ def _refused(table: Table, checks: Checks) -> pa.Table:
         if hashlib.sha256(content[32:]).digest() == content[:32]:
             return pa.ipc.open_stream(content[32:]).read_all()
     except (OSError, pa.ArrowException):
-        pass  # not kept yet, or damaged: it is made anew
+        pass  # not cached yet, or damaged
     found = _refuse(table, checks, np.flatnonzero(_doubtful(table, checks)))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, _REFUSED) as writer:
@@ -111,7 +111,7 @@ def _refused(table: Table, checks: Checks) -> pa.Table:
 
 
 def _doubtful(table: Table, checks: Checks) -> np.ndarray:
-    """Mark the records that the checks refuse, without a reason."""
+    """Return which records fail the checks, as a boolean array computed from whole columns."""
     needs, valid = checks.needs, table.flags("valid")
     bad: np.ndarray = ~valid
     if checks.max_tokens is not None:
@@ -136,7 +136,7 @@ def _doubtful(table: Table, checks: Checks) -> np.ndarray:
 
 
 def _refuse(table: Table, checks: Checks, rows: np.ndarray) -> pa.Table:
-    """Read these records again from their file, so that each has the reason that its first fault gives."""
+    """Read the failing records again from their file and return the reason of each."""
     found: dict[str, list[Any]] = {name: [] for name in _REFUSED.names}
     for row, record in zip(rows.tolist(), _records(table, rows, checks.fields), strict=True):
         progress.made("records read")
@@ -168,16 +168,17 @@ def _records(table: Table, rows: np.ndarray, declared: Sequence[Field]) -> Itera
         raise DataError(f"{table.file} cannot be read: {error}") from error
 
 
-# ---- what is left of all tables
+# ---- accepted records of all tables
 
 
 class _Selection:
-    """The records of all tables in order, without those that are refused and those whose id was there before."""
+    """The accepted records of all tables, in order: without refused records and repeated ids."""
 
     def __init__(self, tables: Sequence[Table], refused: Sequence[pa.Table], names: Sequence[str]):
         self.tables, self.names = tables, names
         self._starts = np.cumsum([0, *(table.rows.num_rows for table in tables)])
-        self._rejected: dict[int, tuple[str, str | None, str | None]] = {}  # by record, over all tables
+        # (reason, id, group_id) by the record's number, counted over all tables.
+        self._rejected: dict[int, tuple[str, str | None, str | None]] = {}
         for start, found in zip(self._starts[:-1].tolist(), refused, strict=True):
             columns = [found.column(name).to_pylist() for name in _REFUSED.names]
             for row, why, identifier, group_id in zip(*columns, strict=True):
@@ -192,20 +193,20 @@ class _Selection:
             reason = f"id is {describe(name)}: repeated, first at {self.place(first)}"
             self._rejected[record] = (reason, name, group)
             accepted[record] = False
-        self.records = np.flatnonzero(accepted)  # of the documents, in order
+        self.records = np.flatnonzero(accepted)  # record number of each document
 
     def _repeated(self, ids: pa.ChunkedArray, accepted: np.ndarray) -> list[tuple[int, int]]:
-        """Pair each record whose id was there before with the first that has it."""
+        """Return (record, first record with the same id) for each record with a repeated id."""
         own = np.flatnonzero(accepted & ids.is_valid().to_numpy())
         if not len(own):
-            return []  # ids that are made of files and lines differ
+            return []  # default ids, made of file and line, are unique
         suspects: list[int] = []
         chosen = ids.take(pa.array(own)).combine_chunks()
         codes = chosen.dictionary_encode()
         codes = (codes.combine_chunks() if isinstance(codes, pa.ChunkedArray) else codes).indices.to_numpy()
         counts = np.bincount(codes)
         suspects += own[counts[codes] > 1].tolist()
-        # An own id may also be what another record is called by its file and line.
+        # A given id may also equal the default id ("file:line") of another record.
         alike = np.zeros(len(own), bool)
         for name in self.names:
             alike |= pc.starts_with(chosen, f"{name}:").to_numpy(zero_copy_only=False)
@@ -241,7 +242,7 @@ class _Selection:
         return f"{self.locate(record)[0].file}:{self._line(record)}"
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """Join a column of all tables."""
+        """Return a column of all tables, concatenated."""
         chunks = [chunk for table in self.tables for chunk in table.rows.column(name).chunks]
         return pa.chunked_array(chunks, self.tables[0].rows.schema.field(name).type)
 
@@ -254,11 +255,13 @@ class _Selection:
         return found
 
     def groups(self, group_size: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Divide the documents into groups: those of group g are `members[starts[g]:starts[g + 1]]`, as indices into
-        the documents. A rejected record fills a place, and a group closes at `group_size`. Give also how many records
-        each group's name has in all."""
+        """Divide the documents into groups. Returns (members, starts, records per group id).
+
+        Group g has the documents `members[starts[g]:starts[g + 1]]`. A group closes at `group_size` records, counting
+        rejected ones.
+        """
         names = self.column("group_id")
-        if self._rejected:  # their groups, where those could be read
+        if self._rejected:  # use the group ids of rejected records that could be read
             records = pa.array(list(self._rejected), pa.int64())
             groups = pa.array([group for _, _, group in self._rejected.values()], pa.large_string())
             order = pc.sort_indices(records)
@@ -292,13 +295,13 @@ def _codes(texts: Any) -> np.ndarray:
 
 
 class TableDocuments(Sequence[Rollout]):
-    """The documents of tables. Each is read from its file's table when it is asked for."""
+    """A sequence of the documents of all tables. Each is read from its table when it is indexed."""
 
     def __init__(self, selection: _Selection, checks: Checks):
         self._selection, self._checks = selection, checks
         self._group_of: np.ndarray | None = None
-        self._kept: OrderedDict[int, dict[int, Rollout]] = OrderedDict()  # groups that have their advantages
-        self.group_members: list[int] = []  # the records of each group, where advantages come from rewards
+        self._kept: OrderedDict[int, dict[int, Rollout]] = OrderedDict()  # LRU cache of groups with advantages
+        self.group_members: list[int] = []  # records per group id, if advantages come from rewards
         if _from_rewards(checks) and len(selection.records):
             self._members, self._group_starts, members = selection.groups(checks.group_size)
             self.group_members = members.tolist()
@@ -321,7 +324,7 @@ class TableDocuments(Sequence[Rollout]):
         return self._read(number) if group < 0 else self._group(group)[number]
 
     def _group(self, group: int) -> dict[int, Rollout]:
-        """Give a group's documents with their advantages, by their numbers."""
+        """Return a group's documents with advantages, by document number."""
         if group not in self._kept:
             numbers = self._members[self._group_starts[group] : self._group_starts[group + 1]].tolist()
             rule = self._checks.needs.advantage_rule
@@ -352,7 +355,7 @@ class TableDocuments(Sequence[Rollout]):
         return _completed(rollout, self._checks)
 
     def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
-        """List the ids of documents without reading them."""
+        """Return the ids of documents without reading the documents."""
         selection = self._selection
         records = selection.records[start:stop]
         if not len(records):
@@ -366,7 +369,7 @@ class TableDocuments(Sequence[Rollout]):
         ]
 
     def digests(self, start: int, stop: int) -> list[bytes]:
-        """List the digests of the tokens and labels of documents, as they were made when the files were converted."""
+        """Return the digests of tokens and labels that the conversion stored."""
         records = self._selection.records[start:stop]
         found: list[bytes] = (
             self._selection.column("digest").take(pa.array(records)).to_pylist() if len(records) else []
@@ -375,7 +378,7 @@ class TableDocuments(Sequence[Rollout]):
 
 
 def _completed(rollout: Rollout, checks: Checks) -> Rollout:
-    """Add what a run needs and a document without labels may lack, as `parse_record` does: zeros."""
+    """Fill needed fields that a document without labels lacks with zeros, as `parse_record` does."""
     zeros, needs = np.zeros(rollout.num_tokens, dtype=np.float32), checks.needs
     if needs.logprobs and rollout.logprobs is None:
         rollout = replace(rollout, logprobs=zeros)

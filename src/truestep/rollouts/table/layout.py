@@ -1,7 +1,8 @@
-"""The columns that a document is stored in, and the way back. Every field of `Rollout` is stored, whatever they are.
+"""The layout of tables: the Arrow columns of a document, and their writer and reader.
 
-A part of a table is two Arrow files of one row a record. `rows` has what checks, order and groups need. `values` has
-the token ids, the spans of labels, each array field at its labels alone, and all other fields as JSON.
+A part of a table has two Arrow files with one row per record. `rows` has the columns that checks, order and groups
+need. `values` has the token ids, the spans of labels, each array field at labels only, and all other fields as JSON.
+Together they store every field of `Rollout`.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from truestep.rollouts.documents import arrays, others_of, read_others
 from truestep.rollouts.fields import TABLE, Field, declarations
 from truestep.types import PLACES, Rollout
 
-ABSENT_TEMPERATURE = -1.0  # no record can have it: a record without a temperature takes the run's
+ABSENT_TEMPERATURE = -1.0  # marks a record without a temperature, which takes the run's when it is read
 LABEL_ARRAYS = {name: kind for name, kind in arrays().items() if name not in ("input_ids", "loss_mask")}
 _IN_ROWS = ("id", "group_id", "reward")
 OTHERS = tuple(
@@ -33,7 +34,7 @@ _DEFAULTS = {
 
 
 def format_of(declared: Sequence[Field]) -> str:
-    """Name the format of a table: tables of another version, or of documents with other fields, are made anew."""
+    """Return the name of a table's format, part of its cache key: other versions and other fields need a new table."""
     names = [f"{field.name}:{field.level}" for field in (*TABLE, *declared)]
     return f"2 {' '.join((*arrays(), *OTHERS, *names))} {declarations(declared)}"
 
@@ -41,32 +42,32 @@ def format_of(declared: Sequence[Field]) -> str:
 ROWS = pa.schema(
     [
         ("line", pa.int64()),  # from 1
-        ("offset", pa.int64()),  # its first byte, of JSONL
+        ("offset", pa.int64()),  # of the line's first byte (JSONL)
         ("part", pa.int32()),
-        ("index", pa.int32()),  # in the part's values
+        ("index", pa.int32()),  # row in the part's values
         ("valid", pa.bool_()),
         ("num_tokens", pa.int64()),
         ("num_labels", pa.int64()),
         ("largest_id", pa.int64()),
-        ("has", pa.large_string()),  # the names of fields that it has, each with a space before and behind
+        ("has", pa.large_string()),  # names of the fields present, each with a space before and after
         ("reward", pa.float64()),
         ("id", pa.large_string()),
         ("group_id", pa.large_string()),
-        ("digest", pa.binary(16)),  # of the ids and the mask
-        ("checksum", pa.uint32()),  # of all values
+        ("digest", pa.binary(16)),  # of input_ids and loss_mask
+        ("checksum", pa.uint32()),  # of all stored values
     ]
 )
 
 
 def content_digest(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
-    """Digest the tokens and labels of a document."""
+    """Return the digest of a document's tokens and labels."""
     digest = hashlib.blake2b(input_ids.tobytes(), digest_size=16)
     digest.update(loss_mask.tobytes())
     return digest.digest()
 
 
 def label_bounds(loss_mask: np.ndarray) -> np.ndarray:
-    """List where spans of labels begin and end, in turn."""
+    """Return the start and end of each span of labels, alternating. Example: `[F, T, T, F, T]` gives `[1, 3, 4, 5]`."""
     framed = np.zeros(len(loss_mask) + 2, bool)
     framed[1:-1] = loss_mask
     bounds: np.ndarray = np.flatnonzero(framed[1:] != framed[:-1]).astype(np.int32)
@@ -80,7 +81,7 @@ def mask_of(bounds: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 def at_labels(values: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
-    """Select the values of labels; only the first where all have the same bits."""
+    """Return the values at labels, or only the first value if all are identical bit for bit."""
     on_labels: np.ndarray = values[loss_mask]
     bits = on_labels.view(f"u{on_labels.itemsize}")
     return on_labels[:1] if len(bits) > 1 and (bits == bits[0]).all() else on_labels
@@ -93,24 +94,24 @@ def from_labels(stored: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
 
 
 def _others(rollout: Rollout) -> str:
-    """Write the fields that are neither arrays nor columns, where they are not the default, as JSON."""
+    """Return the fields that are neither arrays nor columns and differ from their defaults, as JSON."""
     fields = {name: value for name in OTHERS if (value := getattr(rollout, name)) != _DEFAULTS[name]}
     written = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
     return json.dumps(written | others_of(rollout))
 
 
 def checksum(arrays: list[np.ndarray | None], others: str) -> int:
-    """Sum up the stored values of a document, so that damage is noticed when it is read."""
+    """Return a CRC-32 of a document's stored values, to detect damage on reading."""
     total = crc32(others.encode())
     for position, array in enumerate(arrays):
         if position == 0 and array is not None:
-            array = array.astype(np.int64)  # a part's ids are as wide as its largest
+            array = array.astype(np.int64)  # the stored width of ids depends on the other documents of the part
         total = crc32(b"-" if array is None else np.ascontiguousarray(array).data, total)
     return total
 
 
 class PartWriter:
-    """The rows of one part, in the order they come."""
+    """A writer that collects the records of one part and writes its two files."""
 
     def __init__(self, declared: Sequence[Field] = ()) -> None:
         self._fields = [field.name for field in (*TABLE, *declared) if field.has and field.source == "record"]
@@ -123,7 +124,7 @@ class PartWriter:
             values.append(columns.get(name))
 
     def add(self, line: int, offset: int, rollout: Rollout | None) -> None:
-        """Add a record: its rollout, whose id is empty where it has none of its own, or None for a bad one."""
+        """Add a record: its rollout (with an empty id if the record has none), or None for a bad record."""
         if rollout is None:
             self._refuse(line, offset)
             return
@@ -156,7 +157,7 @@ class PartWriter:
         return f" {' '.join(name for name in self._fields if rollout.value(name) is not None)} "
 
     def _refuse(self, line: int, offset: int) -> None:
-        """Add the place of a bad record: it is read again from its file, with the checks of a run."""
+        """Add the position of a bad record, which each run reads again from the file to report the reason."""
         for values in self._arrays.values():
             values.append(None)
         self._others.append("")
@@ -192,12 +193,12 @@ def write_arrow(path: Path, table: pa.Table) -> None:
 
 
 def map_arrow(path: Path) -> pa.Table:
-    """Open an Arrow file without reading it: its pages are shared by all processes that map it."""
+    """Memory-map an Arrow file. All processes that map the file share its pages."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
 
 
 class PartReader:
-    """The values of one part, as arrays in the mapped file."""
+    """A reader of one part's values, as arrays in the mapped file."""
 
     def __init__(self, path: Path):
         table = map_arrow(path)
@@ -210,7 +211,7 @@ class PartReader:
         self._others = table.column("others")
 
     def stored(self, index: int) -> tuple[list[np.ndarray | None], str]:
-        """Give a document's stored arrays and its other fields."""
+        """Return a document's stored arrays and the JSON of its other fields."""
         arrays: list[np.ndarray | None] = []
         for offsets, values, present in self._arrays.values():
             there = present is None or present[index]
@@ -227,7 +228,7 @@ def make_rollout(
     reward: float | None,
     default_temperature: float,
 ) -> Rollout:
-    """Put a document together from what is stored of it."""
+    """Build a document from its stored arrays, columns and other fields."""
     ids, bounds, *rest = arrays
     assert ids is not None and bounds is not None
     mask = mask_of(bounds, len(ids))

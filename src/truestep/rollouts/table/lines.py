@@ -1,7 +1,7 @@
-"""Lines of JSON whose lists of numbers are read at once, as arrays. Python's JSON reader gets what is left of a line.
+"""Fast parsing of JSON lines: Arrow parses the lists of numbers of many lines at once, Python's parser the rest.
 
-It reads what programs usually write. Whatever is unusual in a line (other spaces, a list in a list, a key that is there
-twice, text among numbers, an infinity) makes the line doubtful, and `parse_json` reads it and says what is wrong.
+Only the usual formatting is supported. Any deviation in a line (other spaces, nested lists, a repeated key, text among
+numbers, an infinity) makes the line doubtful: the caller then parses it with `parse_json`, which reports errors.
 """
 
 import re
@@ -15,13 +15,15 @@ from truestep.rollouts.fields import Field, number_lists
 from truestep.rollouts.files import parse_json
 
 _AFTER_ZERO = np.isin(np.arange(256), list(b".eE"))
-_CUT = "<a list of numbers>"  # stands in the rest of a line where a list was
+_CUT = "<a list of numbers>"  # placeholder for a list that was cut out of a line
 _CUT_TEXT = f'"{_CUT}"'.encode()
 
 
 def read_lines(lines: Sequence[bytes], declared: Sequence[Field] = ()) -> list[dict[str, Any] | None]:
-    """Read lines as `parse_json` does, with arrays for lists of numbers, and NaN for null in them; None: doubtful.
-    `declared`: a user's own fields."""
+    """Return the record of each line as `parse_json` would, or None for a doubtful line.
+
+    Lists of numbers become arrays, with NaN for null. `declared` are the user's fields.
+    """
     kinds = number_lists(declared)
     found_list = re.compile(rb'"(%s)"\s*:\s*\[' % "|".join(kinds).encode())
     records: list[dict[str, Any] | None] = []
@@ -42,7 +44,7 @@ def read_lines(lines: Sequence[bytes], declared: Sequence[Field] = ()) -> list[d
 
 
 def _cut(line: bytes, a_list: "re.Pattern[bytes]") -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Cut the lists of numbers out of a line. Give what is left, read, and the lists without brackets by name."""
+    """Cut the lists of numbers out of a line. Returns the parsed rest, and the text inside the brackets by name."""
     texts: dict[str, bytes] = {}
     pieces: list[bytes] = []
     place = 0
@@ -57,14 +59,14 @@ def _cut(line: bytes, a_list: "re.Pattern[bytes]") -> tuple[dict[str, Any] | Non
     if not texts or rest.count(_CUT_TEXT) != len(texts):
         return None, {}
     record = parse_json(rest)
-    # What was cut out may have been deeper in the record, where it is no field of a rollout.
+    # A cut list may have been nested inside another value, where it is not a field of the record.
     if not isinstance(record, dict) or any(record.get(name) != _CUT for name in texts):
         return None, {}
     return record, texts
 
 
 def _arrays(texts: Sequence[bytes], kind: Any) -> list[np.ndarray | None]:
-    """Read lists of numbers, all together or, where one of them is doubtful, each alone."""
+    """Parse lists of numbers together; if any is doubtful, parse each separately."""
     if not texts:
         return []
     separator = b", " if b", " in texts[0] else b","
@@ -81,11 +83,12 @@ def _arrays(texts: Sequence[bytes], kind: Any) -> list[np.ndarray | None]:
 
 
 def _numbers(text: bytes, separator: bytes, kind: pa.DataType) -> np.ndarray | None:
-    """Read numbers with this separator between them; None unless each is a number of JSON, or NaN.
+    """Parse numbers with a separator between them. Returns None unless each is a JSON number or NaN.
 
-    Arrow reads digits as Python does, to the last bit. It also takes what JSON has not: 01, .5, 1., 0x1 and words.
+    Arrow parses numbers bit-exactly like Python, but also accepts forms that JSON forbids (01, .5, 1., 0x1, words), so
+    the characters are checked first.
     """
-    written = np.frombuffer(text + b"    ", np.uint8)  # a number may begin one byte after the end
+    written = np.frombuffer(text + b"    ", np.uint8)  # padded: an empty last number starts beyond the text
     commas = np.flatnonzero(written == ord(","))
     starts = np.append(0, commas + len(separator))
     ends = np.append(commas, len(text))
@@ -100,7 +103,7 @@ def _numbers(text: bytes, separator: bytes, kind: pa.DataType) -> np.ndarray | N
     exponents = np.flatnonzero((written | 32) == ord("e"))
     if not (good.all() and _digits(written[exponents - 1]).all()):
         return None
-    # To Arrow the text is numbers with a null, the separator, after each.
+    # An Arrow string array over the text: numbers alternate with separators, which the bitmap 0x55 marks as null.
     bounds = np.stack([starts, ends], 1)
     present = pa.py_buffer(b"\x55" * (len(starts) // 4 + 1))
     texts = pa.LargeStringArray.from_buffers(2 * len(starts) - 1, pa.py_buffer(bounds), pa.py_buffer(text), present)
@@ -113,5 +116,5 @@ def _numbers(text: bytes, separator: bytes, kind: pa.DataType) -> np.ndarray | N
 
 
 def _digits(characters: np.ndarray) -> np.ndarray:
-    found: np.ndarray = characters - np.uint8(ord("0")) < 10  # what is below "0" wraps around
+    found: np.ndarray = characters - np.uint8(ord("0")) < 10  # uint8: characters below "0" wrap around
     return found
