@@ -176,7 +176,7 @@ def test_an_update_waits_until_what_it_changes_is_copied(
 FAILS = """
 import sys
 import torch
-from truestep import trainer
+from truestep.run import trainer
 from truestep.run.checkpoint import staging
 from truestep.commands.cli import main
 

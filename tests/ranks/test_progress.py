@@ -110,7 +110,7 @@ STILL = [
         "disk",
         1,
         "saving after step 2",
-        ["the run has made no", "waiting for the disk to write ", "tensor_files"],
+        ["the run has made no", "waiting for the disk to write ", "tensors.py"],
     ),
     ("sync", 2, "saving after step 2", ["rank 0 has made no progress", "the disk to write ", "the others wait for it"]),
     ("source", 1, "reading the data", ["the run has made no progress", "reading the data for ", "at files.py:"]),
@@ -230,7 +230,7 @@ def test_a_place_is_found_in_an_installed_truestep(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("os.fsync", lambda handle: seen.append(_below_installed(find_place).text))
     monkeypatch.setattr(place, "_is_own", lambda file, own=place._is_own: file != __file__ and own(file))
     files.sync_tree(tmp_path)
-    assert seen[0].startswith("files.py:") and seen[0].endswith(" in sync_tree")
+    assert seen[0].startswith("whole.py:") and seen[0].endswith(" in sync_tree")
 
 
 def test_a_place_in_an_installed_package_of_the_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

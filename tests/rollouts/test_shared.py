@@ -68,4 +68,4 @@ def test_what_was_looked_at_and_taken_is_not_given_again() -> None:
     shared, own = SharedPeekableSource(files(), ALONE), files()
     shared.peek(2)
     for count in (2, 1, 2):
-        assert [d.id for d in shared.take(count, 0)] == [d.id for d in own.take(count, 0)]
+        assert [d.id for d in shared.take(count, 0).documents] == [d.id for d in own.take(count, 0).documents]

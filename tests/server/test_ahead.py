@@ -84,7 +84,7 @@ def spoil_once(server: FakeServer, spoil: Callable[[list[Choice]], list[Choice]]
         (lambda choices: choices[:1], "asked for 2 completions, got 1"),
         (lambda choices: [replace(choices[0], token_ids=[]), *choices[1:]], "a completion without tokens"),
         (lambda choices: [replace(choices[0], logprobs=[0.5]), *choices[1:]], "tokens and 1 log-probs"),
-        (lambda choices: [replace(choices[0], token_ids=[STOP, *choices[0].token_ids[1:]]), choices[1]], "goes on be"),
+        (lambda choices: [replace(choices[0], token_ids=[STOP, *choices[0].token_ids[1:]]), choices[1]], "goes on af"),
     ],
 )
 def test_a_bad_answer_is_asked_for_again(spoil: Callable[[list[Choice]], list[Choice]], said: str) -> None:

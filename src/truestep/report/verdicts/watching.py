@@ -14,7 +14,7 @@ from truestep.report.verdicts.evidence import Evidence, Verdict
 from truestep.text import printable
 
 _GONE = 10  # steps without a verdict after which it is said again
-_OFTEN = 1.0  # seconds of steps between two judgements, of which each takes a millisecond
+_EACH, _OFTEN = 10, 1.0  # so many steps are each judged, then once in so many seconds: it takes a millisecond
 LONGEST_QUOTE = 60  # characters of a completion
 
 
@@ -77,14 +77,16 @@ class Watching:
         self._completions: list[object] = []
         # Verdicts that were said, and the step of the last judgement that had each.
         self._standing = {str(warning.get("kind")): math.inf for warning in warnings}
-        self._unjudged = math.inf  # seconds of the steps since the last judgement
+        self._count = 0  # steps since the start
+        self._unjudged = 0.0  # seconds of the steps since the last judgement
         self._fault: str | None = None  # of the judgement, which is said once
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._steps.add(line)
         took = finite(line, "step_time")
         self._unjudged += _OFTEN if took is None else took
-        if self._unjudged >= _OFTEN:
+        self._count += 1
+        if self._count <= _EACH or self._unjudged >= _OFTEN:
             self._unjudged = 0.0
             self._tell(line["step"])
 
