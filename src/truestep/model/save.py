@@ -153,7 +153,7 @@ def write_weights(
 
     def write() -> None:
         nonlocal files
-        with transformers_write_tensors():  # transformers converts to the names and groupings of this architecture's files
+        with transformers_write_tensors():  # transformers converts to the names and groupings of files
             model.save_pretrained(scratch, state_dict=dict(tensors), max_shard_size=2**60)
         (scratch / "model.safetensors").rename(directory / f".{files:05d}.safetensors")
         files += 1

@@ -19,7 +19,7 @@ from truestep.weights.lazy import read_parameters
 
 @contextmanager
 def borrowed_weights(model: Any, device: torch.device) -> Iterator[None]:
-    """Read, within the block, an unread model's weights outside its layers and one layer's weights per kind of layer."""
+    """Read an unread model's weights outside its layers, and one layer's weights per kind of layer, for the block."""
     _, layers = layers_of(model)
     firsts: dict[Any, torch.nn.Module] = {}
     lent: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
