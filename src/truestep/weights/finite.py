@@ -65,7 +65,7 @@ class UpdateCheck:
 
     def __init__(self, weights: Weights):
         self._weights = weights
-        self.learning_rate = 0.0  # the last update's
+        self.learning_rate = 0.0  # at the last update
         self._asked = False  # an update was made since the last call of `ruined`
         self._answer: torch.Tensor | None = None  # the sum of all norms over all ranks, in pinned memory
         self._there: Any = None  # the CUDA event after which `_answer` is valid

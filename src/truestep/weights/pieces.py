@@ -16,7 +16,7 @@ from truestep.ranks.group import Ranks
 
 @dataclass(frozen=True)
 class Piece:
-    shape: torch.Size  # the uncut weight's
+    shape: torch.Size  # the shape of the uncut weight
     trained: bool = True
     # Maps an axis of the ranks to the weight's dimension that is cut over it. Slices have equal size; the last ones may
     # be smaller or empty. Along other axes every rank has the whole weight, and a partial gradient (from its tokens or

@@ -85,13 +85,11 @@ def load_policy(
     adapter: AdapterSource | None = None,
     offload_activations: bool = False,
 ) -> Policy:
-    """Load, probe and cut a model.
-
-    `longest_document`: length thresholds, such as a sliding window, are probed up to this length. `frozen`: no weight
-    has a gradient or a float32 master. `freeze`: the same for weights whose names match a pattern. `masters_on_host`:
-    master weights lie on the host, the weights that the model computes with on the device. `activation_checkpointing`:
-    full (or True), selective or elementwise. `offload_activations`: inputs of recomputed layers are kept on the host.
-    `attending`: auto, flash or torch. `adapter`: only the adapter is trained."""
+    """Load, probe and cut a model. `longest_document`: length thresholds, such as a sliding window, are probed up to
+    it. `frozen`: no weight has a gradient or a float32 master; `freeze`: the same for names that match a pattern.
+    `masters_on_host`: masters lie on the host, the weights that the model computes with on the device.
+    `activation_checkpointing`: full (or True), selective or elementwise. `offload_activations`: inputs of recomputed
+    layers are kept on the host. `attending`: auto, flash or torch. `adapter`: only the adapter is trained."""
     directory, pipeline = Path(path), Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
     freeze_weights(model, freeze)

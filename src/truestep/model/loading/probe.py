@@ -141,7 +141,7 @@ def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn any exception of a model's code into a `ModelError`."""
+    """Convert exceptions of a model's code to `ModelError`."""
     try:
         yield
     except TruestepError:
