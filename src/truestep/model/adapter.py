@@ -169,7 +169,7 @@ def attach(model: Any, adapter: Adapter, values: Values) -> None:
 
 def first_values(seed: int) -> Values:
     """Return initial values as peft draws them: A uniform, B zero. A matrix's values depend only on the seed and its
-    name, and are drawn when they are first read."""
+    name, and are drawn when they are read."""
 
     def values(name: str, shape: torch.Size) -> torch.Tensor:
         looks = torch.empty(shape, device="meta")
