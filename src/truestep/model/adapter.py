@@ -1,7 +1,7 @@
 """Adapters (LoRA): linear layers that compute W x + (alpha / rank) · B (A x), with W frozen and A and B trained.
 
-An adapter's matrices are modules of the layer, under the names that peft gives them: `lora_A` and `lora_B`. So layers
-are sharded, cut and put into stages with them as with any other weights.
+An adapter's matrices are sub-modules of the layer, under peft's names `lora_A` and `lora_B`. Sharding, tensor
+parallelism and pipeline stages therefore treat them as any other weights.
 
 Dimensions: I inputs of a layer, O its outputs, R the adapter's rank.
 """
@@ -25,23 +25,23 @@ from truestep.weights.lazy import Unread
 ALL_LINEAR = "all-linear"
 DOWN, UP = "lora_A", "lora_B"  # [R, I] and [O, R]
 
-# Gives the values of an adapter's matrix, by its weight's name and shape.
+# Returns the values of an adapter's matrix, given its weight's name and shape.
 Values = Callable[[str, torch.Size], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What is asked for: the options of a new adapter."""
+    """The options of a new adapter."""
 
     rank: int
     alpha: float
-    targets: str | Sequence[str] = ALL_LINEAR  # or names of linear layers, or patterns of names
+    targets: str | Sequence[str] = ALL_LINEAR  # "all-linear", or names or name patterns of linear layers
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """The origin of an adapter: options, or a directory. With both, the directory's must be as the options say."""
+    """The origin of an adapter: options, a directory, or both. With both, the directory must match the options."""
 
     settings: AdapterSettings | None = None
     path: Path | None = None
@@ -54,11 +54,11 @@ class _Switch:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """The adapter of a model: the same on every rank, whatever part of the model is here."""
+    """A model's adapter. It is the same on every rank, also where a rank has only a part of the model."""
 
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # the names of all layers that it changes
+    modules: tuple[str, ...]  # the names of all adapted layers
     switch: _Switch = field(default_factory=_Switch)
 
     @property
@@ -67,7 +67,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Have the model compute without the adapter."""
+        """Switch the adapter off within the block."""
         before, self.switch.on = self.switch.on, False
         try:
             yield
@@ -76,10 +76,10 @@ class Adapter:
 
 
 class LoraLinear(torch.nn.Linear):
-    """A linear layer with its adapter."""
+    """A linear layer with an adapter."""
 
     def __init__(self, layer: torch.nn.Linear, down: torch.Tensor, up: torch.Tensor, adapter: Adapter):
-        torch.nn.Module.__init__(self)  # the weights are the layer's own
+        torch.nn.Module.__init__(self)  # not Linear's, which would allocate a weight; the layer's own is used
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         self.lora_A, self.lora_B = _matrix(down), _matrix(up)
@@ -102,8 +102,8 @@ def product(
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply with a layer's weight and with its adapter, if it has one: all of its outputs, or `rows` of them. The
-    layer's own bias is left out."""
+    """Compute a layer's product, with its adapter if it has one, for all outputs or only those in `rows`. `bias` is
+    added; the layer's own bias is not."""
     output = linear(inputs, _chosen(layer.weight, rows), bias)
     return layer._adapted(output, inputs, rows) if isinstance(layer, LoraLinear) else output
 
@@ -119,7 +119,7 @@ def _matrix(values: torch.Tensor) -> torch.nn.Linear:
 
 
 def target_modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Find the linear layers that an adapter changes, by their names; the head is none of them."""
+    """Return the names of the linear layers that `targets` select. The head is never among them."""
     head = model.get_output_embeddings()
     named = {name: module for name, module in model.named_modules() if name and module is not head}
     plain = {name for name, module in named.items() if type(module) is torch.nn.Linear}
@@ -145,7 +145,7 @@ def target_modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def matches(name: str, target: str) -> bool:
-    """Tell whether a target names a layer: by its whole name, by the end of its name, or by a pattern of either."""
+    """Tell whether a target (a name, the end of a name, or a pattern of either) matches a layer's name."""
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
 
@@ -157,7 +157,7 @@ def _no_match(model: Any, target: str, plain: set[str]) -> str:
 
 
 def attach(model: Any, adapter: Adapter, values: Values) -> None:
-    """Freeze a model and give its layers an adapter, in place."""
+    """Freeze a model and add an adapter to its layers, in place."""
     model.requires_grad_(False)
     for name in adapter.modules:
         layer = model.get_submodule(name)
@@ -168,8 +168,8 @@ def attach(model: Any, adapter: Adapter, values: Values) -> None:
 
 
 def first_values(seed: int) -> Values:
-    """Give the first values of an adapter, as peft draws them: A uniform, B zero. They depend on the seed and the
-    weight's name alone, and are drawn when they are read."""
+    """Return initial values as peft draws them: A uniform, B zero. A matrix's values depend only on the seed and its
+    name, and are drawn when they are read."""
 
     def values(name: str, shape: torch.Size) -> torch.Tensor:
         looks = torch.empty(shape, device="meta")
@@ -192,8 +192,8 @@ def _zeros(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def merged(tensors: Mapping[str, torch.Tensor], adapter: Adapter, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Give the weights of the model without an adapter that computes the same: W + scale · B A, added in float32 and
-    rounded once. `tensors` may be those of some layers only, each with its adapter."""
+    """Return weights with the adapter merged: W + scale · B A, computed in float32 and rounded once. `tensors` may
+    contain only some layers, each with its adapter."""
     found = {}
     for name, tensor in tensors.items():
         if is_adapters(name):
@@ -207,7 +207,7 @@ def merged(tensors: Mapping[str, torch.Tensor], adapter: Adapter, dtype: torch.d
 
 
 def owner_of(name: str) -> str:
-    """Give the name of the weight that an adapter's weight belongs to; that of any other weight is its own."""
+    """Return the name of the weight that an adapter's matrix belongs to; other names are returned unchanged."""
     for part in (DOWN, UP):
         if name.endswith(f".{part}.weight"):
             return name.removesuffix(f".{part}.weight") + ".weight"
@@ -215,5 +215,5 @@ def owner_of(name: str) -> str:
 
 
 def is_adapters(name: str) -> bool:
-    """Tell whether a weight belongs to an adapter, by its name."""
+    """Tell whether a weight's name is that of an adapter's matrix."""
     return owner_of(name) != name

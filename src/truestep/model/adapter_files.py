@@ -1,4 +1,4 @@
-"""Adapters on disk, as peft has them: adapter_config.json and adapter_model.safetensors."""
+"""Adapters on disk in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 import json
 from functools import partial
@@ -18,10 +18,10 @@ from truestep.weights.errors import ModelError
 from truestep.weights.lazy import Unread
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of the names in peft's files
+_PREFIX = "base_model.model."  # begins every tensor name in peft's files
 
-# Options of peft under which an adapter computes something else than W x + (alpha / rank) · B (A x), and their values
-# under which it does not.
+# Options of peft that change an adapter's formula, W x + (alpha / rank) · B (A x), with the values that leave the
+# formula unchanged.
 _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "use_rslora": (False, None),
     "use_dora": (False, None),
@@ -43,7 +43,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def write_adapter(directory: Path, adapter: Adapter, tensors: dict[str, torch.Tensor], base: Path) -> None:
-    """Write the files of a directory that peft loads; `tensors` by the names of the weights."""
+    """Write an adapter directory that peft can load. `tensors` maps weight names to values."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     named = {_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items() if is_adapters(name)}
@@ -66,7 +66,7 @@ def write_adapter(directory: Path, adapter: Adapter, tensors: dict[str, torch.Te
 
 
 def read_adapter(directory: Path) -> tuple[Adapter, Values]:
-    """Read an adapter's settings, and give its values, which are read when they are needed."""
+    """Read an adapter's settings. Return the adapter and a function that makes lazily read weights."""
     settings = _settings(directory)
     shapes = _shapes(directory)
     modules = tuple(dict.fromkeys(name.rpartition(".lora_")[0] for name in shapes))
@@ -83,7 +83,7 @@ def read_adapter(directory: Path) -> tuple[Adapter, Values]:
 
 
 def base_of(directory: Path) -> Path:
-    """Give the directory of the model that an adapter was trained on."""
+    """Return the directory of the model that an adapter was trained on."""
     return Path(str(_settings(directory).get("base_model_name_or_path") or ""))
 
 
@@ -104,12 +104,12 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _shapes(directory: Path) -> dict[str, torch.Size]:
-    """Find the shapes of an adapter's weights, by our names."""
+    """Return the shapes of an adapter's weights, by names without peft's prefix."""
     try:
         with safe_open(directory / TENSORS, "pt") as file:
             names = list(file.keys())
             shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in names}
-    except Exception as error:  # safetensors raises an error of its own, which is no OSError
+    except Exception as error:  # safetensors raises its own error class, which is not an OSError
         raise _refusal(directory, f"has no {TENSORS} that can be read: {printable(error)}") from error
     odd = [name for name in names if not (name.startswith(_PREFIX) and is_adapters(name))]
     if odd or not names:

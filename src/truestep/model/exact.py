@@ -1,7 +1,7 @@
-"""A policy computed exactly: the last hidden state of a token depends on that token and those before it alone, to the
-last bit, whatever shares a pass with it (see `truestep.numerics`).
+"""Batch-invariant hidden states: a token's last hidden state is bit-identical whatever else is in the batch.
 
-The sampler's engine and training's scores of documents both go through here. So they agree in every bit.
+It depends only on the token and the tokens before it (see `truestep.numerics`). The sampler's engine and training's
+log-probs of documents both use this module, so they agree bit for bit.
 
 Dimensions: T tokens of a pass, Q query heads, K key-value heads, E head size, H hidden.
 """
@@ -31,11 +31,11 @@ NAME = "truestep_exact"
 
 @dataclass
 class ExactPass:
-    """What attention has to know of a pass: the one keyword that a model passes on to it."""
+    """The inputs of attention in one pass. A model hands it to its attention as the keyword `exact`."""
 
     queries: Queries
-    # Writes a layer's new keys and values, and gives the pages of both, and where they are for kernels. None: the
-    # pass's own tokens are the pages.
+    # Writes a layer's new keys and values to the KV cache, and returns the pages of both and their addresses for
+    # kernels. None: no cache; the pass's own keys and values are the pages.
     pools: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] | None = None
 
 
@@ -53,7 +53,7 @@ def exact_attention(
     exact: ExactPass | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
-    """Attend exactly; transformers calls this."""
+    """Compute batch-invariant attention. transformers calls this under `NAME`."""
     layer: Any = getattr(module, "layer_idx", None)
     if exact is None or layer is None:
         raise InexactError(f"sampler.exact: {type(module).__name__} passes no keyword arguments on to its attention")
@@ -73,18 +73,18 @@ def exact_attention(
         return attend(exact.queries, q, keys, values, scale, sliding_window, softcap, places)[None], None
 
 
-# The layers of models that run compiled, and their compiled code: the same for the sampler and for training.
+# The compiled forward of each layer, by model. The sampler and training use the same compiled code.
 _COMPILED: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
-# Code that torch stops to compile would run as it is, and round as it likes.
+# Raise at the recompile limit: torch would fall back to eager code, which may round differently.
 _REFUSALS: dict[str, Any] = {
     name: True for name in ("fail_on_recompile_limit_hit",) if hasattr(torch._dynamo.config, name)
 }
 
 
 def compile_exactly(model: Any, on: bool) -> None:
-    """Have the layers of exact passes run compiled, or not."""
+    """Switch compiled layers on or off for exact passes."""
     _COMPILED.pop(model, None)
     if on:
         layers: list[Any] = layers_of(model)[1]
@@ -95,7 +95,7 @@ def _compiled(layer: Any) -> Callable[..., Any]:
     compute = torch.compile(own_forward(layer), dynamic=True, backend=compiling.backend)
 
     def forward(*arguments: Any, **options: Any) -> Any:
-        # Torch compiles nothing within `Exactly`. What is compiled is exact by itself, and what is not must not run.
+        # torch.compile does not work inside `Exactly`, so the mode is left. Compiled code is exact without the mode.
         with by_itself():
             return compute(*arguments, **options)
 
@@ -104,7 +104,7 @@ def _compiled(layer: Any) -> Callable[..., Any]:
 
 @contextmanager
 def exactly(model: Any) -> Iterator[None]:
-    """Have the model attend exactly, and its layers run compiled where `compile_exactly` says so."""
+    """Use exact attention within the block, and compiled layers if `compile_exactly` switched them on."""
     compiled = _COMPILED.get(model, {})
     before = {layer: layer.forward for layer in compiled}
     with attention.using(model, NAME), torch._dynamo.config.patch(_REFUSALS):
@@ -119,7 +119,7 @@ def exactly(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def exact_hidden(model: Any, ids: torch.Tensor, positions: torch.Tensor, step: ExactPass) -> torch.Tensor:
-    """Give the last hidden states of tokens, inside `exactly`: [T], [T] -> [T, H]."""
+    """Compute the last hidden states of tokens: [T], [T] -> [T, H]. Call inside `exactly`."""
     with Exactly():
         output = model.base_model(
             input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, exact=step
@@ -129,9 +129,9 @@ def exact_hidden(model: Any, ids: torch.Tensor, positions: torch.Tensor, step: E
 
 @torch.no_grad()
 def documents_hidden(policy: Policy, documents: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Give the last hidden states of whole documents, inside `exactly`: [tokens, H] of each."""
+    """Compute the last hidden states of whole documents, each [tokens, H]. Call inside `exactly`."""
     page = page_of(policy.device)
-    bounds = np.cumsum([0, *(-(-len(ids) // page) for ids in documents)])  # in pages: each document begins one
+    bounds = np.cumsum([0, *(-(-len(ids) // page) for ids in documents)])  # in pages: each document begins a page
     flat, positions = np.zeros((2, bounds[-1] * page), dtype=np.int64)
     spans = []
     table = np.zeros((len(documents), int(np.diff(bounds).max(initial=1))), dtype=np.int64)

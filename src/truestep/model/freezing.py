@@ -1,4 +1,4 @@
-"""Weights that are not trained, by patterns of their names."""
+"""Freezes weights whose names match a pattern."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -8,12 +8,12 @@ from truestep.weights.errors import ModelError
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """Find the names that match a pattern."""
+    """Return the names that match at least one pattern."""
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def freeze_weights(model: Any, patterns: Sequence[str]) -> None:
-    """Freeze the weights whose names match. A tied weight has two names, and either of them freezes it."""
+    """Freeze the weights whose names match a pattern. A tied weight has two names; matching either freezes it."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         if not matching(named, [pattern]):

@@ -6,15 +6,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Example: Qwen3-0.6B has 16 heads of queries and 8 of keys, of 128 numbers each."""
+    """The number and size of heads. Example: Qwen3-0.6B has 16 query heads and 8 key heads of size 128."""
 
-    queries: int
-    keys: int  # and as many of values
-    size: int  # numbers of a head
+    queries: int  # query heads
+    keys: int  # key heads; there are as many value heads
+    size: int  # the dimension of one head
 
     @staticmethod
     def of(config: Any) -> "HeadSizes":
-        """Read them; a model without a `head_dim` divides its hidden size among its heads."""
+        """Read the sizes from a configuration. Without `head_dim`, a head's size is hidden size / query heads."""
         text = config.get_text_config()
         queries = int(text.num_attention_heads)
         keys = getattr(text, "num_key_value_heads", None) or queries
@@ -22,5 +22,5 @@ class HeadSizes:
 
     @property
     def width(self) -> int:
-        """The numbers of a token's queries, over all heads."""
+        """The dimension of a token's queries, summed over all heads."""
         return self.queries * self.size

@@ -26,23 +26,23 @@ from truestep.weights.layers import active_weights
 from truestep.weights.pieces import slice_of
 from truestep.weights.protocol import Weights
 
-# Attention's operations take this many times as long on a GPU as those of products, where nothing was measured (H200,
-# long documents: 300 against 744 TFLOP/s). It decides how evenly work is spread and no result.
+# The assumed time per FLOP of attention relative to matrix products on a GPU, until it is measured (H200, long
+# documents: 300 against 744 TFLOP/s). It affects how evenly work is balanced, and no result.
 ATTENTION_SLOWNESS = 2.5
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of the uncut model, of which a rank may have a part only."""
+    """Sizes of the uncut model; a rank may hold only a part of it."""
 
     vocabulary_size: int
-    tied: bool  # the head is the input embedding
-    even_length: float  # tokens of a document at which its attention costs as much as its matrix products
+    tied: bool  # the head's weight is the input embedding's
+    even_length: float  # document length, in tokens, at which attention costs as much as the matrix products
     device: torch.device
-    weights: float = 0.0  # that a token is multiplied with, the head's not among them
+    weights: float = 0.0  # the number of weights that a token is multiplied with, without the head's
     head_weights: int = 0
     attention: int = 0  # layers x heads x head size
-    untrained: float = 0.0  # of `weights`: those that have no gradient
+    untrained: float = 0.0  # the number of `weights` that are frozen
     head_trained: bool = True
 
     @staticmethod
@@ -50,36 +50,36 @@ class ModelFacts:
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         weights, untrained = active_weights(model, model), active_weights(model, model, trained=False)
         if head is not embedding:
-            weights -= embedding.numel()  # a tied matrix multiplies, once, as the head
+            weights -= embedding.numel()  # a lookup, not a product; a tied matrix is multiplied once, as the head
             untrained -= 0 if embedding.requires_grad else embedding.numel()
         untrained -= 0 if head.requires_grad else head.numel()
-        # Causal, forward: 2 · L · heads · E a token and layer against 2 a weight.
+        # FLOPs of a causal forward pass: 2 · length · heads · head size per token and layer, against 2 per weight.
         attention = model.config.get_text_config().num_hidden_layers * HeadSizes.of(model.config).width
         even_length = weights / (attention * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
         counts = (weights - head.numel(), head.numel(), attention, untrained, head.requires_grad)
         return ModelFacts(head.shape[0], head is embedding, even_length, device, *counts)
 
     def measured(self, attention_slowness: float) -> "ModelFacts":
-        """Put what was measured on a GPU in the place of `ATTENTION_SLOWNESS`."""
+        """Return the facts with a measured value in place of `ATTENTION_SLOWNESS`."""
         return replace(self, even_length=self.even_length * ATTENTION_SLOWNESS / attention_slowness)
 
 
 @dataclass(eq=False)
 class Policy:
-    model: Any  # a transformers causal LM; its own classes carry no useful types
-    path: Path  # the Hugging Face directory that it was read from
+    model: Any  # a transformers causal LM; transformers' classes have no useful type annotations
+    path: Path  # the Hugging Face directory that the model was read from
     head: HeadSettings
     weights: Weights
     facts: "ModelFacts"
     tokenizer: Any = None
     companions: Mapping[str, bytes] = field(default_factory=dict)  # the directory's other files, by name
-    stages: Stages | None = None  # how it is cut; None: all of it is here
-    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of all its layers, where some are elsewhere
+    stages: Stages | None = None  # the pipeline stages; None: this rank has all layers
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # all layers' buffers; empty without a pipeline
     attends: attention.Choice = attention.BY_TORCH
-    adapter: Adapter | None = None  # then it alone is trained
-    adapts: bool = True  # False: it computes without its adapter
+    adapter: Adapter | None = None  # if set, only the adapter is trained
+    adapts: bool = True  # False: the adapter is off
     activations_on_host: ActivationOffload | None = None
-    exchange: TokenExchange | None = None  # of the tensor ranks that it is cut over
+    exchange: TokenExchange | None = None  # communication between tensor ranks; None without tensor parallelism
 
     @property
     def device(self) -> torch.device:
@@ -91,24 +91,24 @@ class Policy:
 
     @property
     def head_weight(self) -> torch.nn.Parameter:  # [V, H]
-        """The head's weight. Where weights are sharded, it has its values inside `Weights.head` and `gathered` only."""
+        """The head's weight. If weights are sharded, its values exist only inside `Weights.head` and `gathered`."""
         module = self.model.get_input_embeddings() if self.facts.tied else self.model.get_output_embeddings()
         return module.weight
 
     @property
     def context(self) -> Context | None:
-        """The ranks that share a micro-batch's tokens; None: all of them are here."""
+        """The ranks that share a micro-batch's tokens; None: this rank has all tokens."""
         return Context.of(self.weights.ranks)
 
     @property
     def vocabulary_shard(self) -> VocabularyShard | None:
-        """The slice of the head's weight that this tensor rank has; None: all of it."""
+        """This tensor rank's slice of the head's weight; None: the rank has the whole weight."""
         ranks = self.weights.ranks
         group = ranks.group("tensor")
         return None if group is None else VocabularyShard(group, *slice_of(self.vocabulary_size, ranks, "tensor"))
 
-    def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or of this context rank's tokens
-        """Compute the last hidden state of every token of a packed micro-batch, with its graph."""
+    def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or this context rank's tokens
+        """Compute the last hidden states of a packed micro-batch, with the autograd graph."""
         return self.through(0, tokens, None)
 
     @property
@@ -116,10 +116,10 @@ class Policy:
         return Pipeline() if self.stages is None else self.stages.pipeline
 
     def through(self, stage: int, tokens: PackedTokens, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
-        """Run a stage that is here on a packed micro-batch and on the hidden states that the stage before gave.
+        """Run one of this rank's stages on a packed micro-batch and the hidden states received from the stage before.
 
-        Between stages, each rank has its own tokens. The last stage gathers them, so that tensor ranks all have their
-        context rank's; each of them must be given the full gradient."""
+        Between stages, each tensor rank has its own run of the tokens. The last stage gathers the tokens, so that every
+        tensor rank has all tokens of its context rank; the caller must give each tensor rank the full gradient."""
         with nullcontext() if self.adapter is None or self.adapts else self.adapter.off(), self._keeping():
             if self.stages is None:
                 hidden = packed_hidden(self.model, tokens, self.device, self.context)
@@ -128,33 +128,33 @@ class Policy:
         return hidden if stage < self.pipeline.last else self._all_tokens(hidden)
 
     def hidden_alone(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H]
-        """Compute what `hidden` does where context ranks may have other tokens, or none: all of these are here."""
+        """Compute the last hidden states of all tokens on this rank, without the other context ranks."""
         return self._all_tokens(packed_hidden(self.model, tokens, self.device))
 
     def _all_tokens(self, own: torch.Tensor) -> torch.Tensor:
         return own if self.exchange is None else gather_same(own, self.exchange.group)
 
     def _keeping(self) -> AbstractContextManager[None]:
-        """Have what is saved for a backward pass kept where it is to lie."""
+        """Return a context in which activations saved for the backward pass go to the host, if that is configured."""
         if self.activations_on_host is None or not torch.is_grad_enabled():
             return nullcontext()
         return self.activations_on_host.keeping(self.model.config.get_text_config().hidden_size)
 
     def without_adapter(self) -> "Policy":
-        """Give the model that the adapter was put on, on the very same weights."""
+        """Return the policy with its adapter off, sharing the same weights."""
         return replace(self, adapts=False)
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [C, H] -> [C, V]
-        """Compute a few rows of the logits of the whole vocabulary, on every tensor rank; nothing has a gradient."""
+        """Compute logits over the whole vocabulary on every tensor rank, without gradients."""
         own, shard = self.own_logits(hidden), self.vocabulary_shard
         return own if shard is None else shard.whole(own, self.vocabulary_size)
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [C, H] -> [C, tokens of `vocabulary_shard`]
-        """Compute a few rows of the logits of this tensor rank's slice of the vocabulary."""
+        """Compute logits over this tensor rank's slice of the vocabulary."""
         return raw_logits(hidden, self.head_weight, self.head.fp32)
 
     def tokens_everywhere(self) -> AbstractContextManager[None]:
-        """Have tensor ranks compute all tokens together, inside, as they do while they sample."""
+        """Return a context in which every tensor rank keeps all tokens between layers, as in sampling."""
         return nullcontext() if self.exchange is None else self.exchange.everywhere()
 
     def plain_attention(self) -> AbstractContextManager[None]:
@@ -167,11 +167,11 @@ def packed_hidden(
     device: torch.device,
     context: Context | None = None,
     embedded: torch.Tensor | None = None,
-) -> torch.Tensor:  # [S, H], or of the tokens that are here
-    """Run the model's body. `embedded`, like the result, takes the place of an embedding that is elsewhere."""
+) -> torch.Tensor:  # [S, H], or this rank's tokens
+    """Run the model's body. `embedded`, of the result's shape, replaces the embedding on a stage that has none."""
     layout = attention.make_layout(tokens.segments, device, context)
     end = int(tokens.segments[tokens.num_documents])
-    # Whatever stands in the padding is replaced here: an id outside the vocabulary must not reach the embedding.
+    # Set padding to 0: an id outside the vocabulary must not reach the embedding.
     inside = torch.arange(len(tokens), device=device) < end
     input_ids = torch.where(inside, tokens.input_ids.to(device), 0)
     position_ids = torch.where(inside, tokens.position_ids.to(device), 0)
@@ -197,7 +197,8 @@ def stage_hidden(
     device: torch.device,
     received: torch.Tensor | None,
     context: Context | None = None,
-) -> torch.Tensor:  # [S, H], or of the tokens that are here
+) -> torch.Tensor:  # [S, H], or this rank's tokens
+    """Run one pipeline stage of the model's body on hidden states `received` from the stage before (None: first)."""
     nothing = None if received is None else received.detach().new_zeros(1, 1).expand_as(received)
     with stages.opened(stage, received) as output:
         hidden = packed_hidden(model, tokens, device, context, nothing)
@@ -206,8 +207,8 @@ def stage_hidden(
 
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
-    """Use transformers' own attention, which knows caches and batches of rows: for decoding and for the probe."""
-    # sdpa has no softcap.
+    """Use transformers' own attention within the block; decoding and the probes need its KV cache and batches."""
+    # transformers' sdpa does not support softcap.
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     with attention.using(model, "eager" if capped else "sdpa"):
         yield

@@ -1,4 +1,4 @@
-"""Saving a policy as a Hugging Face directory: the files that came in, with the trained weights."""
+"""Saves a policy as a Hugging Face directory: the trained weights, and the other files of the loaded directory."""
 
 import json
 import shutil
@@ -17,16 +17,16 @@ from truestep.model.adapter_files import write_adapter
 from truestep.model.policy import Policy
 from truestep.weights.layers import layers_of
 
-# What belongs to a model besides its weights: tokenizer, templates, code, licences.
+# Suffixes of a model's files other than weights: tokenizer, templates, code, licences.
 _COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
-# Written anew with the weights, or of the weights that came in.
-_SCRATCH = ".group"  # transformers writes a group there
+_SCRATCH = ".group"  # the sub-directory to which transformers writes one group of weights
 _METADATA = {"format": "pt"}
+# transformers writes these anew with the weights.
 _REPLACED = ("config.json", "generation_config.json")
 
 
 def read_companions(directory: Path) -> dict[str, bytes]:
-    """Read the directory's other files with the model: when it is saved, the directory may be gone."""
+    """Read a model directory's other files into memory, because the directory may be gone when the model is saved."""
     return {
         file.name: file.read_bytes()
         for file in directory.iterdir()
@@ -38,21 +38,21 @@ def read_companions(directory: Path) -> dict[str, bytes]:
 
 
 def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Give the buffers that belong to the weights, such as a router's correction, by the names that a load asks for."""
+    """Return a model's persistent buffers, such as a router's correction, by their names in the state dict."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return {name: value for name, value in model.state_dict().items() if name not in named}
 
 
 def stream_policy(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
-    """Write a new directory as `save_policy` does, but a layer at a time: no rank holds more of other ranks' weights
-    than the largest layer or embedding. Every rank calls this; what the first one raises, all raise."""
+    """Write a new directory as `save_policy` does, but layer by layer: no rank holds more of other ranks' weights than
+    the largest layer or embedding. Every rank calls this; an error on the first rank is raised on every rank."""
     for number, tensors in enumerate(_groups_on_first(policy, dtype)):
         policy.weights.ranks.share(partial(_write_group, policy, directory, tensors, number))
     policy.weights.ranks.share(lambda: _complete(policy, directory, dtype))
 
 
 def _groups_on_first(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Join the weights of one group after another on the first rank; the last ones come with the buffers."""
+    """Gather the weights on the first rank, one group at a time. The last group also has the buffers."""
     groups = weight_groups(policy)
     for number, names in enumerate(groups):
         parts = {**policy.weights.frozen, **policy.weights.master}
@@ -62,7 +62,8 @@ def _groups_on_first(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, t
 
 
 def weight_groups(policy: Policy) -> list[list[str]]:
-    """Divide the names of all weights into those of each layer, and each other one alone; the same on every rank."""
+    """Divide the names of all weights into groups: one per layer, and one per weight outside the layers (with its
+    adapter). The groups are the same on every rank."""
     return _groups(policy.model, policy.weights.pieces)
 
 
@@ -77,10 +78,10 @@ def _groups(model: Any, weights: Iterable[str]) -> list[list[str]]:
 
 
 def _tied_head(policy: Policy, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give a tied head that is among `tensors` an entry of its own.
+    """Return an extra entry for the tied head, if `tensors` has the embedding.
 
-    A tied tensor is saved once, under its input's name. vLLM on a CPU keeps a copy of the head, packed for its
-    products, and packs it anew only where the head has an entry of its own."""
+    transformers saves a tied tensor once, under the embedding's name. vLLM on a CPU keeps a packed copy of the head,
+    and updates the copy only if the files have an entry for the head."""
     if not policy.facts.tied or (embedding := _embedding_name(policy)) not in tensors:
         return {}
     return {"lm_head.weight": tensors[embedding]}
@@ -89,7 +90,7 @@ def _tied_head(policy: Policy, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 def give_group(
     policy: Policy, tensors: Mapping[str, torch.Tensor], take: Callable[[Mapping[str, torch.Tensor]], None]
 ) -> None:
-    """Give one group under the names that files have, which transformers knows."""
+    """Call `take` with one group's tensors under their names in files. transformers converts the names."""
     if head := _tied_head(policy, tensors):
         take(head)
     handed = transformers_write_tensors(lambda named, *_, **__: take(named))
@@ -98,7 +99,7 @@ def give_group(
 
 
 def _write_group(policy: Policy, directory: Path, tensors: Mapping[str, torch.Tensor], number: int) -> None:
-    """Write one group's files, and note where each tensor is."""
+    """Write the files of one group of weights."""
     with writing(directory):
         _write_files_of_group(policy, directory, tensors, number)
 
@@ -116,7 +117,7 @@ def _write_files_of_group(policy: Policy, directory: Path, tensors: Mapping[str,
 
 
 def _complete(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
-    """Write the index of all files, and what belongs to a model besides its weights."""
+    """Write the index of all weight files, and the model's other files."""
     with writing(directory):
         _write_index(directory)
         for file in (directory / _SCRATCH).iterdir():
@@ -144,15 +145,15 @@ def write_weights(
     directory: Path,
     most: int = 2**31,
 ) -> None:
-    """Write the weights of a Hugging Face directory in files of about `most` bytes, of which one is in memory at a
-    time. `read` gives weights as they are to be written, by their names in the uncut model, a layer's at once."""
+    """Write the weights of a Hugging Face directory in files of about `most` bytes, with one file's tensors in memory
+    at a time. `read` is called per group and returns the weights to write, by their names in the uncut model."""
     scratch, files = directory / _SCRATCH, 0
     tensors: dict[str, torch.Tensor] = {}
     scratch.mkdir()
 
     def write() -> None:
         nonlocal files
-        with transformers_write_tensors():  # it knows the names and groupings that this architecture's files use
+        with transformers_write_tensors():  # transformers converts to the names and groupings of files
             model.save_pretrained(scratch, state_dict=dict(tensors), max_shard_size=2**60)
         (scratch / "model.safetensors").rename(directory / f".{files:05d}.safetensors")
         files += 1
@@ -176,7 +177,7 @@ def write_weights(
 
 
 def model_files(model: Any, companions: Mapping[str, bytes], dtype: torch.dtype = torch.float32) -> dict[str, bytes]:
-    """Give the files of a Hugging Face directory but those of its weights, by name."""
+    """Return the files of a Hugging Face directory, except the weight files, by name."""
     with writing(tempfile.gettempdir()), tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         name, smallest = min(model.named_parameters(), key=lambda item: item[1].numel())
@@ -196,21 +197,21 @@ def _embedding_name(policy: Policy) -> str:
 
 
 def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a new directory on the first rank; every rank calls this. The float32 weights are rounded once, those of an
-    adapter after they are merged into the model's."""
+    """Write a new directory on the first rank; every rank calls this. Float32 weights are rounded once, after an
+    adapter's are merged."""
     tensors = policy.weights.collect(joined_dtype(policy, dtype))
     if not policy.weights.ranks.first:
         return
     tensors = plain_weights(policy, tensors, dtype)
     tensors |= {**policy.buffers, **saved_buffers(policy.model)}
-    # transformers knows the names and groupings that this architecture's files use; tied tensors are written once.
+    # transformers converts to the names and groupings of this architecture's files, and writes tied tensors once.
     with transformers_write_tensors():
         policy.model.save_pretrained(directory, state_dict=tensors)
     _write_companions(policy.companions, directory, dtype)
 
 
 def save_adapter(policy: Policy, adapter: Adapter, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write an adapter alone, as peft does, on the first rank; every rank calls this."""
+    """Write the adapter without the model, in peft's format, on the first rank. Every rank calls this."""
     weights = policy.weights
     parts = {name: weights.master.get(name) for name in weights.pieces if is_adapters(name)}
     tensors = weights.on_first(parts, dtype)
@@ -218,12 +219,13 @@ def save_adapter(policy: Policy, adapter: Adapter, directory: Path, dtype: torch
 
 
 def joined_dtype(policy: Policy, dtype: torch.dtype) -> torch.dtype:
-    """Give the type in which weights are joined, before they are saved in `dtype`."""
+    """Return the type in which weights are gathered for saving in `dtype`: float32 if an adapter is still to be
+    merged."""
     return dtype if policy.adapter is None else torch.float32
 
 
 def plain_weights(policy: Policy, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Give the weights of a model without adapters, in `dtype`."""
+    """Return the weights in `dtype`, with the adapter merged into them if there is one."""
     return tensors if policy.adapter is None else merged(tensors, policy.adapter, dtype)
 
 

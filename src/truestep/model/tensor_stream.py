@@ -1,4 +1,4 @@
-"""The tensors of a policy's files, given one layer after another in an order that is known beforehand."""
+"""Streams the tensors of a policy's files layer by layer, in an order that is known before the first tensor."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ Take = Callable[[Mapping[str, torch.Tensor]], None]
 
 @dataclass(frozen=True)
 class _Group:
-    """Weights that are given together."""
+    """Weights that are streamed together."""
 
-    names: list[str]  # in the uncut model
-    last: bool  # the buffers come with it
-    entries: tuple[Entry, ...] = ()  # of files
-    # The name in the model of each entry; None where transformers makes tensors of the files from several of these.
+    names: list[str]  # weight names in the uncut model
+    last: bool  # the last group also has the model's buffers
+    entries: tuple[Entry, ...] = ()  # the group's tensors under their names in files
+    # The model's name of each entry; None if transformers converts values (e.g. combines tensors), not only names.
     sources: tuple[str, ...] | None = None
 
 
 class TensorStream:
-    """Gives the tensors that `save.stream_policy` writes, on the device of the first rank.
+    """Streams the tensors that `save.stream_policy` writes, on the device of the first rank.
 
-    transformers knows what files call a tensor, and which ones they have together. It is asked once, about tensors
-    without values; where it only renames them, it is not asked again. Every rank makes one.
+    transformers maps a model's tensors to a file's: it renames some and combines others. The mapping is computed once,
+    on empty tensors. A group that is only renamed does not go through transformers again. Every rank makes a stream.
     """
 
     def __init__(self, policy: Policy, dtype: torch.dtype):
@@ -40,12 +40,12 @@ class TensorStream:
 
     @property
     def entries(self) -> list[Entry]:
-        """All tensors in the order in which they are given; the same on every rank."""
+        """All tensors in streaming order; the same on every rank."""
         return [entry for group in self._groups for entry in group.entries]
 
     def give(self, take: Take) -> None:
-        """Give the tensors to `take`, on the first rank. Every rank calls this; what the first one raises, all raise,
-        when all weights are gathered."""
+        """Call `take` on the first rank with each group's tensors. Every rank calls this. If `take` raises, the
+        remaining groups are still gathered, then every rank raises the error."""
         ranks, failed = self.policy.weights.ranks, list[Exception]()
         for group in self._groups:
             joined = self._on_first(group)
@@ -70,7 +70,7 @@ class TensorStream:
         return weights.on_device_of_first({name: parts.get(name) for name in group.names}, kept)
 
     def _planned(self, group: _Group) -> _Group:
-        """Have transformers name tensors whose values nobody has written: until then they take no memory."""
+        """Find a group's entries by passing uninitialised tensors, whose pages take no memory, to transformers."""
         pieces = self.policy.weights.pieces
         plain = (name for name in group.names if not is_adapters(name))
         tensors = {name: torch.empty(pieces[name].shape, dtype=self._dtype) for name in plain}
@@ -90,7 +90,7 @@ class TensorStream:
         return {entry.name: tensors[source] for entry, source in zip(group.entries, group.sources, strict=True)}
 
     def _whole(self, group: _Group, joined: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Merge an adapter, and add the buffers to the last ones."""
+        """Merge the adapter into the weights, and add the model's buffers to the last group."""
         tensors = plain_weights(self.policy, joined, self._dtype)
         return tensors | self._buffers(group)
 

@@ -1,13 +1,13 @@
 """The weights of a rank, in float32, with their gradients.
 
-protocol          what all of them offer: to the optimizer, checkpoints, samplers, publication
-whole             all weights on every rank; sharded: spread over ranks by FSDP2
-lazy              weights of a checkpoint that are not read yet: renamed and cut first, then read once
-gradient_buffers  the float32 buffer of a weight whose gradient autograd does not see; sum_kernel adds parts to it
+protocol          the interface used by optimizer, checkpoints, samplers and publication
+whole             weights that are not sharded; sharded: weights sharded over ranks by FSDP2
+lazy              unread weights of a checkpoint: renamed and cut first, then read once
+gradient_buffers  finds a weight's float32 gradient buffer by address; sum_kernel: adds partial gradients to a buffer
 offloaded         frozen weights in host memory
-pieces, blocks    which rank has which part of each weight; rows that share a scale
-layers            a model's decoder layers
-tensor_parts      what each rank writes of a checkpoint, and how a part is read at any layout
+pieces            the part of each weight that a rank has; blocks: blocks of a row that share a scale
+layers            finds a model's decoder layers, and counts active weights
+tensor_parts      writes and reads a checkpoint's tensors in parts, for any layout of ranks
 finite            checks that weights and states are finite
-errors            the error about a model that a user can mend
+errors            the error for models that cannot be trained
 """

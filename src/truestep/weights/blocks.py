@@ -1,4 +1,4 @@
-"""Blocks of a weight's rows: neighbours that share a scale, and that no rank's cut comes between."""
+"""Blocks of a weight's rows: neighbouring elements that share a scale (8-bit states). No rank's cut divides a block."""
 
 import math
 from typing import NamedTuple
@@ -7,15 +7,15 @@ import torch
 from torch.nn.functional import pad
 
 BLOCK = 256
-PARTS = 16  # of a row: blocks never cross their borders
+PARTS = 16  # a row has gcd(columns, PARTS) parts; a block never crosses a part's border
 
 
 class Blocks(NamedTuple):
-    """How a row is divided: into parts, and each part into blocks, of which its last may be shorter."""
+    """The division of a row into parts, and of each part into blocks. A part's last block may be shorter."""
 
-    part: int  # numbers of a part
-    blocks: int  # of a part
-    size: int  # numbers of a block
+    part: int  # elements per part
+    blocks: int  # blocks per part
+    size: int  # elements per block
 
     @staticmethod
     def of(columns: int) -> "Blocks":
@@ -24,7 +24,7 @@ class Blocks(NamedTuple):
         return Blocks(part, blocks, -(-part // blocks))
 
     def of_row(self, columns: int) -> int:
-        """Count the blocks of so many columns."""
+        """Return the number of blocks in `columns` columns."""
         return columns // self.part * self.blocks
 
     def fold(self, rows: torch.Tensor) -> torch.Tensor:  # [R, C] -> [R, blocks, size]

@@ -1,4 +1,4 @@
-"""The error about a model that a user can mend."""
+"""The error for models that cannot be trained."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,11 @@ from truestep.errors import TruestepError
 
 
 class ModelError(TruestepError):
-    """A model that cannot be trained, or not over these ranks, with the reason."""
+    """A model cannot be trained, or not over these ranks. The message says why."""
 
 
 def no_model(directory: Path) -> str:
-    """Say that a directory is no model's, and what to do where it looks like a name on the Hugging Face hub."""
+    """Return the error message for a directory without a model, with advice if it looks like a hub name."""
     problem = f"model.path: {directory} is not a Hugging Face model directory: it has no config.json"
     name = str(directory)
     if directory.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):

@@ -1,4 +1,4 @@
-"""Checks that numbers are finite: those of any tensor, and those of all trained weights after an update."""
+"""Checks that tensors are finite, and that all trained weights are finite after an update."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,11 @@ from truestep.ranks.group import Ranks
 from truestep.text import printable
 from truestep.weights.protocol import Weights
 
-LARGEST = 1.8e19  # float32 cannot hold the square of much more
+LARGEST = 1.8e19  # about the largest float32 whose square is finite in float32
 
 
 class Extremes:
-    """Collects the smallest and the largest number of pieces of tensors, where these lie. Only `not_finite` waits."""
+    """Collects the minimum and maximum of tensors on their device. Only `not_finite` synchronises with the device."""
 
     def __init__(self) -> None:
         self._found: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
@@ -25,7 +25,7 @@ class Extremes:
             self._found.setdefault(piece.dtype, []).extend((name, end) for end in piece.detach().aminmax())
 
     def not_finite(self) -> list[str]:
-        """Name the tensors that have a number which is not finite."""
+        """Return the names of tensors with values that are not finite."""
         odd: dict[str, None] = {}
         for found in self._found.values():
             ends = torch.stack([end for _, end in found]).tolist()
@@ -34,7 +34,7 @@ class Extremes:
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Name the tensors that have a number which is not finite."""
+    """Return the names of tensors with values that are not finite."""
     extremes = Extremes()
     for name, tensor in named:
         extremes.add(name, tensor)
@@ -42,41 +42,41 @@ def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def named_by_all(ranks: Ranks, names: Sequence[str]) -> list[str]:
-    """Join the names that ranks give, of which each has a part of the tensors. Every rank calls this. A rank without
-    others, as `verify` makes one to see how a model is cut, has its own names alone."""
+    """Gather the names found on all ranks, without duplicates. Every rank calls this. Ranks that only describe a layout
+    (`verify` makes them, without a process group) return their own names."""
     parts = [names] if ranks.host is None else ranks.gather(list(names))
     return list(dict.fromkeys(name for part in parts for name in part))
 
 
 def some(names: Sequence[str]) -> str:
-    """Write the first name, and how many more there are."""
+    """Format the first name, and the number of further names."""
     more = len(names) - 1
     rest = f" and {more} more tensor{'s' if more > 1 else ''}" if more else ""
     return f"{printable(names[0])}{rest}"
 
 
 class UpdateCheck:
-    """Looks at all trained weights after an update, as the model computes with them.
+    """Checks that all trained weights, in the type that the model computes with, are finite after an update.
 
-    A GPU is asked at once, and its answer is copied to the host meanwhile, so that an update waits for nothing. On a
-    CPU the weights are looked at when `ruined` is called. A tensor is ruined where its norm is not finite in float32:
-    it has a number that is not, or numbers about `LARGEST`, with which a model computes nothing that is finite.
+    On a GPU, the check is launched with the update, and its result is copied to pinned memory without a
+    synchronisation. On a CPU, the check runs when `ruined` is called. A tensor is ruined if its norm is not finite in
+    float32: it has a value that is not finite, or values about as large as `LARGEST`, whose products overflow.
     """
 
     def __init__(self, weights: Weights):
         self._weights = weights
-        self.learning_rate = 0.0  # of the last update
-        self._asked = False  # an update was made since the last answer
-        self._answer: torch.Tensor | None = None  # the sum of all norms, over all ranks; in host memory
-        self._there: Any = None  # the event after which it is there
+        self.learning_rate = 0.0  # at the last update
+        self._asked = False  # an update was made since the last call of `ruined`
+        self._answer: torch.Tensor | None = None  # the sum of all norms over all ranks, in pinned memory
+        self._there: Any = None  # the CUDA event after which `_answer` is valid
 
     @property
     def costs_nothing(self) -> bool:
-        """Tell whether the answer comes beside the computation."""
+        """True on a GPU, where the check runs asynchronously."""
         return self._weights.device.type == "cuda"
 
     def ask(self, learning_rate: float) -> None:
-        """Note an update at this learning rate, and have a GPU look. Every rank calls this after its part of it."""
+        """Record an update, and launch the check on a GPU. Every rank calls this after its part of the update."""
         self.learning_rate, self._asked = learning_rate, True
         if self.costs_nothing:
             total = self._total()
@@ -85,7 +85,7 @@ class UpdateCheck:
 
     @torch.no_grad()
     def _total(self) -> torch.Tensor:
-        """Sum up the norms of all weights of all ranks."""
+        """Sum the norms of all weights over all ranks."""
         weights = self._weights
         parts = [part for part in weights.computed().values() if part.numel()]
         total = torch.stack(_norms(parts)).sum().float() if parts else torch.zeros((), device=weights.device)
@@ -94,8 +94,8 @@ class UpdateCheck:
         return total
 
     def ruined(self) -> list[str]:
-        """Name the tensors that the last update ruined, on any rank. Every rank calls this, before another update; only
-        the first call after `ask` waits for the device, if that is not there yet."""
+        """Return the names of tensors that the last update ruined on any rank. Every rank calls this before the next
+        update. The first call after `ask` waits for the device; further calls return an empty list."""
         if not self._asked:
             return []
         self._asked = False
@@ -115,7 +115,7 @@ def _norms(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def largest(named: Mapping[str, torch.Tensor], ranks: Ranks) -> tuple[float, str]:
-    """Find the largest absolute value of tensors, of which each rank has a part, and the name of its tensor."""
+    """Return the largest absolute value of tensors over all ranks, and the tensor's name."""
     own = (0.0, "")
     for name, part in named.items():
         if part.numel():

@@ -1,4 +1,6 @@
-"""Who keeps the gradient of a weight whose gradient autograd does not see, found by where the weight lies in memory."""
+"""A registry of weights whose gradients kernels, not autograd, add to a float32 buffer. Its key is a weight's address.
+
+Compiled code passes tensors, not parameters, so the address identifies the parameter and the owner of its buffer."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -8,32 +10,32 @@ import torch
 
 
 class Buffers(Protocol):
-    """What keeps the gradients."""
+    """The owner of gradient buffers."""
 
     def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add `gradient.T @ rows` to the gradient of a parameter: [tokens, N], [tokens, K]."""
+        """Add `gradient.T @ rows` to a parameter's gradient buffer: [tokens, N], [tokens, K]."""
 
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Have each group of parameters lie one behind another in memory."""
+        """Move each group of parameters to contiguous memory, one after another."""
 
 
-# By the address of a weight: who keeps its gradient, and the parameter.
+# The buffer's owner and the parameter, by the weight's address.
 _keepers: dict[int, tuple[weakref.ref[Any], weakref.ref[torch.nn.Parameter]]] = {}
 
 
 def forget_the_gone() -> None:
-    """Forget parameters that are no more."""
+    """Remove parameters that no longer exist from the registry."""
     for place in [place for place, (_, parameter) in _keepers.items() if parameter() is None]:
         del _keepers[place]
 
 
 def keep(keeper: Any, parameter: torch.nn.Parameter) -> None:
-    """Remember who keeps a parameter's gradient, by where it lies."""
+    """Register the owner of a parameter's gradient buffer."""
     _keepers[parameter.data_ptr()] = weakref.ref(keeper), weakref.ref(parameter)
 
 
 def keeper_of(weight: torch.Tensor) -> tuple[Any, torch.nn.Parameter]:
-    """Find who keeps the gradient of a parameter that lies where this weight does, and the parameter."""
+    """Return the buffer's owner and the parameter registered at a weight's address."""
     found = _keepers.get(weight.data_ptr())
     keeper, parameter = (None, None) if found is None else (found[0](), found[1]())
     if keeper is None or parameter is None:
@@ -44,7 +46,7 @@ def keeper_of(weight: torch.Tensor) -> tuple[Any, torch.nn.Parameter]:
 
 
 def moved(parameter: torch.Tensor, before: int) -> None:
-    """Find a parameter where it lies now; it lay at `before`."""
+    """Update the registry for a parameter that moved from the address `before`."""
     found = _keepers.get(before)
     if found is not None and found[1]() is parameter:
         _keepers[parameter.data_ptr()] = _keepers.pop(before)

@@ -1,16 +1,16 @@
-"""The one rule that finds a model's decoder layers, and the one that counts the weights a token meets."""
+"""Finds a model's decoder layers, and counts the weights that a token is multiplied with."""
 
 from typing import Any
 
 import torch
 
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # their names in configurations
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the expert count in configurations
 
 
 def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
-    """Find the name and the members of the model's list of layers: as many as its configuration says; else none.
+    """Find the name and the members of the model's list of layers, by the number of layers in its configuration.
 
-    Of several such lists the outermost is taken, which comes first: a layer may have as many experts.
+    The first such list is the outermost; a layer may have a list of as many experts. Without one: ("", []).
     """
     count = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
@@ -20,8 +20,8 @@ def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
 
 
 def active_weights(model: Any, part: torch.nn.Module, trained: bool | None = None) -> float:
-    """Count the weights of a part that a token meets; of experts, as many as are chosen for it. `trained`: those alone
-    that are, or that are not."""
+    """Count a module's weights that one token uses: of experts, only those routed to. `trained`: count only trained
+    (True) or only frozen (False) weights."""
     config = model.config.get_text_config()
     experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), None)
     share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0

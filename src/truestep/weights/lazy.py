@@ -1,8 +1,8 @@
-"""Weights that are not read yet: tensors without values, which know where theirs are.
+"""Unread weights: meta tensors that record how to read their values from a checkpoint.
 
-transformers maps a checkpoint's tensors to a model's, and puts some together. It does that here with tensors that are
-not read yet. What is then cut off is never read, and what is left is read once, into its place: a rank holds its own
-part, and the few tensors that are being read.
+transformers renames a checkpoint's tensors and combines some. Here it does so with unread tensors, and the operations
+are recorded. A rank then cuts its part, and reads only that, once, into its final memory. So its memory holds its own
+part and the few tensors being read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from truestep.process import progress
 
-# These take values as they are: they act on the stored type, before a conversion, of what may then be fewer values.
+# Operations that only move or select values. They run on the stored type, and the result, maybe smaller, is converted.
 _MOVES = (
     torch.Tensor.__getitem__,
     torch.Tensor.narrow,
@@ -28,18 +28,18 @@ _MOVES = (
     torch.cat,
 )
 _SETTINGS = ("requires_grad_",)
-_READERS = 4  # tensors that are read at a time
-_MAPPED = 2**26  # bytes of a file that are looked at before it is opened anew
+_READERS = 4  # tensors read at a time
+_MAPPED = 2**26  # bytes read from a mapped file before it is reopened, which frees the pages read
 
 
-# Gives what reads a view of a tensor; None if the view cannot be read alone.
+# Takes a view of a tensor, and returns a function that reads only the view; None if that is not possible.
 Narrower = Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]
 
 
 class Unread(torch.Tensor):
-    """A tensor of the meta device, whose operations are done to its values when they are read."""
+    """A meta tensor that records operations, and applies them to its values when these are read."""
 
-    # Its values, but for a conversion to its type; and what reads a view of it alone, where something does.
+    # A function that reads the values in the stored type, and an optional narrower.
     _stored: tuple[Callable[[], torch.Tensor], Narrower | None]
 
     @classmethod
@@ -49,20 +49,20 @@ class Unread(torch.Tensor):
         stored: Callable[[], torch.Tensor],
         narrower: Narrower | None = None,
     ) -> "Unread":
-        """Make one. `narrower` gives what reads a view of it alone; without it, all of it is read and then viewed."""
+        """Make an unread tensor. Without a `narrower`, reading a view reads the whole tensor first."""
         unread = looks.to("meta").as_subclass(cls)
         unread._stored = stored, narrower
         return unread
 
     def read(self) -> torch.Tensor:
-        """Read all of it, on the host, in its own type."""
+        """Read the whole tensor to the host, converted to the tensor's type."""
         return self._stored[0]().to(self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
         if function == torch.Tensor.device.__get__:
-            # Where they are read to: transformers takes two tensors of the meta device for two that are not tied.
+            # The device that values are read to. transformers never treats two meta tensors as tied.
             return torch.device("cpu")
         name = function.__name__
         in_place = name.endswith("_") and not name.endswith("__") and name not in _SETTINGS
@@ -71,9 +71,9 @@ class Unread(torch.Tensor):
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 looks = function(*tree_map(_on_meta, arguments), **tree_map(_on_meta, named))
-        except NotImplementedError:  # it needs the values, as a comparison does
+        except NotImplementedError:  # the operation needs values, as a comparison does
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
-        if isinstance(looks, Unread):  # a setting
+        if isinstance(looks, Unread):  # `requires_grad_`, which returns the tensor itself
             return looks
 
         def stored() -> Any:
@@ -81,7 +81,7 @@ class Unread(torch.Tensor):
                 return arguments[0].read()
             if function in _MOVES:
                 as_stored = tree_map(_as_stored, arguments)
-                if len(_types(as_stored)) == len(_types(arguments)) == 1:  # one conversion is left to do, of all
+                if len(_types(as_stored)) == len(_types(arguments)) == 1:  # convert the result once
                     return function(*as_stored, **named)
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
 
@@ -95,7 +95,7 @@ class Unread(torch.Tensor):
 
 
 def _narrower_of(function: Any, arguments: Any) -> Narrower | None:
-    """Give the narrower of the tensor that a view is taken of."""
+    """Return the narrower of the tensor that a view is taken of; None for other operations."""
     views = (torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.detach)
     return arguments[0]._stored[1] if function in views and isinstance(arguments[0], Unread) else None
 
@@ -126,13 +126,14 @@ def _types(values: Any) -> set[torch.dtype]:
 
 @torch.no_grad()
 def read_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor, read or not: its values go to the device in their stored type, and are converted there."""
+    """Copy a tensor, read or unread, into `place`. Values go to the device in their stored type, and are converted
+    there."""
     place.copy_((tensor._stored[0]() if isinstance(tensor, Unread) else tensor).to(place.device))
     progress.made("bytes read", place.nbytes)
 
 
 def read_all(tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Read tensors into their places, which are the mapping's values."""
+    """Read tensors, the mapping's keys, into the mapping's values."""
     with ThreadPoolExecutor(_READERS) as readers:
         list(readers.map(read_into, tensors.values(), tensors))
 
@@ -143,8 +144,8 @@ def read_parameters(
     lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None,
     frozen_dtype: torch.dtype | None = None,
 ) -> Callable[[], None]:
-    """Read each parameter, or the one that it is lent; those that are not trained in `frozen_dtype`, if it is given.
-    Give a function that puts back those without values."""
+    """Read each parameter of a model, or the parameter that `lent` maps it to. Frozen parameters are stored in
+    `frozen_dtype`, if given. Return a function that puts the unread parameters back."""
     places: dict[torch.Tensor, torch.nn.Parameter] = {}
 
     def place(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -163,7 +164,8 @@ def read_parameters(
 def replace_parameters(
     model: torch.nn.Module, replacement: Callable[[torch.nn.Parameter], torch.nn.Parameter]
 ) -> Callable[[], None]:
-    """Replace parameters, a tied one once. Give a function that puts them back, wherever their modules have gone."""
+    """Replace each parameter of a model; a tied one gets one replacement. Return a function that puts the originals
+    back, also in modules that have since been removed from the model."""
     replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     replacements: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -182,7 +184,7 @@ def replace_parameters(
 
 
 def place_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Read buffers onto the device. They are small, and every rank has all of them."""
+    """Read all buffers onto the device. They are small, so every rank has all of them."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             setattr(module, name, _values(buffer).to(device))
@@ -190,8 +192,8 @@ def place_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def unread_files() -> Iterator[None]:
-    """Give transformers the tensors of files unread. It is assumed to ask `safe_open` for them; if it read in another
-    way, a model would be read entirely while it is loaded, and be the same."""
+    """Make transformers load files as unread tensors within the block, by patching its `safe_open`. If a version of
+    transformers reads files in another way, the same model is loaded, but all of it is read at once."""
     from transformers import modeling_utils
 
     module: Any = modeling_utils
@@ -204,7 +206,7 @@ def unread_files() -> Iterator[None]:
 
 
 class _File:
-    """Stands for an open file, for as long as a tensor of it may be read."""
+    """Replaces transformers' file handle, and stays open after `__exit__` for tensors that are read later."""
 
     def __init__(self, opened: Callable[[], Any]):
         self._open = opened
@@ -221,11 +223,11 @@ class _File:
         pass
 
     def get_slice(self, name: str) -> "Unread":
-        # Its values are where the file is until somebody looks at them.
+        # `get_tensor` maps the file: no value is read here.
         return Unread.of(self._opened.get_tensor(name).to("meta"), partial(self._mapped, name))
 
     def _mapped(self, name: str) -> torch.Tensor:
-        """Look at a tensor: it counts as this process's memory until the file is closed."""
+        """Map a tensor. Pages that are read count as this process's memory until the file is closed."""
         if self._looked_at > _MAPPED:
             self._opened, self._looked_at = self._open(), 0
         tensor: torch.Tensor = self._opened.get_tensor(name)

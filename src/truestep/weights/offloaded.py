@@ -1,4 +1,4 @@
-"""Frozen weights that lie in host memory while nobody uses them."""
+"""Frozen weights that lie in host memory between uses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,17 +10,17 @@ from truestep.weights.protocol import Weights
 
 
 class HostCopies:
-    """Keeps a copy of frozen weights on the host, and gives back their memory on the device between uses.
+    """Keeps a copy of frozen weights on the host, and frees their device memory between uses.
 
-    The tensors stay the same objects, and only their memory comes and goes: a model, and what FSDP gathers from, need
-    not be told. What is never trained never has to be copied back.
+    The tensors stay the same objects; only their storage is freed and allocated. So neither a model nor FSDP has to be
+    updated. Frozen weights do not change, so they are never copied back to the host.
     """
 
     def __init__(self, weights: Weights):
         if weights.master:
             raise ValueError("weights that are trained have to stay where their optimizer is")
         self._weights = weights
-        # By address: tensors may be parts of the same memory. A rank that has nothing of a tensor has none.
+        # By address, because tensors may share storage. A rank's part of a tensor may be empty.
         parts = (tensor.untyped_storage() for tensor in weights.frozen.values())
         found = {part.data_ptr(): part for part in parts if part.nbytes()}
         self._storages = [(part, part.nbytes(), to_host(_as_bytes(part))) for part in found.values()]
@@ -28,7 +28,7 @@ class HostCopies:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the weights on the device: inside, the model computes."""
+        """Load the weights onto the device within the block."""
         for storage, size, copy in self._storages:
             storage.resize_(size)
             _as_bytes(storage).copy_(copy, non_blocking=True)

@@ -1,6 +1,6 @@
-"""The pieces of every weight of the uncut model, and the ranks that have them; known on every rank alike.
+"""The cuts of every weight of the uncut model, and the ranks that have them; the same description on every rank.
 
-Sharding is not part of it: FSDP spreads a rank's piece over the shard group, whose ranks all have the same piece.
+Sharding is not included: all ranks of a shard group have the same piece, and FSDP shards it among them.
 """
 
 from collections.abc import Mapping
@@ -16,22 +16,22 @@ from truestep.ranks.group import Ranks
 
 @dataclass(frozen=True)
 class Piece:
-    shape: torch.Size  # of the uncut weight
+    shape: torch.Size  # the shape of the uncut weight
     trained: bool = True
-    # The tensor's dimension that is cut over each dimension of the ranks. Slices have the same size, but the last ones
-    # may have less or nothing. Ranks that it is not cut over have all of it, and of its gradient what their own tokens
-    # or heads add.
+    # Maps an axis of the ranks to the weight's dimension that is cut over it. Slices have equal size; the last ones may
+    # be smaller or empty. Along other axes every rank has the whole weight, and a partial gradient (from its tokens or
+    # heads).
     cut: Mapping[str, int] = field(default_factory=dict)
-    # The pipeline's ranks that have it. A tied embedding is on two, each with a part of its gradient.
+    # The pipeline ranks that have the weight. A tied embedding is on two, each with a partial gradient.
     stages: tuple[int, ...] = (0,)
-    at_end: bool = False  # it is the embedding or the head
+    at_end: bool = False  # the weight is the embedding's or the head's
 
     def counted_on(self, ranks: Ranks) -> bool:
-        """True on one of the ranks that have the very same values: a sum over all weights counts them there."""
+        """Tell whether sums over all weights count the piece on this rank: one of the ranks with equal values."""
         return ranks.stage == self.stages[0] and all(axis in self.cut or ranks.place_on(axis) == 0 for axis in CUT)
 
     def with_width(self, width: int | None) -> "Piece":
-        """Describe a tensor that is cut as this weight is, and has another last dimension. None: the same."""
+        """Return the piece of a tensor with the same cuts and another last dimension (None: the same dimension)."""
         return self if width is None else replace(self, shape=torch.Size((*self.shape[:-1], width)))
 
     def slice(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Piece:
         return tensor
 
     def join(self, part: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Join all slices. Every rank of the dimensions that the weight is cut over calls this."""
+        """All-gather the slices of a weight. Every rank of the axes that the weight is cut over calls this."""
         shape, cuts = list(self.shape), []
         for axis, dimension in self.cut.items():
             cuts.append((axis, dimension, shape[dimension]))
@@ -58,12 +58,12 @@ class Piece:
 
 
 def slice_of(size: int, ranks: Ranks, axis: str) -> tuple[int, int]:
-    """Find where this rank's slice of a dimension of that size begins, and how long it is."""
+    """Return the start and length of this rank's slice of a dimension that is cut over an axis."""
     return slice_at(size, ranks.size_of(axis), ranks.place_on(axis))
 
 
 def pieces_of(model: Any) -> dict[str, Piece]:
-    """Describe a model that is not cut: its weights by name, in the model's order; a tied tensor once."""
+    """Return the pieces of an uncut model's weights by name, in the model's order. A tied weight appears once."""
     getters = [getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output")]
     ends = [getattr(getter(), "weight", None) for getter in getters if getter is not None]
     return {
@@ -73,7 +73,8 @@ def pieces_of(model: Any) -> dict[str, Piece]:
 
 
 def sum_parts(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
-    """Sum, in place, gradients of which tensor ranks, or both ends of the pipeline, have a part each."""
+    """All-reduce partial gradients in place: of uncut weights over tensor ranks, of tied embeddings over both ends of
+    the pipeline."""
     for axis in CUT:
         ranks.sum_all(axis, [gradient for name, gradient in gradients.items() if axis not in pieces[name].cut])
     ranks.sum_all("ends", [gradient for name, gradient in gradients.items() if len(pieces[name].stages) > 1])

@@ -1,4 +1,4 @@
-"""The interface of a policy's weights, wherever they lie."""
+"""The interface of a policy's weights, whole or sharded."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,15 +14,15 @@ from truestep.weights.pieces import Piece
 
 @dataclass(frozen=True)
 class StagePass:
-    """A pass of one micro-batch through a stage, for which weights are made ready."""
+    """One micro-batch's pass through a pipeline stage."""
 
     layers: slice
-    begins: bool  # with the embedding
-    ends: bool  # with the head, and what is before it
-    final: bool  # no other stage that is here has its backward passes later
-    number: int  # of the micro-batch, from 0
-    of: int  # micro-batches of the step
-    group: int  # micro-batches that share a gathering
+    begins: bool  # the stage has the embedding
+    ends: bool  # the stage has the final norm and the head
+    final: bool  # this rank has no other stage whose backward passes come later
+    number: int  # the micro-batch's index in the step
+    of: int  # micro-batches in the step
+    group: int  # micro-batches per all-gather of the weights
     backward: bool  # the step has backward passes
 
     @property
@@ -35,86 +35,86 @@ class StagePass:
 
 
 class Weights(Protocol):
-    """Float32 weights and gradients, of which each rank has a part, whatever type the model computes in.
+    """This rank's part of the float32 master weights and gradients, whatever type the model computes in.
 
-    A weight that is not trained has no master and no gradient: optimizer, clipping and norms never see it. It is kept,
-    and saved, in the type that the model computes in.
+    A frozen weight has no master and no gradient: the optimizer, clipping and norms skip it. It is kept and saved in
+    the type that the model computes in.
     """
 
     ranks: Ranks
-    dtype: torch.dtype  # in which the model computes
-    pieces: dict[str, Piece]  # of all weights of the uncut model, by name, in its order
-    frozen: dict[str, torch.Tensor]  # this rank's part of each weight that is not trained, in `dtype`
-    # Masters lie on the host, and what the model computes with is beside them on the device. Then they have no `grad`.
+    dtype: torch.dtype  # the type that the model computes in
+    pieces: dict[str, Piece]  # all weights of the uncut model, by name, in the model's order
+    frozen: dict[str, torch.Tensor]  # this rank's part of each frozen weight, in `dtype`
+    # Masters lie on the host and have no `grad`; the device has a copy that the model computes with.
     masters_on_host: bool = False
-    _settle: Callable[[], None] = staticmethod(lambda: None)
-    _lends: bool = False  # what goes back to the host beside a step has the memory of gradients until these need it
+    _settle: Callable[[], None] = staticmethod(lambda: None)  # waits for copies to the host, see `moved_beside`
+    _lends: bool = False  # gradient buffers are freed between steps; states being copied to the host use the memory
     _masters: dict[str, torch.nn.Parameter]
 
     @property
     def master(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's part of each trained weight; what an optimizer updates."""
+        """This rank's part of each trained weight, in float32. The optimizer updates it."""
         if self.masters_on_host:
             self._settle()
         return self._masters
 
     def moved_beside(self, settle: Callable[[], None]) -> None:
-        """Take what waits until nothing is on its way back to the host: an optimizer lets its states, and masters on
-        the host, go back beside other things. Who asks for such masters waits, and so does sampling, for the memory."""
+        """Register `settle`, which waits for the optimizer's asynchronous copies of states and masters to the host.
+        `master` calls it before it returns masters on the host, and `gathered` before sampling, to free the memory."""
         self._settle, self._lends = settle, True
 
     def zero_gradients(self) -> None: ...
 
     def head(self, model: Any) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Give the head's weight in the type of the model, and the float32 buffer of its gradient (None: frozen)."""
+        """Yield the head's weight in `dtype`, and its float32 gradient buffer (None: frozen)."""
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks; afterwards they are complete, and the same on every rank that holds them.
+        """Reduce the gradients over ranks, so that they are complete and equal on every rank that holds the weight.
 
-        It is a plain sum: the denominators are in them already."""
+        This is a plain sum: the loss is already divided by its denominator."""
 
     def publish(self) -> None:
-        """Have the model compute with the masters as they are now, after an update or a load."""
+        """Copy the masters into the weights that the model computes with, after an update or a load."""
 
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Have what the model computes with of each group of weights lie one behind another in memory, if it stays
-        where it is. Values do not change. A group may be named several times. No backward pass may be under way."""
+        """Move the computed weights of each group to contiguous memory, one after another. Values do not change. Does
+        nothing if weights are sharded. A group may be passed several times. Not allowed during a backward pass."""
         return
 
     def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
-        """Give some rows of the copy that the model computes with, into which a weight's master is rounded; None if it
-        has no such copy here."""
+        """Return rows of the copy that the model computes with and the master is rounded into; None if there is no
+        copy."""
         return None
 
     def computed(self) -> dict[str, torch.Tensor]:
-        """Give this rank's part of each trained weight: the copy that the model computes with, else the master."""
+        """Return this rank's part of each trained weight: the copy that the model computes with, else the master."""
         copies = {name: self.computed_rows(name, slice(None)) for name in self._masters}
         return {name: self._masters[name].detach() if copy is None else copy for name, copy in copies.items()}
 
     def before_forward(self, coming: StagePass) -> None:
-        """Make weights ready for a forward pass."""
+        """Prepare weights for a forward pass."""
         return
 
     def before_backward(self, coming: StagePass) -> None:
-        """Make weights ready for a backward pass."""
+        """Prepare weights for a backward pass."""
         return
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Have all of the model here: inside, forward passes need no other rank."""
+        """Gather all weights within the block, so that forward passes need no communication between shards."""
         self._settle()
         return nullcontext()
 
     def let_go_of_gathered(self) -> None:
-        """Free what is still gathered from other ranks; it is gathered again where it is needed."""
+        """Free weights gathered from other ranks; they are gathered again when needed."""
         return
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """Take this rank's part of what its shard group has of a tensor of this weight's shape."""
+        """Return this rank's shard of `piece`, the shard group's part of a tensor of the weight's shape."""
         return piece
 
     def unshard_on_first(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Join the parts of a shard group on the device of its first rank; its others get nothing. Each of its ranks
-        calls this with its parts of the same weights. Who asks for `dtype` may get a wider type, of the same values."""
+        """Join shards on the device of the shard group's first rank; other ranks get nothing. Each rank of the group
+        calls this with its parts of the same weights. The result may have a wider type than `dtype`."""
         return {name: part.to(self.device) for name, part in parts.items()}
 
     @property
@@ -129,7 +129,7 @@ class Weights(Protocol):
         return found
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Take this rank's part of a tensor of this weight's shape."""
+        """Return this rank's part of a tensor of the weight's shape."""
         return self.shard(name, self.pieces[name].slice(tensor, self.ranks))
 
     @torch.no_grad()
@@ -139,14 +139,14 @@ class Weights(Protocol):
         dtype: torch.dtype = torch.float32,
         widths: Mapping[str, int] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Join tensors of the weights' shapes on the host of the first rank; the others get nothing. Every rank calls
-        this with its parts, in the same order; the part of a weight on another stage is None. A part may lie on the
-        host. `widths`: the sizes of last dimensions that are not those of their weights."""
+        """Join tensors of the weights' shapes on the host of the first rank; other ranks get nothing. Every rank calls
+        this with its parts, in the same order; None for weights of another stage. Parts may lie on the host. `widths`:
+        last dimensions of tensors whose width differs from the weight's."""
         found = {}
         for names in in_buckets(parts, lambda name: self._piece(name, widths).shape.numel()):
             joined = self.on_device_of_first({name: parts[name] for name in names}, dtype, widths)
             for name, tensor in joined.items():
-                # Gathered on a GPU, a whole model may be more than it has room for.
+                # To the host: a whole model may not fit on one GPU.
                 found[name] = tensor if self.ranks.size == 1 else tensor.cpu()
         return found
 
@@ -157,10 +157,10 @@ class Weights(Protocol):
         dtype: torch.dtype,
         widths: Mapping[str, int] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Join tensors as `on_first` does, in one message, and leave them on the first rank's device. Those of another
-        stage come over the host, and stay there."""
+        """Join tensors as `on_first` does, in one message, on the first rank's device. Tensors of other stages are sent
+        through the host, and stay in host memory."""
         found = {}
-        # Of a tied embedding, which two stages have, the first one's.
+        # Two stages have a tied embedding; the first stage's is sent.
         sent = [name for name in parts if self.ranks.stage == self.pieces[name].stages[0]]
         own = {name: part.detach() for name in sent if (part := parts[name]) is not None}
         here = self.unshard_on_first(own, dtype)
@@ -186,10 +186,10 @@ class Weights(Protocol):
         """Copy every reduced gradient to the host of the first rank."""
         parts = self.gradients
         joined = self.on_first({name: parts.get(name) for name, piece in self.pieces.items() if piece.trained})
-        return {name: whole.to("cpu", copy=True) for name, whole in joined.items()}  # a gradient's memory may be lent
+        return {name: whole.to("cpu", copy=True) for name, whole in joined.items()}  # the buffer's memory may be freed
 
 
 def some_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Give some rows of a tensor: itself, if they are all of them."""
-    # There are hundreds of weights, and a GPU waits while the host makes as many views of each.
+    """Return rows of a tensor, or the tensor itself if the rows are all of them."""
+    # Avoid needless views: with hundreds of weights the host would fall behind the GPU.
     return tensor if not tensor.ndim or (rows.start == 0 and rows.stop == tensor.shape[0]) else tensor[rows]

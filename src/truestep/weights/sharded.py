@@ -1,8 +1,8 @@
-"""Float32 weights spread over ranks (FSDP2): each layer is gathered in the compute type where it is used.
+"""Float32 weights sharded over ranks (FSDP2). Each layer is all-gathered in the compute type when it is used.
 
-Every layer is a group, and so are the embedding and the head, or both together where they are tied. Gradients are
-summed in float32 on a step's last micro-batch (or on each, to save memory). The head's weight is gathered once a
-micro-batch, and its gradient is added up in float32 over chunks and micro-batches before it is reduced.
+Each layer is an FSDP group; so are the embedding and the head (one group if tied). Gradients are reduce-scattered in
+float32 on a step's last micro-batch, or on each to save memory. The head's weight is gathered once per micro-batch,
+and its gradient is accumulated in float32 over chunks and micro-batches before it is reduced.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from truestep.weights.protocol import StagePass, Weights, some_rows
 
 
 class ShardedWeights(Weights):
-    """Shards a float32 model that is not read yet, reads this rank's part, and makes it compute in `dtype`."""
+    """Shards an unread float32 model, reads this rank's part, and makes the model compute in `dtype`."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class ShardedWeights(Weights):
         self._reshard, self._reduce_each = reshard, reduce_each
         self._group = ranks.mesh.get_group("shard")
         unread = dict(model.named_parameters())
-        replace_parameters(model, partial(_without_values, dtype))  # FSDP has shapes to shard, and no values to copy
+        replace_parameters(model, partial(_without_values, dtype))  # FSDP shards shapes, and copies no values
         names = {parameter: name for name, parameter in model.named_parameters()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        # Stages of a pipeline have one of the two, or neither; a tied embedding is at both ends, for the head alone at
-        # the last.
+        # A pipeline stage has the embedding, the head, or neither. A tied weight is on the first and the last stage;
+        # the last stage uses it only as the head.
         self._tied = head.weight is not None and head.weight is embedding.weight
         self._head_name = names.get(head.weight)
         self._head_module: Any = embedding if self._tied else head
         self._embedding, self._base = embedding, model.base_model
         if self._tied:
-            # The head has no parameter of its own: it reads the embedding's. A reference to the whole tensor would
-            # keep it alive, and train another one than the embedding's.
+            # Remove the head's parameter; the head uses the embedding's. A second reference would keep the unsharded
+            # tensor alive, and be trained separately.
             head.register_parameter("weight", None)
         self._layers: list[Any] = layers_of(model)[1]
         self._shard_modules(model)
@@ -67,7 +67,7 @@ class ShardedWeights(Weights):
         self.zero_gradients()
 
     def _shard_modules(self, model: Any) -> None:
-        """Give FSDP each layer, the embedding, the head, and what is left of the body."""
+        """Apply FSDP to each layer, the embedding, the rest of the body, and the head."""
         assert self.ranks.mesh is not None
         computed = None if self.dtype == torch.float32 else self.dtype
         precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -75,7 +75,7 @@ class ShardedWeights(Weights):
         options: dict[str, Any] = {"mesh": self.ranks.mesh[dimensions], "mp_policy": precision}
         for layer in filter(_has_weights, self._layers):
             fully_shard(layer, reshard_after_forward=self._reshard, **options)
-        # A tied embedding stays gathered until the head is done with it.
+        # A tied embedding stays gathered for the head.
         if _has_weights(self._embedding):
             fully_shard(self._embedding, reshard_after_forward=self._reshard and not self._tied, **options)
         fully_shard(self._base, reshard_after_forward=self._reshard, **options)
@@ -98,7 +98,7 @@ class ShardedWeights(Weights):
         self._sharded: dict[str, Any] = dict(model.named_parameters())
         read_all({self.shard(name, unread[name]): part.to_local() for name, part in self._sharded.items()})
         self.frozen = {n: p.to_local().detach() for n, p in self._sharded.items() if not p.requires_grad}
-        # Views of the shards' own memory: what the optimizer writes is what the next gather reads.
+        # Masters are views of the shards, so the next all-gather reads what the optimizer writes.
         trained = {name: parameter for name, parameter in self._sharded.items() if parameter.requires_grad}
         self._computed: dict[str, torch.Tensor] = {}
         if self.masters_on_host:
@@ -108,7 +108,7 @@ class ShardedWeights(Weights):
             self._masters = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
 
     def _free_masters(self, trained: Mapping[str, Any]) -> None:
-        """Keep, in the place of each float32 shard, its copy in the type of the model, and have FSDP gather that."""
+        """Replace each float32 shard on the device by a copy in `dtype`, and make FSDP gather from the copy."""
         for name, part in trained.items():
             local = part.to_local().detach()
             padded = local.new_zeros((self._rows(name), *local.shape[1:]), dtype=self.dtype)
@@ -116,7 +116,7 @@ class ShardedWeights(Weights):
             self._computed[name].copy_(local)
             gather_from(part, padded)
         for module in self._modules:
-            module.unshard()  # at its first gathering FSDP looks at what its shards can do
+            module.unshard()  # FSDP detects the shards' extensions at its first all-gather
             module.reshard()
         for part in trained.values():
             part.to_local().untyped_storage().resize_(0)
@@ -131,7 +131,7 @@ class ShardedWeights(Weights):
         return dict(self._gradients)
 
     def _keep_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Take a gradient, or add it to what is there."""
+        """Store a gradient, or add it to the stored one."""
         if name in self._gradients:
             self._gradients[name].add_(gradient)
             return
@@ -147,7 +147,7 @@ class ShardedWeights(Weights):
             master.grad = None
 
     def before_forward(self, coming: StagePass) -> None:
-        # Within a group a layer's weights are gathered once, for all of its micro-batches.
+        # A layer's weights are gathered once for all micro-batches of a group.
         reshard = self._reshard and (coming.group == 1 or (not coming.backward and coming.last_of_group))
         for layer in self._layers[coming.layers]:
             layer.set_reshard_after_forward(reshard, recurse=False)
@@ -168,7 +168,7 @@ class ShardedWeights(Weights):
         self._head_module.unshard()
         weight = self._head_module.weight
         yield weight.detach(), self._head_buffer(weight)
-        # A tied one goes on to its backward pass as the embedding, where it is that.
+        # On the first stage a tied weight stays gathered for the embedding's backward pass.
         embeds = self._tied and self.ranks.stage == 0
         if not embeds or not torch.is_grad_enabled():
             self._head_module.reshard()
@@ -179,7 +179,7 @@ class ShardedWeights(Weights):
         if self._head_name not in self._masters:
             return None
         if self._head_gradient is None:
-            # Rows for as many ranks as there are, each the same number: what a reduce-scatter takes.
+            # Pad to a multiple of the ranks, as reduce-scatter needs.
             rows = -(-weight.shape[0] // self.ranks.shards) * self.ranks.shards
             self._head_gradient = torch.zeros(rows, weight.shape[1], dtype=torch.float32, device=weight.device)
         return self._head_gradient[: weight.shape[0]]
@@ -208,7 +208,7 @@ class ShardedWeights(Weights):
         sum_parts(self.ranks, self.pieces, self.gradients)
 
     def _rows(self, name: str) -> int:
-        """Count the rows of a rank's part; the last ranks may have fewer, or none."""
+        """Return the rows of a rank's shard; the last ranks may have fewer or none."""
         return -(-self._sharded[name].shape[0] // self.ranks.shards)
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ class ShardedWeights(Weights):
         return piece[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
 
     def unshard_on_first(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # Rounded before they are sent, they are half as many bytes; each part comes straight to its place in the whole.
+        # Parts are rounded before they are sent, which halves the bytes, and are received directly into the result.
         joined: dict[str, torch.Tensor] = {}
         messages: list[Any] = []
         for name, part in parts.items():
@@ -236,7 +236,7 @@ class ShardedWeights(Weights):
         return joined
 
     def _message(self, kind: Any, content: torch.Tensor, peer: int) -> list[Any]:
-        """Describe a message within the shard group, of bytes: not every backend knows every type."""
+        """Make a message within the shard group, as bytes, because not every backend supports every type."""
         if not content.numel():  # the last ranks may have no rows
             return []
         return [dist.P2POp(kind, content.contiguous().view(-1).view(torch.uint8), group=self._group, group_peer=peer)]
@@ -261,7 +261,7 @@ class ShardedWeights(Weights):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Do nothing, unless masters lie on the host: the next gather reads the masters' memory."""
+        """Copy masters on the host to the device. Masters on the device need no copy: an all-gather reads them."""
         for name, copy in self._computed.items():
             copy.copy_(self.master[name])
 
@@ -270,9 +270,10 @@ class ShardedWeights(Weights):
 
 
 def gather_from(sharded: Any, padded: torch.Tensor) -> None:
-    """Have FSDP gather a parameter from another tensor than its shard, before it has gathered anything.
+    """Make FSDP gather a parameter from `padded` in place of its shard. Call before FSDP's first all-gather.
 
-    FSDP asks a shard that has these two functions for what is to be gathered, and for the parameter that it becomes.
+    These are FSDP2's extensions: the first function returns the tensors to gather, the second makes the parameter of
+    the gathered tensors.
     """
 
     def before(mesh: Any) -> tuple[tuple[torch.Tensor], None]:
@@ -286,7 +287,7 @@ def gather_from(sharded: Any, padded: torch.Tensor) -> None:
 
 
 def _without_values(dtype: torch.dtype, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Give an empty parameter: float32 if it is trained, else of the type that it computes in."""
+    """Return a meta parameter: in its own type (float32) if trained, in `dtype` if frozen."""
     kept = parameter.dtype if parameter.requires_grad else dtype
     empty = torch.empty(parameter.shape, dtype=kept, device="meta")
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)

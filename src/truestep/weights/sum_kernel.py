@@ -1,4 +1,4 @@
-"""The sum of a gradient's parts (Triton), written to its buffer or added to what is there. P: parts, K: numbers."""
+"""A Triton kernel that sums partial gradients [P, K] and writes the sum [K] to a buffer or adds it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from truestep.gpu.operators import on_device
 
-_COLUMNS = 32  # that one program adds up
+_COLUMNS = 32  # columns per program
 
 
 @triton.jit(do_not_specialize=["part_count", "adds"])
@@ -16,7 +16,7 @@ def _sum_kernel(
     parts_pointer,  # [P, K] float32
     sum_pointer,  # [K] float32
     part_count,
-    adds,  # 1: to what is there; 0
+    adds,  # 1: add to the buffer; 0: overwrite it
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -33,7 +33,7 @@ def _sum_kernel(
 
 
 def add_up(parts: torch.Tensor, total: torch.Tensor, adds: bool) -> None:  # [P, K], [K]
-    """Write the sum of parts, or add it to what is there."""
+    """Write the sum of parts to `total`, or add it to `total`."""
     count, width = parts.shape
     with on_device(parts.device):
         _sum_kernel[(triton.cdiv(width, _COLUMNS),)](

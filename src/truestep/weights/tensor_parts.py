@@ -1,8 +1,7 @@
-"""Tensors that ranks have parts of: what each rank writes of a checkpoint, and how a part is read back at any layout.
+"""A checkpoint's tensors in parts: each rank writes its parts, and a rank of any layout reads its own.
 
-A part is a box: it begins at some place in each dimension of the whole tensor and has a length in each. A checkpoint's
-`truestep/tensors.json` says of each tensor where its boxes lie in which files, so that a rank reads the numbers that it
-needs and no others.
+A part is a box: a start and a length in each dimension of the whole tensor. A checkpoint's `truestep/tensors.json`
+lists the boxes of each tensor with file and byte offset, so that a rank reads only the values that it needs.
 """
 
 import json
@@ -26,8 +25,8 @@ from truestep.weights.protocol import Weights
 
 FOLDER = "truestep"
 INDEX = "tensors.json"
-WEIGHT, BUFFER, STATE = "weight/", "buffer/", "optimizer/"  # what the keys of a checkpoint's tensors begin with
-_WHOLE_STATE = "optimizer.safetensors"  # the optimizer's state as version 0.1 wrote it before ranks wrote parts
+WEIGHT, BUFFER, STATE = "weight/", "buffer/", "optimizer/"  # prefixes of keys in a checkpoint
+_WHOLE_STATE = "optimizer.safetensors"  # the optimizer's state in checkpoints of version 0.1, in whole tensors
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,18 @@ class Box:
         return math.prod(self.shape)
 
     def common(self, other: "Box") -> "Box":
-        """Give what two boxes share; it may be empty."""
+        """Return the intersection of two boxes, which may be empty."""
         start = tuple(map(max, self.start, other.start))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
         return Box(start, tuple(max(0, end - begin) for end, begin in zip(ends, start, strict=True)))
 
     def inside(self, outer: "Box") -> tuple[slice, ...]:
-        """Give the place of this box in a tensor that holds another."""
+        """Return the slices of this box in a tensor that holds the box `outer`."""
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
 
     @staticmethod
     def of_view(view: torch.Tensor, whole: Sequence[int]) -> "Box | None":
-        """Find the box that a view is of a contiguous tensor of the shape `whole`; None if it is no box."""
+        """Return the box that a view covers of a contiguous tensor of shape `whole`; None if the view is not a box."""
         strides = torch.empty(tuple(whole), device="meta").stride()
         if view.stride() != strides or view.ndim != len(whole):
             return None
@@ -62,12 +61,12 @@ class Box:
         return Box(tuple(start), tuple(view.shape))
 
 
-NUMBER = Box((), ())  # of a tensor without dimensions
+NUMBER = Box((), ())  # the box of a scalar
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of a tensor, with its values. A number is a tensor without dimensions."""
+    """A box of a tensor, with its values. Scalars are tensors without dimensions."""
 
     key: str
     whole: tuple[int, ...]  # the shape of the whole tensor
@@ -76,19 +75,19 @@ class TensorPart:
 
 
 class Tensors(Protocol):
-    """Whole tensors, by key, of which any box can be asked for."""
+    """Tensors by key, of which any box can be read."""
 
     def keys(self) -> Iterable[str]: ...
 
     def shape(self, key: str) -> torch.Size: ...
 
     def read(self, key: str, box: Box) -> torch.Tensor:
-        """Read a box into memory of its own, on the host."""
+        """Read a box into new host memory."""
         ...
 
 
 class _Places:
-    """What a rank writes of its weights, which stays as it is."""
+    """The weights and boxes that this rank writes to checkpoints; computed once per policy."""
 
     def __init__(self, weights: Weights):
         self.boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
@@ -106,7 +105,7 @@ def _places_of(weights: Weights) -> _Places:
 
 
 def own_box(weights: Weights, name: str, shape: Sequence[int]) -> Box:
-    """Find the box of this rank in a tensor that is cut as a weight is; nothing may be in it."""
+    """Return this rank's box of a tensor that is cut as a weight is. The box may be empty."""
     boxes, key = _places_of(weights).boxes, (name, tuple(shape))
     if key not in boxes:
         box = Box.of_view(weights.part_of(name, torch.empty(key[1], device="meta")), shape)
@@ -116,12 +115,13 @@ def own_box(weights: Weights, name: str, shape: Sequence[int]) -> Box:
 
 
 def written_here(weights: Weights) -> list[str]:
-    """Name the weights whose part this rank writes: of ranks with the same values one does, each its share."""
+    """Return the names of weights whose part this rank writes. Ranks with the same values divide the weights among
+    themselves."""
     return _places_of(weights).names
 
 
 def weight_parts(weights: Weights) -> Iterator[TensorPart]:
-    """Give the parts of weights that this rank writes."""
+    """Yield the parts of weights that this rank writes."""
     parts = {**weights.frozen, **weights.master}
     for name in written_here(weights):
         shape = weights.pieces[name].shape
@@ -135,7 +135,7 @@ def part_name(number: int) -> str:
 
 
 def describe_parts(file: Path, parts: Iterable[TensorPart]) -> dict[str, Any]:
-    """Describe a file of parts for `write_index`, as JSON."""
+    """Return the JSON entries of a file of parts, for `write_index`."""
     places = tensor_places(file)
     return {
         part.key: {"type": places[part.key][0], "whole": list(part.whole), "start": list(part.start)}
@@ -145,7 +145,7 @@ def describe_parts(file: Path, parts: Iterable[TensorPart]) -> dict[str, Any]:
 
 
 def write_index(folder: Path, described: Iterable[Mapping[str, Any]]) -> None:
-    """Write where all parts of all tensors are. Of a number that several ranks wrote, the first is kept."""
+    """Write the index of all parts of all tensors. If several ranks wrote a scalar, the first entry is kept."""
     tensors: dict[str, dict[str, Any]] = {}
     for parts in described:
         for key, part in parts.items():
@@ -170,7 +170,7 @@ class _Entry:
 
 
 class StoredTensors(Tensors):
-    """The tensors of a checkpoint, of which only what is asked for is read."""
+    """The tensors of a checkpoint. Only requested boxes are read."""
 
     def __init__(self, checkpoint: Path):
         self._folder = checkpoint / FOLDER
@@ -179,14 +179,14 @@ class StoredTensors(Tensors):
 
     @staticmethod
     def has_weights(directory: Path) -> bool:
-        """Tell whether a directory is a checkpoint whose weights are in parts."""
+        """Tell whether a directory is a checkpoint with weights in parts."""
         return (directory / FOLDER / INDEX).is_file()
 
     def keys(self) -> list[str]:
         return list(self._entries)
 
     def named(self, prefix: str) -> dict[str, str]:
-        """Give the keys of one kind, by their names without it."""
+        """Return the keys that begin with a prefix, by their names without the prefix."""
         return {key.removeprefix(prefix): key for key in self._entries if key.startswith(prefix)}
 
     def shape(self, key: str) -> torch.Size:
@@ -215,7 +215,7 @@ class StoredTensors(Tensors):
 
 
 def unread_weight(stored: StoredTensors, key: str, looks: torch.Tensor) -> Unread:
-    """Give a tensor of a checkpoint, not read yet; of a view of it, only the view's numbers are ever read."""
+    """Return an unread tensor of a checkpoint. Reading a view of it reads only the view's values."""
     whole = stored.shape(key)
 
     def narrower(view: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -226,7 +226,7 @@ def unread_weight(stored: StoredTensors, key: str, looks: torch.Tensor) -> Unrea
 
 
 def _mapped(place: _Place, dtype: torch.dtype) -> torch.Tensor:
-    """Map a part into memory: what is not looked at is not read, and nothing of it stays."""
+    """Map a part's file into memory. Only accessed pages are read; the map is freed with the tensor."""
     size = place.box.numbers * dtype.itemsize
     with progress.waiting_for(f"the disk to read {place.file}"):
         content = np.memmap(place.file, dtype=np.uint8, mode="c", offset=place.byte, shape=(size,))
@@ -245,7 +245,7 @@ def _read_index(index: Path) -> dict[str, _Entry]:
 
 
 def _of_whole_state(file: Path) -> dict[str, _Entry]:
-    """Describe the optimizer's state in a checkpoint of a version that wrote it as whole tensors."""
+    """Return the entries of an old checkpoint's optimizer state, which has whole tensors."""
     entries = {}
     for name, (kind, byte, shape) in tensor_places(file).items():
         box = Box((0,) * len(shape), tuple(shape))

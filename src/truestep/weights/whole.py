@@ -1,10 +1,11 @@
-"""Weights that are not sharded: gradients are summed over the ranks once a step.
+"""Weights that are not sharded. Gradients are all-reduced over the ranks once per step.
 
-The weights of a float32 model are its own parameters. Those of a bfloat16 model are float32 masters beside it: each
-micro-batch's gradient is added to a float32 buffer at once, and an update rounds the masters into the model once. The
-first gradient of a step is written there, so zeros are written before to the buffers of embedding and head alone. Where
-states lie on the host, such a buffer has no memory until then: what is on its way to the host may have it.
-Masters on the host are always beside the model, whose own weights and gradients are on the device.
+A float32 model's parameters are its master weights. A bfloat16 model has separate float32 masters: each micro-batch's
+gradient is added to a float32 buffer at once, and an update rounds the masters into the model once.
+
+A step's first gradient overwrites the buffer, so only the buffers of embedding and head, which get rows or chunks, are
+zeroed. If optimizer states lie on the host, a buffer has no memory until its first gradient; states being copied to
+the host use it meanwhile. Masters on the host are separate in any type; model and gradients stay on the device.
 """
 
 import weakref
@@ -23,7 +24,7 @@ from truestep.weights.protocol import Weights, some_rows
 
 
 class WholeWeights(Weights):
-    """Takes a model with float32 weights and makes it compute in `dtype`."""
+    """Makes a model with float32 weights compute in `dtype`, and keeps its masters and gradients."""
 
     def __init__(
         self,
@@ -34,15 +35,15 @@ class WholeWeights(Weights):
         *,
         masters_on_host: bool = False,
     ):
-        """Take over a model. If it is cut, `pieces` has all weights of the uncut one, by name, in its order."""
+        """Take over a model. If it is cut, `pieces` describes all weights of the uncut model, in its order."""
         self.ranks, self.dtype, self.masters_on_host = ranks, dtype, masters_on_host
         self.pieces = pieces or pieces_of(model)
         self._masters, self.frozen = {}, {}
-        self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # masters by the model's parameters
-        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients by the model's parameters
-        self._fresh: set[torch.nn.Parameter] = set()  # those whose gradient of this step is nothing yet, not even zeros
-        self._by_name: dict[str, torch.nn.Parameter] = {}  # the model's parameters of the masters
-        # `named_parameters` gives a tied tensor once, under the name it is first registered by: its input embedding's.
+        self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # model parameter -> master
+        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # model parameter -> float32 gradient
+        self._fresh: set[torch.nn.Parameter] = set()  # parameters without a gradient in this step: buffers are invalid
+        self._by_name: dict[str, torch.nn.Parameter] = {}  # trained model parameters
+        # `named_parameters` yields a tied tensor once, under its first name: the input embedding's.
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 master = self._master_of(parameter)
@@ -52,9 +53,9 @@ class WholeWeights(Weights):
                 self._buffers[parameter], self._by_name[name] = gradient, parameter
                 self._masters[name] = self._computed[parameter] = master
                 if master is not parameter:
-                    # Nobody finds a circle through a parameter's hooks: it would keep all of the weights for ever.
+                    # Weak: the garbage collector does not find cycles through a parameter's hooks.
                     parameter.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(self)))
-            # The parameters alone: buffers such as rotary frequencies stay float32, as transformers keeps them.
+            # Only parameters are converted; buffers such as rotary frequencies stay float32, as in transformers.
             parameter.data = parameter.data.to(dtype)
             if not parameter.requires_grad:
                 self.frozen[name] = parameter
@@ -73,12 +74,12 @@ class WholeWeights(Weights):
         return {name: self._filled(parameter) for name, parameter in self._by_name.items()}
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Give the float32 buffer behind one of the model's parameters; None if it is frozen."""
+        """Return the float32 gradient buffer of a model's parameter; None if it is frozen."""
         return self._filled(parameter) if parameter in self._buffers else None
 
     @torch.no_grad()
     def add_to_gradient(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a gradient of one of the model's parameters to the buffer behind it."""
+        """Add a gradient to the buffer of a model's parameter."""
         buffer = self._buffers[parameter]
         if self._is_first(parameter):
             buffer.copy_(gradient)
@@ -87,13 +88,13 @@ class WholeWeights(Weights):
 
     @property
     def rounded(self) -> tuple[torch.nn.Parameter, ...]:
-        """The model's parameters that are rounded from masters beside them."""
+        """The model's parameters that have separate masters."""
         return tuple(parameter for parameter, master in self._computed.items() if parameter is not master)
 
     @torch.no_grad()
     def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
         buffer = self._buffers[parameter]
-        if not buffer.is_cuda:  # where no product adds in another type than its own
+        if not buffer.is_cuda:  # CPU products cannot add to a buffer of another type
             self.add_to_gradient(parameter, gradient.T @ rows)
         elif self._is_first(parameter):
             torch.mm(gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
@@ -108,17 +109,17 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def add_rows(self, parameter: torch.nn.Parameter, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Add gradients [T, H] of some rows [T] of one of the model's parameters, among which rows may be equal."""
+        """Add gradients [T, H] to rows [T] of a parameter's gradient buffer. Rows may repeat."""
         buffer, gradients = self._filled(parameter), gradients.to(torch.float32)
-        if buffer.is_cuda:  # it sorts the rows
+        if buffer.is_cuda:  # deterministic: on CUDA, index_put_ sorts the rows
             buffer.index_put_((rows,), gradients, accumulate=True)
-        else:  # the above would add in any order
+        else:  # on a CPU, index_put_ adds in any order
             buffer.index_add_(0, rows, gradients)
 
     def zero_gradients(self) -> None:
         kept = []
         for parameter, buffer in self._buffers.items():
-            if self._computed[parameter] is parameter:  # autograd itself adds to it
+            if self._computed[parameter] is parameter:  # autograd accumulates into the buffer
                 kept.append(buffer)
                 continue
             self._fresh.add(parameter)
@@ -128,7 +129,7 @@ class WholeWeights(Weights):
             torch._foreach_zero_(kept)
 
     def _is_first(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether what comes is the first part of a gradient in this step; its buffer has memory after this."""
+        """Tell whether the coming gradient is the parameter's first in this step. Allocate the buffer's memory."""
         buffer = self._buffers[parameter]
         if not buffer.untyped_storage().nbytes():
             buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
@@ -138,7 +139,7 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def _filled(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Give a buffer, with zeros where nothing was added to it."""
+        """Return a parameter's gradient buffer, zeroed if it has no gradient in this step."""
         buffer = self._buffers[parameter]
         return buffer.zero_() if self._is_first(parameter) else buffer
 
@@ -149,7 +150,7 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        # Over the ranks that computed other tokens with the same weights.
+        # Over the ranks that have the same weights and other tokens.
         self.ranks.sum_all("replicate", list(self.gradients.values()))
         sum_parts(self.ranks, self.pieces, self.gradients)
 
@@ -165,9 +166,9 @@ class WholeWeights(Weights):
         for group in groups:
             found = [names.pop(weight.data_ptr(), "") for weight in group]
             if not all(found):
-                continue  # it was named before, or one of them belongs to another group too
+                continue  # the group was passed before, or shares a weight with another group
             joined = torch.cat([every[name] for name in found])
-            # What stays alone in memory that the group leaves would keep all of it.
+            # Copy weights that share storage with the old group: they would keep the whole storage alive.
             parts = [every[name] for name in found]
             left = {_memory(part) for part in parts if part.untyped_storage().nbytes() > part.nbytes}
             staying = [name for name in every if left and name not in found and _memory(every[name]) in left]
@@ -196,6 +197,6 @@ def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.
     owner = weights()
     assert owner is not None, "the weights of this model are gone"
     assert isinstance(parameter, torch.nn.Parameter)
-    if parameter.grad is not None:  # else a product has added it
+    if parameter.grad is not None:  # None: a kernel has added the gradient to the buffer
         owner.add_to_gradient(parameter, parameter.grad)
         parameter.grad = None

@@ -1,8 +1,8 @@
-"""A model cut into the stages of a pipeline: the embedding, contiguous decoder layers, the final norm with the head.
+"""Pipeline stages of a model: contiguous decoder layers; the first also has the embedding, the last the norm and head.
 
-A stage runs all of the model's code, with modules that pass on what they get in the place of those of other stages, so
-that names and indices stay. So every stage prepares positions itself; what is done to embeddings is done to zeros that
-nobody reads, and the stage's first layer is given what the stage before gave.
+A stage runs all of the model's own code. Modules of other stages are replaced by modules that return their input, so
+names and indices stay the same. Every stage computes positions itself. Code between embedding and layers runs on zeros
+whose result is not used; a stage's first layer gets the hidden states of the stage before.
 
 Dimensions: S tokens of the micro-batch, H hidden.
 """
@@ -22,8 +22,8 @@ from truestep.weights.pieces import Piece
 
 
 def cut_by_cost(layers: Sequence[float], head: float, stages: int) -> tuple[range, ...]:
-    """Divide layers, at least one for each stage; the head counts with the last. Of the cuts whose costliest stage is
-    cheapest, this is the most even one."""
+    """Divide layers into stages of at least one layer; the head's cost counts with the last stage. Minimise the most
+    expensive stage, then the sum of squared costs."""
 
     def cost(start: int, stop: int) -> float:
         return sum(layers[start:stop]) + (head if stop == len(layers) else 0.0)
@@ -41,8 +41,8 @@ def cut_by_cost(layers: Sequence[float], head: float, stages: int) -> tuple[rang
 def _best(
     layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Find where stages begin, so that their joint cost is least."""
-    best: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # of the first layers
+    """Return the least joint cost of the stages, and each stage's first layer (dynamic programming)."""
+    best: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # by number of layers
     for _ in range(stages):
         best = [
             min(
@@ -55,13 +55,13 @@ def _best(
 
 
 class _Layers(torch.nn.ModuleList):
-    """The model's layers. Code that goes through them sees `view` if it is set; names are those of the layers here."""
+    """The model's list of layers. Iteration and indexing use `view` if it is set; parameter names do not change."""
 
     view: list[torch.nn.Module] | None = None
 
     def __init__(self, layers: Sequence[torch.nn.Module]):
         super().__init__(layers)
-        self.closed = [_PassOn(layer) for layer in layers]  # what stands for each where it does not run
+        self.closed = [_PassOn(layer) for layer in layers]  # each layer's replacement in other stages
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
         return super().__iter__() if self.view is None else iter(self.view)
@@ -72,7 +72,7 @@ class _Layers(torch.nn.ModuleList):
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """A model's cut into stages. Its list of layers shows one stage at a time to its code."""
+    """A model's division into stages. `opened` selects the stage that the model's code runs."""
 
     pipeline: Pipeline
     cut: tuple[range, ...]  # the layers of each stage
@@ -82,8 +82,8 @@ class Stages:
 
     @contextmanager
     def opened(self, stage: int, received: torch.Tensor | None) -> "Iterator[_KeepsOutput | None]":
-        """Make the model this stage, which begins with `received`, [S, H]. Its output is kept if other layers follow;
-        otherwise it is the model's own last hidden state."""
+        """Make the model run one stage on `received`, [S, H], within the block. Yields a module that keeps the stage's
+        output; None for the last stage, whose output is the model's last hidden state."""
         span = self.cut[stage]
         view: list[torch.nn.Module] = [*self.layers.closed]
         view[span.start : span.stop] = list(self.layers)[span.start : span.stop]
@@ -100,13 +100,13 @@ class Stages:
 
 
 class _PassOn(torch.nn.Module):
-    """Stands for a module that is elsewhere, and passes on what it gets."""
+    """Replaces a module of another stage, and returns its input."""
 
     weight = None
 
     def __init__(self, absent: torch.nn.Module):
         super().__init__()
-        # Its plain traits, such as the kind of its attention: a model's code may ask for them.
+        # Copy plain attributes, such as the type of attention, which a model's code may read.
         for name, value in vars(absent).items():
             if not name.startswith("_") and isinstance(value, str | int | float):
                 setattr(self, name, value)
@@ -116,7 +116,7 @@ class _PassOn(torch.nn.Module):
 
 
 class _GivesReceived(_PassOn):
-    """Gives the hidden states of the stage before."""
+    """Returns the hidden states received from the stage before, and ignores its input."""
 
     def __init__(self, absent: torch.nn.Module, hidden: torch.Tensor):
         super().__init__(absent)
@@ -127,7 +127,7 @@ class _GivesReceived(_PassOn):
 
 
 class _KeepsOutput(_PassOn):
-    """Keeps what the layers before it give."""
+    """Keeps its input, the output of the stage's last layer."""
 
     hidden: torch.Tensor
 
@@ -146,7 +146,7 @@ def check_layers(layers: int, pipeline: Pipeline) -> None:
 
 
 def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stages:
-    """Make a model run one stage at a time; nothing of it is taken out yet. `run` runs its body."""
+    """Prepare a model to run one stage at a time, without removing layers. `run` runs the model's body."""
     name, layers = layers_of(model)
     if not name:
         count = model.config.get_text_config().num_hidden_layers
@@ -161,7 +161,8 @@ def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stag
 
 
 def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    """Take out of the model what no stage of this rank needs. Add to `pieces` which stages have each weight."""
+    """Remove from the model the modules that no stage of this rank needs. Return `pieces` with the pipeline ranks that
+    hold each weight."""
     pipeline, first, last = stages.pipeline, (0,), (stages.pipeline.ranks - 1,)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
@@ -183,7 +184,8 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece])
 
 
 def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Callable[[], object]) -> tuple[str, ...]:
-    """Name what else has weights in the model's body; refuse a model that uses it before the layers are done."""
+    """Return the names of modules with weights that run after the last layer, such as the final norm. Refuse a model
+    that runs others, outside embedding and layers, before the last layer."""
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     inside = {inner for layer in layers for inner in layer.modules()} | ends
     others = {

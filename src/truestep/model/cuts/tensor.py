@@ -1,9 +1,9 @@
-"""A model's layers, embedding and head cut over tensor ranks, by the plan that comes with the model.
+"""Tensor parallelism: layers, embedding and head cut over ranks, by the plan in the model's configuration.
 
-A layer's attention and its MLP are its two halves. The first matrices of a half are cut by columns of their output
-(heads, or neurons) and its last by rows of its input, so that a rank computes some heads and neurons of every token.
-Between halves a rank has a run of the tokens for norms and residual sums, or all of them while it samples (the
-`TokenExchange` says which). Parameters are plain tensors of its slices.
+A layer has two halves, attention and MLP. A half's first matrices are cut by output (heads or neurons), its last matrix
+by input, so that a rank computes some heads and neurons of every token. Between halves a rank has a run of the tokens
+for norms and residual sums (sequence parallelism), or all tokens while it samples; see `TokenExchange`. Parameters are
+plain tensors that hold this rank's slices.
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden, V vocabulary.
 """
@@ -23,21 +23,21 @@ from truestep.ranks.group import Ranks
 from truestep.weights.errors import ModelError
 from truestep.weights.pieces import Piece, slice_of
 
-# A plan's words for weights that are not cut: norms, whose gradients are summed.
+# A plan's styles for weights that are not cut, such as norms; their gradients are summed over tensor ranks.
 _UNCUT = ("replicated_with_grad_allreduce", "replicate", "sequence_parallel")
 _KEY_VALUE = ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The names of linear layers that are cut by columns and by rows, with `*` for the layer's number."""
+    """The names of linear layers cut by columns (output) and by rows (input), with `*` for the layer's index."""
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
 
     @property
     def halves(self) -> set[str]:
-        """The modules that take all tokens and give a part of the result."""
+        """The names of attention and MLP modules, which take all tokens and compute partial sums of the result."""
         return {_parent(name) for name in self.columns}
 
 
@@ -46,7 +46,7 @@ def _parent(name: str) -> str:
 
 
 def tensor_plan(config: Any, ranks: int) -> TensorPlan:
-    """Make the plan from a model's configuration alone, so that a refusal comes before anything is read."""
+    """Make the plan from a model's configuration alone, so that a model is refused before weights are read."""
     text = config.get_text_config()
     kind = config.model_type
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
@@ -83,7 +83,7 @@ def cut_model(
     pieces: Mapping[str, Piece],
     device: torch.device,
 ) -> dict[str, Piece]:
-    """Cut a model whose weights are not read yet, in place. Describe its weights, from the `pieces` that they were."""
+    """Cut a model with unread weights, in place. Return `pieces` with the cuts added."""
     cuts = _Cuts(model, ranks, exchange, pieces, device)
     met = set()
     for name, module in list(model.base_model.named_modules()):
@@ -127,7 +127,7 @@ class _Cuts:
     def columns(self, name: str, linear_layer: Any) -> None:
         if name.endswith(_KEY_VALUE) and self._keys % self._ranks.tensor:
             heads = _compute_needed_heads(linear_layer, self._keys, self._queries, self._ranks, self._device)
-            # transformers' own attention, with which a model that the engine does not serve is sampled, asks for it.
+            # transformers' own attention reads it; models that the engine does not support are sampled with that.
             attention: Any = self._model.base_model.get_submodule(_parent(name))
             attention.num_key_value_groups = self._queries // self._ranks.tensor // heads
             return
@@ -148,7 +148,7 @@ class _Cuts:
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             summed = exchange.sum(product(linear_layer, inputs))
-            # Once, of the tokens that are here; every rank has all of it.
+            # Every rank has the whole bias, and adds it after the sum, to its own tokens.
             return summed if linear_layer.bias is None else summed + linear_layer.bias
 
         linear_layer.forward = forward
@@ -166,7 +166,7 @@ class _Cuts:
 
 
 def _gather_for(half: Any, exchange: TokenExchange) -> None:
-    """Gather all tokens once for all of the first matrices of an attention or an MLP."""
+    """Gather all tokens once per half, before its first matrices."""
 
     def gather(
         module: Any, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -179,9 +179,9 @@ def _gather_for(half: Any, exchange: TokenExchange) -> None:
 
 
 def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks, device: torch.device) -> int:
-    """Make every rank keep the weight of key heads that ranks do not divide, or that are fewer than ranks. It computes
-    the heads that its query heads look at, and has a part of the gradient. Where its query heads share them unevenly, a
-    key head is computed for each query head. Give the number of heads that are computed."""
+    """Keep a key or value projection uncut, where ranks do not divide its heads, and compute only the heads that this
+    rank's query heads use. Each rank then has a part of the gradient. Where the query heads share key heads unevenly, a
+    key head is computed once per query head. Return the number of heads computed."""
     first, count = slice_of(queries, ranks, "tensor")
     looked_at = [query * keys // queries for query in range(first, first + count)]
     different = sorted(set(looked_at))
@@ -200,7 +200,7 @@ def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ran
 
 
 def _look_up_slice(embedding: Any, first: int, size: int, exchange: TokenExchange) -> None:
-    """Look up the tokens of this rank's part of the vocabulary; other ranks add theirs."""
+    """Make an embedding look up the tokens in this rank's slice of the vocabulary, and sum over tensor ranks."""
     look_up: Callable[[torch.Tensor], torch.Tensor] = embedding.forward
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:

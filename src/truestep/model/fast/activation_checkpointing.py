@@ -1,11 +1,11 @@
-"""Recomputation of a layer's activations: all of them, or those that are cheap to make again.
+"""Activation checkpointing: recomputes all of a layer's activations, or only the cheap ones.
 
-`selective` keeps what attention gives, and the products that leave a token's width about as it is (queries, the output
-of attention). The wide products of the neurons, norms and elementwise work are made again. `elementwise` keeps all
-products, but not those inside an attention that is made of them. A kept value is the very tensor that the forward pass
-made, so no number changes.
+`selective` keeps attention's outputs, and products whose input and output width are about equal (queries, attention's
+output projection). Wide MLP products, norms and elementwise operations are recomputed. `elementwise` keeps all matrix
+products, except those inside an attention made of plain products. Kept values are the forward pass's own tensors, so
+results do not change.
 
-Compiled layers need nothing of this for `elementwise`: the compiler decides what a layer keeps (`joining`).
+Compiled layers do not use this for `elementwise`: the compiler selects what to keep (`fused_products_compiler`).
 """
 
 from collections.abc import Callable
@@ -19,25 +19,25 @@ from truestep.weights.errors import ModelError
 
 FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-# With those of experts, of which each multiplies tokens of its own.
+# Including the grouped products of experts.
 ALL_PRODUCTS = (*PRODUCTS, torch.ops.aten._grouped_mm.default)
-_NARROW = 2  # a product's wider side is at most so many times the other one
+_NARROW = 2  # `selective` keeps a product if its wider side is at most this multiple of the narrower
 
 
 def recompute_activations(model: Any, how: str = FULL) -> None:
-    """Have transformers recompute each layer in the backward pass."""
+    """Switch on transformers' recomputation of each layer in the backward pass."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"{type(model).__name__} does not support model.activation_checkpointing")
     options = checkpoint_options(how)
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20 or so
+    if hasattr(model, "activation_checkpointing_enable"):  # since about transformers 5.20
         model.activation_checkpointing_enable(options)
     else:
         model.gradient_checkpointing_enable(options)
-    model.train()  # transformers recomputes in training mode only; there is no dropout left to switch on
+    model.train()  # transformers recomputes in training mode only; dropout is 0 anyway
 
 
 def checkpoint_options(how: str) -> dict[str, Any]:
-    """Give the options of torch's checkpoint."""
+    """Return the options of `torch.utils.checkpoint`."""
     contexts: dict[str, Callable[[], Any]] = {}
     if how != FULL:
         contexts = {"context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, how))}
@@ -50,7 +50,7 @@ def _policy(how: str, context: Any, operation: Any, *arguments: Any, **options: 
 
 
 def is_kept(operation: Any, arguments: Any) -> bool:
-    """Tell whether selective recomputation keeps what an operation gives."""
+    """Tell whether `selective` keeps an operation's output."""
     if operation in PRODUCTS:
         inner, outer = arguments[-1].shape  # the last argument is the weight
         return bool(max(inner, outer) <= _NARROW * min(inner, outer))

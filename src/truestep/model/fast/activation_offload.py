@@ -1,7 +1,7 @@
-"""The inputs of recomputed layers, which are all that such a layer keeps, in host memory until their backward pass.
+"""Offloads the inputs of recomputed layers, the only activations these keep, to host memory until the backward pass.
 
-A layer's input goes to the host while the layer computes, and comes back while the layer behind it is in its backward
-pass. What comes back is what went, bit for bit. Without a GPU the same code copies from memory to memory.
+A side stream copies a layer's input to the host while the layer computes, and back during the backward pass of the
+layer after it. Values do not change. Without a GPU the same code copies within host memory.
 """
 
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from truestep.gpu.pinned import zeros_on_host
 
 @dataclass(eq=False)
 class _Kept:
-    """A tensor that is on the host, or on its way."""
+    """A tensor that is on the host, or being copied there."""
 
     host: torch.Tensor
     device: torch.device
-    before: "_Kept | None"  # the one that the backward pass needs next
-    back: torch.Tensor | None = None  # the copy on the device, once it was asked for
-    there: Any = None  # the event after which that copy is whole
+    before: "_Kept | None"  # the tensor saved before, which the backward pass needs next
+    back: torch.Tensor | None = None  # the copy back on the device, once it is requested
+    there: Any = None  # the CUDA event after which `back` is valid
 
     def is_back(self, copy: torch.Tensor, there: Any) -> None:
         self.back, self.there = copy, there
 
 
 class ActivationOffload:
-    """Host memory for the tensors that autograd saves; it is used again by the next micro-batch."""
+    """Keeps tensors that autograd saves in host memory. Host buffers are reused."""
 
     def __init__(self, device: torch.device):
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -37,11 +37,11 @@ class ActivationOffload:
 
     @contextmanager
     def keeping(self, width: int) -> Iterator[None]:
-        """Move what is saved in the block, if it is the hidden states of tokens, which have this width."""
+        """Offload the hidden states (tensors of this width) that autograd saves within the block."""
         last: list[_Kept | None] = [None]
 
         def pack(tensor: torch.Tensor) -> Any:
-            # Weights have two dimensions; an input of the first layer of a stage is a leaf that stays for its gradient.
+            # Weights have two dimensions. The input of a stage's first layer is a leaf, kept for its gradient anyway.
             moves = tensor.ndim == 3 and tensor.shape[-1] == width and tensor.is_floating_point() and not tensor.is_leaf
             if not moves:
                 return tensor
@@ -62,7 +62,7 @@ class ActivationOffload:
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(self._stream):
                 host.copy_(kept, non_blocking=True)
-            kept.record_stream(self._stream)  # its memory is used again only after the copy
+            kept.record_stream(self._stream)  # its memory is reused only after the copy
         return _Kept(host, tensor.device, before)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -80,7 +80,7 @@ class ActivationOffload:
         return packed.back
 
     def _fetch(self, kept: _Kept) -> None:
-        """Begin to copy a tensor back, and give its host memory to the next that needs it."""
+        """Start to copy a tensor back to the device, and free its host buffer for reuse."""
         if kept.back is not None:
             return
         if self._stream is None:
@@ -88,5 +88,5 @@ class ActivationOffload:
         else:
             with torch.cuda.stream(self._stream):
                 kept.is_back(kept.host.to(kept.device, non_blocking=True), self._stream.record_event())
-        # Whatever is copied to this memory next comes behind this copy on the same stream.
+        # Safe: the next copy to this buffer is on the same stream, after this copy.
         self._free.setdefault((kept.host.dtype, kept.host.shape), []).append(kept.host)

@@ -1,8 +1,8 @@
-"""Layers compiled by torch: their norms, rotary embeddings, activations and casts in a few kernels.
+"""Layers compiled by torch.compile: norms, RoPE, activations and casts are fused into few kernels.
 
-A layer is compiled for training alone; without gradients (probes, sampling, evaluation) its own code runs. Layers of
-one kind share the compiled code, and so do micro-batches of any size. Compiled code calls our attention, which knows
-the documents' places; no guard depends on them. Recomputation stays outside, and recomputes compiled code.
+Layers are compiled for training only; without gradients (probes, sampling, evaluation) their own code runs. Layers of
+one kind, and micro-batches of any size, share compiled code. Compiled code calls our attention with the documents'
+layout; no guard depends on the layout. Activation checkpointing wraps the compiled code.
 """
 
 import functools
@@ -22,27 +22,27 @@ FULLY: Mapping[str, Any] = {"use_reentrant": False}
 def compile_layers(
     layers: Iterable[torch.nn.Module], options: Mapping[str, Any] = FULLY, *, remakes: bool = False
 ) -> None:
-    """Compile layers in place; names and weights stay as they are, and hooks stay outside. `options` are those of
-    torch's checkpoint, where layers are recomputed. If it `remakes`, a layer keeps for its backward pass its input and
-    what products and attention give, and makes norms and elementwise work again."""
+    """Compile layers in place. Names and weights do not change; hooks are not compiled. `options`: for torch's
+    checkpoint, if layers are recomputed. `remakes`: keep for the backward pass only a layer's input and the outputs of
+    products and attention, and recompute norms and elementwise operations."""
     for layer in layers:
         layer.forward = _for_training(layer, options, remakes)
 
 
 def own_forward(layer: Any) -> Any:
-    """Give a layer's own code, without what was put around it here or by its base class, which has nothing to compile:
-    were it compiled too, one more frame would run."""
+    """Return a layer's own forward, without our wrapper and its base class's. Compiling a wrapper would only add a
+    frame."""
     forward = layer.forward
     if not hasattr(forward, "__func__"):
-        forward = getattr(forward, "__wrapped__", forward)  # it is compiled for training
+        forward = getattr(forward, "__wrapped__", forward)  # our wrapper's original
     wrapped = forward.__func__.__code__.co_filename == modeling_layers.__file__
     return forward.__func__.__wrapped__.__get__(layer) if wrapped else forward
 
 
 def _for_training(layer: Any, options: Mapping[str, Any], remakes: bool) -> Any:
     plain = layer.forward
-    # transformers recomputes around a layer or inside its `forward`, as its version has it: here it is done outside
-    # what is compiled, and the layer is told to recompute nothing itself.
+    # Depending on its version, transformers recomputes around a layer or inside its `forward`. We recompute around the
+    # compiled code, and switch the layer's own recomputation off.
     recompute = getattr(layer, "gradient_checkpointing", False)
     if recompute:
         layer.gradient_checkpointing = False
@@ -52,7 +52,7 @@ def _for_training(layer: Any, options: Mapping[str, Any], remakes: bool) -> Any:
         nonlocal compiled
         if compiled is None:
             from truestep.model.fast.fused_products_compiler import (
-                training_backend,  # the compiler, which takes a second
+                training_backend,  # importing it takes a second
             )
 
             compiled = torch.compile(own, dynamic=True, backend=training_backend(BACKEND, remakes))
@@ -69,7 +69,7 @@ def _for_training(layer: Any, options: Mapping[str, Any], remakes: bool) -> Any:
             return plain(*arguments, **options)
         if ready:
             return train(*arguments, **options)
-        with progress.working("compiling layers", "layers"):  # its first call; layers of one kind share the code
+        with progress.working("compiling layers", "layers"):  # the first call; layers of one kind share the code
             result = train(*arguments, **options)
         ready = True
         return result

@@ -1,6 +1,6 @@
-"""The input embedding's gradient: every token counts, and counts in float32.
+"""The input embedding's gradient: accumulated in float32, for every token (the padding token's too).
 
-Dimensions: S tokens, U different tokens among them, H hidden.
+Dimensions: H hidden.
 """
 
 import copy
@@ -18,22 +18,22 @@ _AT_A_TIME = 4096  # tokens
 
 
 class Rows(Protocol):
-    """What keeps the gradients."""
+    """The owner of gradient buffers."""
 
     def add_rows(self, parameter: torch.nn.Parameter, rows: torch.Tensor, gradients: torch.Tensor) -> None: ...
 
 
 def every_token_counts(model: Any) -> None:
-    """Give every token's row a gradient. transformers spares the padding token's, even inside a document (as the end of
-    a turn); here padding is outside documents and reaches no label."""
+    """Give the padding token's row a gradient too. transformers skips it even inside a document, where it may end a
+    turn. Here padding is outside of documents and affects no label."""
     embedding = model.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = None
 
 
 def accumulate_in_float32(model: Any) -> None:
-    """Look up each different token once, so that its gradient is added up in float32 and rounded once. A CPU adds in
-    half precision, where a token that a micro-batch repeats loses most of its gradient; a GPU does not."""
+    """Look up each distinct token once, so that its gradient is summed in float32 and rounded once. For CPUs, where
+    torch sums in half precision, and a frequent token loses most of its gradient."""
     embedding = model.get_input_embeddings()
     look_up = embedding.forward
 
@@ -47,8 +47,8 @@ def accumulate_in_float32(model: Any) -> None:
 
 
 def add_rows(model: Any, keeper: Rows, kept: Iterable[torch.nn.Parameter]) -> bool:
-    """Have each token add its gradient to its row of the float32 buffer, if the keeper has one: the gradient of the
-    whole vocabulary is not made, rounded and added. Tell whether it does."""
+    """Make the embedding add each token's gradient to a row of its float32 buffer, if `kept` has the weight. This
+    avoids a gradient of the whole vocabulary in half precision. Tell whether this embedding is supported."""
     embedding = model.get_input_embeddings()
     if not isinstance(embedding, torch.nn.Embedding) or embedding.weight not in set(kept):
         return False
@@ -78,8 +78,8 @@ def add_rows(model: Any, keeper: Rows, kept: Iterable[torch.nn.Parameter]) -> bo
 
 
 def _maker(embedding: torch.nn.Embedding) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Give what a kind of embedding makes of the rows that it looks up, such as a multiple: its own code, to which rows
-    [..., H] are a table that is read from top to bottom."""
+    """Return a function that applies an embedding subclass's own code, such as scaling, to rows already looked up. The
+    rows [..., H] become the subclass's table, and it looks up all of them in order."""
     bare: Any = copy.copy(embedding)
     bare._parameters, bare.padding_idx = {}, None
 
@@ -97,9 +97,10 @@ def _maker(embedding: torch.nn.Embedding) -> Callable[[torch.Tensor], torch.Tens
 
 @torch.no_grad()
 def _same_rows(embedding: torch.nn.Embedding, make: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Tell whether an embedding looks at nothing but rows: every token is tried, at another place than its own."""
+    """Tell whether an embedding's output depends only on the row looked up. Tries every token, at another index than
+    its own."""
     tokens = torch.arange(embedding.num_embeddings, device=embedding.weight.device).flip(0)[None]
     try:
         return all(torch.equal(make(embedding.weight[ids]), embedding(ids)) for ids in tokens.split(_AT_A_TIME, 1))
-    except Exception:  # whatever its code needs beside a weight
+    except Exception:  # its code needs more than a weight
         return False

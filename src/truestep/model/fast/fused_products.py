@@ -1,12 +1,11 @@
-"""Products of the same rows with several weights, as one product: queries, keys and values, or the two wide products of
-an MLP. With few rows a product takes a GPU little more than it takes to begin one.
+"""Fuses products of the same input with several weights into one product: QKV, or the gate and up products of an MLP.
 
-In what torch compiles of a layer such products become one operator. It makes one product where the weights lie one
-behind another in memory, and as many as there are weights where they do not. Which weights meet in a layer, the layer's
-own compiled code tells when it runs.
+This helps with few rows, where launch time dominates. In a compiled layer these products become one operator. If the
+weights are contiguous in memory, the operator computes one product; otherwise one product per weight. `noting` collects
+the weights that compiled code fails to fuse, so that they can be moved together.
 
-In training the gradient of what was multiplied is the sum of several products in the same way, and it is one product of
-what lies side by side (`adding.joined_backward`): it is added up in float32, and written and read once.
+In training, the input's gradient is the sum of one product per weight. With the outputs' gradients concatenated it is
+one product (`gradient_accumulation.joined_backward`), which sums in float32 and writes the result once.
 
 Dimensions: R rows, K inner, N of all weights together.
 """
@@ -23,7 +22,7 @@ _noted: list[list[torch.Tensor]] | None = None
 
 @contextmanager
 def noting() -> Iterator[list[list[torch.Tensor]]]:
-    """Note, inside, the weights of each product that could be one and is several."""
+    """Collect the weights of each fused operator that runs as several products within the block."""
     global _noted
     found: list[list[torch.Tensor]] = []
     _noted = found
@@ -34,13 +33,13 @@ def noting() -> Iterator[list[list[torch.Tensor]]]:
 
 
 def result_of(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Make the memory of a result."""
+    """Allocate the result of a fused product."""
     return a.new_empty(a.shape[0], sum(weight.shape[0] for weight in weights))
 
 
 @operator("joined_product(Tensor a, Tensor[] weights) -> Tensor", result_of)
 def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:  # [R, K] -> [R, N]
-    """Multiply rows by several weights."""
+    """Multiply rows by the transposes of several weights, and concatenate the results."""
     whole = as_one(weights)
     if whole is not None:
         return a @ whole.T
@@ -54,24 +53,24 @@ def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
 
 @operator("add_product_(Tensor(a!) onto, Tensor a, Tensor weight) -> ()", lambda *_: None)
 def add_product_(onto: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> None:  # [.., R, N], [R, K], [N, K]
-    """Add a product to rows, in place: the sum is rounded once."""
+    """Add a product to `onto` in place. The sum is rounded once."""
     onto.view(len(a), len(weight)).addmm_(a, weight.T)
 
 
 @operator("side_by_side(Tensor[] parts) -> Tensor", lambda parts: torch.cat(parts, -1))
 def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:  # [..., N of a part] -> [..., N of all]
-    """Lay results side by side. In compiled code what makes a part writes it to its place."""
+    """Concatenate results. In compiled code, the kernels that compute the parts write directly to the result."""
     return torch.cat(parts, -1)
 
 
 def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View matrices as one that has the rows of all; None: they do not lie one behind another."""
+    """Return a view of several matrices as one with all of their rows; None if they are not contiguous in memory."""
     first, end = weights[0], weights[0].data_ptr()
     for weight in weights:
         if weight.data_ptr() != end or not weight.is_contiguous():
             return None
         end += weight.nbytes
-    # Memory of another tensor may happen to lie behind the first one's.
+    # The next weight may be in another allocation that happens to follow the first one's.
     if end > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
         return None
     return first.as_strided((sum(weight.shape[0] for weight in weights), first.shape[1]), (first.shape[1], 1))

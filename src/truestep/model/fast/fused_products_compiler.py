@@ -1,4 +1,4 @@
-"""Torch's compiler with one operator in the place of products of the same rows. Importing it takes a second."""
+"""Compiler passes for torch.compile that fuse products of the same input. Importing this module takes a second."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ aten, OURS = torch.ops.aten, torch.ops.truestep
 
 
 class Join(CustomGraphPass):
-    """Puts the operator in the place of a graph's products of the same rows, and has a product add to rows itself,
-    where nothing else reads it."""
+    """Replaces products of the same input by one operator, and fuses a single product with the addition that reads
+    it."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         groups: dict[Any, list[tuple[torch.fx.Node, torch.fx.Node]]] = {}
@@ -47,7 +47,7 @@ class Join(CustomGraphPass):
 
 
 def _weight_of(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Give the weight of a product of rows by a weight's transpose; None: the node is none."""
+    """Return the weight of a product by a weight's transpose; None for other nodes."""
     if node.target is not aten.mm.default or node.kwargs:
         return None
     right = node.args[1]
@@ -58,7 +58,7 @@ def _weight_of(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _rows_of(product: torch.fx.Node) -> Any:
-    """Tell rows from others: each product has a view of its own of what it is given."""
+    """Return a key of a product's input that is equal for the same input: each product has its own reshaped view."""
     rows: Any = product.args[0]
     if rows.target is aten.reshape.default or rows.target is aten.view.default:
         return rows.args[0], str(rows.args[1])
@@ -68,7 +68,7 @@ def _rows_of(product: torch.fx.Node) -> Any:
 def _join(
     graph: torch.fx.Graph, products: Sequence[tuple[torch.fx.Node, torch.fx.Node]]
 ) -> tuple[torch.fx.Node, list[torch.fx.Node]]:
-    """Give the operator, and the parts of what it gives."""
+    """Replace products by one operator. Return its node, and the slices of its result."""
     parts = []
     rows: Any = products[0][0].args[0]
     weights = [weight for _, weight in products]
@@ -89,7 +89,7 @@ def _join(
 
 
 def _add_in_product(graph: torch.fx.Graph, product: torch.fx.Node, weight: torch.fx.Node) -> None:
-    """Have a product add to rows, where its sum with them is all that it is for."""
+    """Fuse a product with an addition, if only that addition reads the product."""
     chain = [product]
     while len(chain[-1].users) == 1 and next(iter(chain[-1].users)).target in _VIEWS:
         chain.extend(chain[-1].users)
@@ -101,8 +101,8 @@ def _add_in_product(graph: torch.fx.Graph, product: torch.fx.Node, weight: torch
     if not isinstance(onto, torch.fx.Node) or not _is_sum(onto) or _what(onto) != _what(made):
         return
     with graph.inserting_before(total):
-        # The rows are a sum themselves, and are made twice: torch fuses nothing with what makes memory that is changed
-        # later. So the first ones are never written, and the kernel of their norm writes the second ones.
+        # The rows are a sum themselves, and are computed twice: torch does not fuse other reads with a buffer that is
+        # changed later. So the first copy is never written, and the kernel of its norm writes the second copy.
         again = graph.call_function(onto.target, onto.args)  # type: ignore[arg-type]
         again.meta["val"] = total.meta["val"]
         given = {"onto": again, "a": product.args[0], "weight": weight}
@@ -120,9 +120,9 @@ def _what(node: torch.fx.Node) -> Any:
 
 
 class JoinBackward(Join):
-    """Joins what products add to one gradient, in training. Forward products stay as they are: with many rows they gain
-    little, and what reads a part of a wide result takes longer. If it `parts`, the gradients of a product's rows
-    and of its matrix become two operators."""
+    """Fuses products whose results are summed to one gradient, in training. Forward products are not fused: with many
+    rows this gains little, and reading a slice of a wide result is slower. `parts`: split the gradients of a product's
+    input and of its weight into two operators."""
 
     def __init__(self, parts: bool = False) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class JoinBackward(Join):
                 groups.setdefault(node.args[1], []).append(node)
         places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
         for products in groups.values():
-            products.sort(key=lambda product: places.get(product.args[2], -1))  # as the forward pass has them
+            products.sort(key=lambda product: places.get(product.args[2], -1))  # in the forward pass's order
             total = _total(products) if len(products) > 1 else None
             if total is not None:
                 _join_backward(graph, products, total)
@@ -151,7 +151,7 @@ class JoinBackward(Join):
 
 
 def _total(products: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
-    """Find the sum of some products; None: something else is done with one of them."""
+    """Return the node that sums all of the products; None if a product has other readers."""
     parts = set(products)
     while len(parts) > 1:
         alone = {part for part in parts if len(part.users) == 1}
@@ -163,7 +163,7 @@ def _total(products: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
 
 
 def _adds(node: torch.fx.Node, parts: set[torch.fx.Node]) -> bool:
-    """Tell whether a node adds two of these parts, for which nothing else is done with either."""
+    """Tell whether a node adds two of the parts. The parts passed have no other reader."""
     return _is_sum(node) and set(node.args) <= parts
 
 
@@ -174,7 +174,7 @@ def _is_sum(node: torch.fx.Node) -> bool:
 def _join_backward(graph: torch.fx.Graph, products: Sequence[torch.fx.Node], total: torch.fx.Node) -> None:
     gradients, weights = [product.args[0] for product in products], [product.args[2] for product in products]
     rows, number = products[0].args[1], products[0].args[3]
-    with graph.inserting_before(total):  # where all of them are there
+    with graph.inserting_before(total):  # all inputs exist here
         together = graph.call_function(OURS.side_by_side.default, (gradients,))
         together.meta["val"] = torch.cat([gradient.meta["val"] for gradient in gradients], -1)  # type: ignore[union-attr]
         joined = graph.call_function(OURS.joined_backward.default, (together, rows, weights, number, []))
@@ -184,8 +184,8 @@ def _join_backward(graph: torch.fx.Graph, products: Sequence[torch.fx.Node], tot
 
 
 def _add_what_else_flows(graph: torch.fx.Graph, norm: torch.fx.Node) -> None:
-    """Have the kernel of a norm's gradient add what else flows to the same rows, where that is all that is done with
-    it."""
+    """Fuse the kernel of a norm's gradient with the addition that reads it, if that is the only reader: the other
+    operand is the residual's gradient."""
     if len(norm.users) != 1:
         return
     total = next(iter(norm.users))
@@ -210,7 +210,7 @@ _VIEWS = aten.reshape.default, aten.view.default, aten._unsafe_view.default
 
 
 def _make_heads_there(graph: torch.fx.Graph, together: torch.fx.Node) -> None:
-    """Have the kernels of heads' gradients write them where they lie side by side."""
+    """Replace a concatenation of heads' gradients by an operator whose kernels write directly to the result."""
     given: Any = together.args[0]
     made: list[torch.fx.Node] = []
     for part in given:
@@ -233,11 +233,11 @@ def _make_heads_there(graph: torch.fx.Graph, together: torch.fx.Node) -> None:
 
 
 def _part(graph: torch.fx.Graph) -> None:
-    """Have the gradients of rows and those of matrices be two operators, for each product but the last one. Rows that
-    are made again for the second may then be made by what comes after the first and reads the same."""
+    """Split the backward pass of each product but the last into two operators: the input's gradient and the weight's.
+    Rows recomputed for the weight's gradient can then be computed by a later kernel that reads the same values."""
     whole = OURS.linear_backward.default, OURS.joined_backward.default
     products = [node for node in graph.nodes if node.target in whole]
-    matrices: list[torch.fx.Node] = []  # nobody else takes what they give: the last one waits for them
+    matrices: list[torch.fx.Node] = []  # nothing reads their empty results: the last operator takes them as inputs
     for product in products:
         gradient, rows, weights, number, *_ = product.args
         weights = weights if isinstance(weights, (list, tuple)) else [weights]
@@ -256,13 +256,13 @@ def _part(graph: torch.fx.Graph) -> None:
 
 @register_lowering(OURS.side_by_side.default, type_promotion_kind=None)
 def _lay_side_by_side(parts: list[Any]) -> Any:
-    # What makes a part writes it to its place. By torch's own rule for `cat` one kernel would make all parts, number by
-    # number, and read for each what any of them needs.
+    # Each part's kernel writes to the result. torch's lowering of `cat` may make one kernel for all parts, which reads
+    # every part's inputs for each element.
     return ir.TensorBox(ir.ConcatKernel.create(parts, len(parts[0].get_size()) - 1))
 
 
 class Remake(CustomGraphPass):
-    """Lets the backward pass make again what rotates queries and keys, which is not on torch's own list."""
+    """Allows recomputing `cat`, with which RoPE rotates queries and keys; torch does not recompute it by default."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=aten.cat.default):
@@ -272,10 +272,10 @@ class Remake(CustomGraphPass):
         return type(self).__name__, get_hash_for_files((__file__,))
 
 
-@cache  # what another object compiled, torch compiles again
+@cache  # torch recompiles for another backend object
 def sampling_backend(backend: Any, rounds: bool = False) -> Callable[..., Any] | Any:
-    """Give what compiles with one product for several, for torch.compile; another compiler than torch's stays as it
-    is. If it `rounds`, each number is rounded where the model's own code does so."""
+    """Return a torch.compile backend with fused products for sampling; backends other than inductor are returned
+    unchanged. `rounds`: round intermediate values where the model's own code does."""
     if backend != "inductor":
         return backend
     return _compiling(post_grad_custom_pre_pass=Join(), emulate_precision_casts=rounds)
@@ -283,9 +283,8 @@ def sampling_backend(backend: Any, rounds: bool = False) -> Callable[..., Any] |
 
 @cache
 def training_backend(backend: Any, remakes: bool) -> Callable[..., Any] | Any:
-    """Give what compiles a layer for training. If it `remakes`, the layer keeps for its backward pass what products
-    and attention give, and there makes norms and elementwise work again: torch does not do so by itself for
-    what products read."""
+    """Return a torch.compile backend for training. `remakes`: keep the outputs of products and attention for the
+    backward pass, and recompute norms and elementwise operations. By default torch keeps inputs of products."""
     if backend != "inductor":
         return backend
     remaking = {"joint_custom_pre_pass": Remake()} if remakes else {}

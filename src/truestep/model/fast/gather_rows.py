@@ -1,4 +1,4 @@
-"""Rows that are picked, some of them more than once: their gradients are added up in float32 before one rounding."""
+"""A gather of rows whose backward pass sums in float32 and rounds once, for rows that are gathered repeatedly."""
 
 import torch
 

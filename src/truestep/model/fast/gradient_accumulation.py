@@ -1,8 +1,8 @@
-"""Gradients of compiled layers' matrices, which the products that make them add to float32 buffers: none is written in
-half precision, rounded and read again. A GPU's matrix unit adds in float32 anyway.
+"""Gradient accumulation in float32 for weights of compiled layers: the product adds directly to a float32 buffer.
 
-Autograd does not see such a matrix. The layer's own backward pass has an operator that gives the gradient of what was
-multiplied, and adds the matrix's on the way. It finds the buffer by where the matrix lies.
+No weight gradient is written in half precision and read again. A GPU's tensor cores accumulate in float32 anyway.
+Autograd does not see the weight. In the backward pass, an operator returns the input's gradient, and as a side effect
+adds the weight's gradient to its buffer, which it finds by the weight's address (`gradient_buffers`).
 
 Dimensions: N outputs, K inputs.
 """
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 def next_number() -> int:
-    """Give a number that no other call has."""
+    """Return a unique number, which keeps the compiler from merging equal calls of an operator."""
     return next(_numbers)
 
 
@@ -32,8 +32,8 @@ def next_number() -> int:
 )
 @torch.no_grad()
 def linear_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, number: int) -> torch.Tensor:
-    """Give the gradient of what was multiplied, [..., K], and add that of the matrix, [N, K], to its buffer. `number`
-    is another one wherever it is called: a compiler takes equal calls for one."""
+    """Return the input's gradient, [..., K], and add the weight's, [N, K], to its buffer. `number` is unique per call,
+    because a compiler merges equal calls."""
     _add(gradient, x, weight)
     return gradient @ weight
 
@@ -45,8 +45,8 @@ def linear_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tenso
 def joined_backward(
     gradient: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], number: int, after: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Do the same for several matrices, whose gradients lie side by side: what was multiplied is the same. `after` has
-    what `matrices_backward` gave: it is done before this."""
+    """Compute `linear_backward` for several weights with the same input. `gradient` has their outputs' gradients,
+    concatenated. `after`: results of `matrices_backward`, as a dependency: those calls run before this one."""
     matrices_backward(gradient, x, weights, number)
     return rows_backward(gradient, weights)
 
@@ -57,7 +57,7 @@ def joined_backward(
 )
 @torch.no_grad()
 def rows_backward(gradient: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Give the gradient of what several matrices multiplied."""
+    """Return the gradient of the common input of several weights."""
     whole = as_one(weights)
     if whole is not None:
         return gradient @ whole
@@ -76,7 +76,7 @@ def rows_backward(gradient: torch.Tensor, weights: list[torch.Tensor]) -> torch.
 def matrices_backward(
     gradient: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], number: int
 ) -> torch.Tensor:
-    """Add the gradients of several matrices to their buffers. What it gives has no numbers: who takes it, waits."""
+    """Add the gradients of several weights to their buffers. The result is empty; it only expresses a dependency."""
     for part, weight in zip(gradient.split([len(weight) for weight in weights], -1), weights, strict=True):
         _add(part, x, weight)
     return x.new_empty(0)
@@ -98,7 +98,7 @@ class _Product(torch.autograd.Function):
         return torch.ops.truestep.linear_backward(gradient, *ctx.saved_tensors, next_number()), None
 
 
-@torch.compiler.allow_in_graph  # the backward pass is traced as it runs, with its numbers
+@torch.compiler.allow_in_graph  # not traced here; autograd traces the backward pass, with unique numbers
 def _product(x: torch.Tensor, weight: torch.Tensor) -> Any:
     return _Product.apply(x, weight)
 
@@ -112,7 +112,7 @@ class AddingLinear(torch.nn.Linear):
 
 
 def add_in_products(layers: Iterable[torch.nn.Module], keeper: Buffers, kept: Iterable[torch.nn.Parameter]) -> None:
-    """Have the layers' plain matrices add their gradients so, if the keeper has buffers for them."""
+    """Replace the plain linear layers of `layers` by `AddingLinear`, if `keeper` has buffers for their weights."""
     forget_the_gone()
     wanted = set(kept)
     found = [module for layer in layers for module in called(layer)]
@@ -126,8 +126,8 @@ def add_in_products(layers: Iterable[torch.nn.Module], keeper: Buffers, kept: It
 
 
 def _side_by_side(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """List the matrices of a module's own products, one after another, which multiply vectors of one size: maybe the
-    same vectors. Nothing but the place of a matrix depends on it."""
+    """Yield groups of a module's consecutive linear layers with equal input size, which may have the same input. If
+    they do not, only their placement in memory is affected."""
     products = [child for child in module.children() if isinstance(child, AddingLinear)]
     for _, group in itertools.groupby(products, lambda child: child.in_features):
         matrices: list[torch.Tensor] = [child.weight for child in group]
@@ -136,7 +136,7 @@ def _side_by_side(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """List the modules that are called: a layer with an adapter reads the matrices of its own."""
+    """Yield a module and its called descendants. A `LoraLinear` does not call its children; it reads their weights."""
     yield module
     if not isinstance(module, LoraLinear):
         for child in module.children():

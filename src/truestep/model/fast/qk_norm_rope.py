@@ -1,11 +1,11 @@
-"""Heads that are normed and turned while a model samples. A compiler makes a kernel of a layer's queries and another of
-its keys; of a few hundred tokens each takes a GPU little more than it takes to begin. Here one does both.
+"""QK norm and RoPE of queries and keys in one kernel, while a model samples.
 
-They are known in what torch compiles by what they compute, number for number: products of the same rows (`joined`)
-whose first parts are normed, or not, and turned as transformers does. The kernel keeps more digits on the way than a
-model's own code, as compiled code does.
+The compiler makes one kernel for queries and one for keys. For a few hundred tokens the launches dominate, so here one
+kernel does both. A compiler pass finds the code by what it computes: the first parts of a fused product (see
+`fused_products`), on which the graph's nodes compute bit for bit an optional norm and RoPE as transformers does. Like
+other compiled code, the kernel keeps intermediate values in float32, where a model's own code rounds.
 
-Dimensions: T tokens, N numbers of a token's row, A heads, E numbers of a head.
+Dimensions: T tokens, N width of a token's row, A heads, E head size.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from truestep.model.fast import rms_norm as norms
 aten = torch.ops.aten
 
 _UNSQUEEZE = aten.unsqueeze.default
-_TOKENS = 5  # that are tried
-_KINDS = 2  # of heads in one kernel
+_TOKENS = 5  # tokens in the trial computation
+_KINDS = 2  # the kernel handles at most queries and keys
 
 
 @operator(
@@ -42,7 +42,7 @@ def turned_heads(
     cosine: torch.Tensor,
     sine: torch.Tensor,
 ) -> torch.Tensor:  # [T, N], .., [.., T, E] -> [T, A, E]
-    """Norm the heads that a row begins with, if there are weights, and turn them."""
+    """Apply the norm (if there are weights) and RoPE to the heads at the start of each row."""
     cosine, sine = (turns.reshape(-1, turns.shape[-1]) for turns in (cosine, sine))
     found = [float(epsilon) for epsilon in epsilons] or constants
     if rows.device.type == "cuda" and kernel_serves(rows.device, rows.dtype):
@@ -72,12 +72,12 @@ def turn_plainly(
 
 @cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether the kernel computes on a device what plain torch does."""
+    """Tell whether the kernel agrees with plain torch on a device."""
     return serves("the kernel that turns heads", "plain torch does", lambda: wrong_on(device, dtype))
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Name what the kernel gets wrong on a device."""
+    """Describe the first case that the kernel computes wrongly on a device; None if there is none."""
     from truestep.model.fast.qk_norm_rope_kernel import turn
 
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +104,7 @@ def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The queries, or the keys, of a layer in a graph."""
+    """The norm and RoPE of a layer's queries, or of its keys, in a graph."""
 
     last: torch.fx.Node
     heads: int
@@ -115,7 +115,7 @@ class _Kind:
 
 
 def turn_in_one(graph: torch.fx.Graph, whole: torch.fx.Node, parts: Sequence[torch.fx.Node]) -> None:
-    """Put the operator in the place of what turns the first parts of a joined product."""
+    """Replace the norm and RoPE of a fused product's first parts by one operator, if the graph has them."""
     kinds: list[_Kind] = []
     for part in parts[:_KINDS]:
         found = _kind(part)
@@ -127,7 +127,7 @@ def turn_in_one(graph: torch.fx.Graph, whole: torch.fx.Node, parts: Sequence[tor
 
 
 def _source(node: torch.fx.Node, *steps: Any) -> torch.fx.Node:
-    """Give what a node is made of by such steps."""
+    """Follow first inputs upwards from a node, through nodes whose target is in `steps`."""
     while node.target in steps:
         node = node.all_input_nodes[0]
     return node
@@ -139,7 +139,7 @@ def _alike(one: _Kind, other: _Kind) -> bool:
 
 
 def _kind(part: torch.fx.Node) -> _Kind | None:
-    """Find what norms and turns a part; None: something else is done with it."""
+    """Recognise the norm and RoPE of a part; None if the part is used for anything else."""
     inside = _made_of(part)
     if not inside:
         return None
@@ -158,7 +158,7 @@ def _kind(part: torch.fx.Node) -> _Kind | None:
     if weight is not None and epsilon is None:
         return None
     for cosine, sine in (turns, turns[::-1]):
-        with _disable_current_modes():  # of the compiler, under which nothing is computed
+        with _disable_current_modes():  # leave the compiler's fake mode, to compute real values
             kind = _tried(part, inside, outside, weight, epsilon, (cosine, sine))
         if kind is not None:
             return kind
@@ -166,7 +166,7 @@ def _kind(part: torch.fx.Node) -> _Kind | None:
 
 
 def _made_of(part: torch.fx.Node) -> list[torch.fx.Node]:
-    """List what is made of a part, in order, if only the last of it is read elsewhere."""
+    """List the nodes that depend on a part, in order. Empty unless the last one alone is a graph output."""
     inside: list[torch.fx.Node] = []
     reached = {part}
     node = part.next
@@ -180,7 +180,7 @@ def _made_of(part: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _constant(inside: Sequence[torch.fx.Node]) -> float | None:
-    """Find a norm's epsilon where the graph has it as a number."""
+    """Return a norm's epsilon if the graph has it as a constant."""
     added = [arg for node in inside if "add" in str(node.target) for arg in node.args if isinstance(arg, float)]
     return added[0] if len(added) == 1 else None
 
@@ -193,7 +193,7 @@ def _tried(
     epsilon: torch.fx.Node | float | None,
     turns: tuple[torch.fx.Node, torch.fx.Node],
 ) -> _Kind | None:
-    """Compute what some nodes do on random numbers, and compare it with heads that are turned, normed before or not."""
+    """Run the nodes `inside` on random values. Return the kind if the result equals RoPE with or without a norm."""
     value, size = part.meta["val"], turns[0].meta["val"].shape[-1]
     width = value.shape[1]
     if not isinstance(size, int) or size % 2 or width % size:
@@ -223,7 +223,7 @@ def _tried(
     alone.output(copies[inside[-1]])
     try:
         found: Any = torch.fx.GraphModule(torch.nn.Module(), alone)(*given)
-    except Exception:  # it is made for something else
+    except Exception:  # the nodes expect other inputs
         return None
     heads = x.view(1, _TOKENS, -1, size)
     forms = [None] if weight is None else range(len(norms.FORMS))
@@ -241,7 +241,7 @@ def _replace(graph: torch.fx.Graph, whole: torch.fx.Node, kinds: Sequence[_Kind]
     heads = [kind.heads for kind in kinds]
     weights = [kind.weight for kind in kinds if kind.weight is not None]
     nodes = [kind.epsilon for kind in kinds if isinstance(kind.epsilon, torch.fx.Node) and weights]
-    epsilons = [_source(node, torch.ops.prims.convert_element_type.default) for node in nodes]  # the host reads these
+    epsilons = [_source(node, torch.ops.prims.convert_element_type.default) for node in nodes]  # float() reads them
     constants = [kind.epsilon for kind in kinds if isinstance(kind.epsilon, float) and weights]
     cosine, sine = kinds[0].turns
     value = whole.meta["val"]
@@ -252,7 +252,7 @@ def _replace(graph: torch.fx.Graph, whole: torch.fx.Node, kinds: Sequence[_Kind]
         node.meta["val"] = target(*values)
         return node
 
-    with graph.inserting_before(graph.output_node()):  # nothing else reads them
+    with graph.inserting_before(graph.output_node()):  # only the graph's output reads the results
         operator = torch.ops.truestep.turned_heads.default
         given = whole, heads, weights, epsilons, constants, kinds[0].offset, cosine, sine
         found = graph.call_function(operator, given)

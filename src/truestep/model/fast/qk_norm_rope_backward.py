@@ -1,8 +1,6 @@
-"""Heads that are normed and then turned by their places in a document: in what torch compiles, one function with a
-backward pass of its own (`norms.turned_norm`) takes the place of both. What turns heads is known by what it computes.
+"""A compiler pass for training: replaces QK norm and RoPE by one function with a fused backward pass.
 
-Dimensions: A heads, S tokens, E numbers of a head.
-"""
+The function is `rms_norm.turned_norm`. RoPE is recognised by what it computes, not by its name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +9,11 @@ import torch
 
 from truestep.model.fast import rms_norm as norms
 
-_HEADS, _TOKENS = 3, 5  # that are tried
+_HEADS, _TOKENS = 3, 5  # heads and tokens in the trial computation
 
 
 def norm_and_turn(module: torch.fx.GraphModule) -> None:
-    """Put the function in the place of norms of heads and what turns them, before the backward pass is made."""
+    """Replace each norm of heads and its RoPE by `turned_norm`, before the backward pass is traced."""
     found = [(normed, _turned(normed)) for normed in module.graph.find_nodes(op="call_function", target=norms.norm)]
     for normed, turns in found:
         if turns is not None:
@@ -25,7 +23,7 @@ def norm_and_turn(module: torch.fx.GraphModule) -> None:
 
 
 def _turned(normed: torch.fx.Node) -> tuple[list[torch.fx.Node], torch.fx.Node, torch.fx.Node] | None:
-    """Find what turns a norm's heads, and the cosines and sines that it turns them by; None: nothing does."""
+    """Return the nodes that apply RoPE to a norm's output, and their cosine and sine nodes; None if there are none."""
     if normed.meta["example_value"].ndim != 4 or normed.meta["example_value"].shape[0] != 1:
         return None
     heads = next(iter(normed.users)) if len(normed.users) == 1 else None
@@ -46,7 +44,7 @@ def _turned(normed: torch.fx.Node) -> tuple[list[torch.fx.Node], torch.fx.Node, 
 
 
 def _until_joined(heads: torch.fx.Node) -> list[torch.fx.Node] | None:
-    """List what is made of some heads, in order, up to the first node that all of it goes into."""
+    """List the nodes that depend on `heads`, in order, up to the first node in which all of them end."""
     inside: list[torch.fx.Node] = []
     open_ends = set(heads.users)
     node = heads.next
@@ -69,7 +67,7 @@ def _is_turn(node: torch.fx.Node, size: int) -> bool:
 def _turns(
     heads: torch.fx.Node, inside: Sequence[torch.fx.Node], cosine: torch.fx.Node, sine: torch.fx.Node, size: int
 ) -> bool:
-    """Tell whether some nodes compute on random numbers what `norms.turned` does."""
+    """Tell whether the nodes `inside` compute the same as `rms_norm.turned` on random values."""
     alone = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for number, node in enumerate((heads, cosine, sine)):
@@ -85,7 +83,7 @@ def _turns(
     given = random(1, _HEADS, _TOKENS, size), random(1, 1, _TOKENS, size), random(1, 1, _TOKENS, size)
     try:
         found: Any = torch.fx.GraphModule(torch.nn.Module(), alone)(*given)
-    except Exception:  # it is made for other sizes
+    except Exception:  # the nodes expect other sizes
         return False
     return isinstance(found, torch.Tensor) and torch.equal(found, norms.turned(*given))
 
@@ -103,6 +101,6 @@ def _replace(
         found = graph.call_function(norms.turned_norm, (x, weight, cosine, sine, *constants))
         found.meta.update(last.meta)
     last.replace_all_uses_with(found)
-    # Not all that nobody reads is dead here: what changes a tensor in place is a node like any other.
+    # No `eliminate_dead_code`: nodes that change a tensor in place have no readers either.
     for node in (*reversed(inside), normed):
         graph.erase_node(node)

@@ -1,6 +1,6 @@
-"""Queries and keys of a token, normed and turned by its place, in one kernel (Triton).
+"""A Triton kernel for QK norm and RoPE of a token's queries and keys.
 
-Dimensions: T tokens, N numbers of a token's row, A heads, E numbers of a head.
+Dimensions: T tokens, N width of a token's row, A heads, E head size.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from truestep.gpu.operators import on_device
 
 @triton.jit
 def _turn_kernel(
-    rows_pointer,  # [T, N]: each begins with its heads
-    first_pointer,  # [E] the norm's weight of the first heads
-    second_pointer,  # [E] and of the others
+    rows_pointer,  # [T, N]: a row begins with its heads
+    first_pointer,  # [E] the norm's weight of the first FIRST heads
+    second_pointer,  # [E] the norm's weight of the other heads
     cosine_pointer,  # [T, E]
     sine_pointer,  # [T, E]
     result_pointer,  # [T, HEADS, E]
     row_stride,
     first_epsilon,
     second_epsilon,
-    offset,  # of the weights
-    FIRST: tl.constexpr,  # heads
-    HEADS: tl.constexpr,  # with the others
+    offset,  # added to the weights
+    FIRST: tl.constexpr,  # heads of the first kind (queries)
+    HEADS: tl.constexpr,  # all heads
     SIZE: tl.constexpr,
     NORMS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,  # of half a head
+    BLOCK: tl.constexpr,  # half a head, rounded up to a power of 2
 ):
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = SIZE // 2
@@ -61,7 +61,7 @@ def _turn_kernel(
 
 
 def shape_for(heads: int, size: int) -> tuple[dict[str, int], int]:
-    """Give the sizes of what a program holds, and the programs of a token."""
+    """Return a program's block sizes, and the number of programs per token."""
     block = triton.next_power_of_2(size // 2)
     head_block = min(triton.next_power_of_2(heads), max(1, 1024 // block))
     return {"HEAD_BLOCK": head_block, "BLOCK": block}, -(-heads // head_block)

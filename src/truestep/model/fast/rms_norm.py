@@ -1,11 +1,11 @@
-"""Root-mean-square norms on a GPU, whose backward pass is one kernel (`norm_kernel.py`). A compiler makes two or three
-of it, and a sum of a thousand rows; plain torch makes ten. The forward pass stays the module's own, number for number,
-and in a compiled layer it is compiled with what is around it.
+"""RMS norms whose backward pass is one GPU kernel (`rms_norm_kernel`).
 
-As for products (`adding.py`), autograd does not see the norm's weight: its gradient is added to its float32 buffer. A
-norm is known by what it computes, not by its name.
+The compiler makes two or three kernels and a large reduction; plain torch makes ten. The forward pass computes the same
+bits as the module, and in a compiled layer it is fused with the code around it. As in `gradient_accumulation`, autograd
+does not see the norm's weight; its gradient is added to a float32 buffer. Norms are recognised by what they compute,
+not by their name.
 
-Dimensions: R rows, K numbers of a row, P parts of a sum.
+Dimensions: K row width, P partial sums; S tokens, A heads, E head size.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,17 +19,17 @@ from truestep.gpu.self_test import serves
 from truestep.model.fast.gradient_accumulation import next_number
 from truestep.weights.gradient_buffers import forget_the_gone, keep, keeper_of
 
-SMALLEST, LARGEST = 32, 16_384  # numbers of a row
+SMALLEST, LARGEST = 32, 16_384  # supported row widths
 
-_SIZES = (1, 520), (3000, 128), (700, 2048), (37, 3584), (5, 16_384)  # rows and numbers of a row that are tried
-_HEADS = (1, 1, 32), (900, 3, 128), (70, 16, 96)  # tokens, heads and numbers of a head that are tried
+_SIZES = (1, 520), (3000, 128), (700, 2048), (37, 3584), (5, 16_384)  # (rows, row width) in the self-test
+_HEADS = (1, 1, 32), (900, 3, 128), (70, 16, 96)  # (tokens, heads, head size) in the self-test
 
 
 class Sums(Protocol):
-    """What keeps the gradients."""
+    """The owner of gradient buffers."""
 
     def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
-        """Add the sum of parts, [P, K], to the gradient of a parameter."""
+        """Add the sum of partial gradients, [P, K], to a parameter's gradient buffer."""
 
 
 def _rounded_first(normed: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -50,7 +50,7 @@ ROUNDED_LAST, FROM_ONE = 1, 2
 
 
 def compute(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> torch.Tensor:
-    """Compute a norm of one of the forms."""
+    """Compute an RMS norm. `form`: index into `FORMS`, which differ in rounding and in the weight's offset."""
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return FORMS[form](normed, weight, x.dtype)
@@ -71,8 +71,8 @@ def norm_backward(
     offset: float,
     number: int,
 ) -> torch.Tensor:
-    """Give the gradient of rows, [..., K], `onto` what else flows to them, and add the weight's, [K], to its buffer.
-    `number` is another one wherever it is called."""
+    """Return the input's gradient, [..., K], plus `onto`, the input's gradient from other paths. Add the weight's
+    gradient, [K], to its buffer. `number` is unique per call, because a compiler merges equal calls."""
     from truestep.model.fast.rms_norm_kernel import backward
 
     result, parts = backward(gradient, x, weight, onto, epsilon, offset)
@@ -96,7 +96,7 @@ def heads_backward(
     offset: float,
     number: int,
 ) -> torch.Tensor:  # [1, A, S, E], [1, S, A, E], [E], [1, 1, S, E] -> [1, S, A, E]
-    """Do the same for heads that are turned after the norm."""
+    """Compute `norm_backward` for heads to which RoPE is applied after the norm."""
     result = x.new_empty(x.shape)
     _heads_backward(result[0], gradient, x, weight, cosine, sine, epsilon, offset)
     return result
@@ -119,7 +119,7 @@ def heads_side_by_side(
     numbers: list[int],
     others: list[torch.Tensor],
 ) -> torch.Tensor:  # [..., N of all]
-    """Do the same for several kinds of heads, and lay what it gives side by side, and others behind it."""
+    """Compute `heads_backward` for several kinds of heads, and concatenate the results and then `others`."""
     from truestep.model.fast.rms_norm_kernel import lay_
 
     sizes = [x.shape[2] * x.shape[3] for x in xs] + [other.shape[-1] for other in others]
@@ -168,14 +168,13 @@ class _Norm(torch.autograd.Function):
         return operator(gradient, x, weight, None, *saved.constants, next_number()), None, None, None
 
 
-@torch.compiler.allow_in_graph  # the backward pass is traced as it runs, with its numbers
+@torch.compiler.allow_in_graph  # not traced here; autograd traces the backward pass, with unique numbers
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> Any:
     return _Norm.apply(x, weight, epsilon, form)
 
 
 def turned(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn heads by their places in a document, as transformers does: the first half of a head's numbers with the
-    second."""
+    """Apply RoPE to heads as transformers does: the first half of a head is rotated with the second half."""
     half = heads.shape[-1] // 2
     return heads * cosine + torch.cat((-heads[..., half:], heads[..., :half]), dim=-1) * sine
 
@@ -206,12 +205,12 @@ class _TurnedNorm(torch.autograd.Function):
 def turned_norm(
     x: torch.Tensor, weight: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, epsilon: float, form: int
 ) -> Any:
-    """Compute a norm of heads, [1, S, A, E], and turn them: [1, A, S, E]."""
+    """Compute a norm of heads, [1, S, A, E], then RoPE: [1, A, S, E]."""
     return _TurnedNorm.apply(x, weight, cosine, sine, epsilon, form)
 
 
 class AddingNorm(torch.nn.Module):
-    """What is put before the class of a norm."""
+    """The mixin that `_adding` puts before a norm's class, to replace its forward pass in training."""
 
     weight: torch.nn.Parameter
     own_form: tuple[float, int]
@@ -223,7 +222,7 @@ class AddingNorm(torch.nn.Module):
 
 
 def add_in_norms(modules: Iterable[torch.nn.Module], keeper: Sums, kept: Iterable[torch.nn.Parameter]) -> None:
-    """Have the norms among some modules add their weights' gradients so, if the keeper has buffers for them."""
+    """Make the norms among `modules` use the fused backward pass, if `keeper` has buffers for their weights."""
     wanted = set(kept)
     weights = ((module, getattr(module, "weight", None)) for module in modules)
     known = [module for module, weight in weights if isinstance(weight, torch.nn.Parameter) and weight in wanted]
@@ -244,18 +243,18 @@ def _adding(norm: Any) -> type[torch.nn.Module]:
 
 
 def _form_of(module: torch.nn.Module) -> tuple[float, int] | None:
-    """Find the form of a norm: its epsilon, and which of ours gives the same numbers; None: it is none of them."""
+    """Return a norm's epsilon, and the index of the form that computes the same bits; None if no form does."""
     weight: Any = module.weight
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     alone = [name for name, _ in module.named_parameters()] == ["weight"] and not list(module.buffers())
-    # torch's own has a kernel of its own on a GPU, forward too.
+    # torch.nn.RMSNorm already has fused GPU kernels.
     other = isinstance(module, AddingNorm | torch.nn.RMSNorm) or "forward" in vars(module)
     if other or not isinstance(epsilon, float) or not alone or weight.ndim != 1:
         return None
     if not SMALLEST <= len(weight) <= LARGEST:
         return None
     generator = torch.Generator().manual_seed(0)
-    # Beside small rows epsilon is large: another rule for it, or another epsilon, shows there.
+    # With small rows epsilon dominates, so that another epsilon, or another use of it, shows.
     sizes = torch.tensor([1.0, *(epsilon**0.5 * factor for factor in (0.3, 1.0, 3.0))])
     x = torch.randn(2, 4, len(weight), generator=generator) * sizes[:, None]
     random = torch.randn(len(weight), generator=generator)
@@ -265,11 +264,11 @@ def _form_of(module: torch.nn.Module) -> tuple[float, int] | None:
 
 @torch.no_grad()
 def _is_form(module: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int) -> bool:
-    """Tell whether a norm computes what ours does, number for number, in float32 and in its own type."""
+    """Tell whether a norm computes the same bits as `compute`, in float32 and in its weight's type."""
     for dtype in (torch.float32, module.weight.dtype):
         try:
             found = torch.func.functional_call(module, {"weight": weight.to(dtype)}, (x.to(dtype),))
-        except Exception:  # it takes something else
+        except Exception:  # the module expects other inputs
             return False
         right = compute(x.to(dtype), weight.to(dtype), epsilon, form)
         if not isinstance(found, torch.Tensor) or found.dtype != right.dtype or not torch.equal(found, right):
@@ -279,19 +278,19 @@ def _is_form(module: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float,
 
 @cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether the kernel runs on a device, and computes there what autograd does, in `dtype`."""
+    """Tell whether the kernels run on a device in `dtype`, and agree with autograd."""
     if device.type != "cuda":
         return False
     return serves("the kernel of norms' gradients", "torch's own code makes them", lambda: wrong_on(device, dtype))
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Name what the kernels get wrong on a device."""
+    """Describe the first case that the kernels compute wrongly on a device; None if there is none."""
     return _wrong_rows(device, dtype) or _wrong_heads(device, dtype)
 
 
 def _wrong_heads(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Try heads that are turned, of several sizes, whose gradients lie among others."""
+    """Test heads with RoPE, of several sizes, writing the gradients into a wider tensor."""
     from truestep.model.fast.rms_norm_kernel import heads_backward_
 
     generator = torch.Generator().manual_seed(0)
@@ -317,7 +316,7 @@ def _wrong_heads(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _wrong_rows(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Try rows of several sizes, with and without what else flows to them."""
+    """Test rows of several widths, with and without an added gradient."""
     from truestep.model.fast.rms_norm_kernel import backward
     from truestep.weights.sum_kernel import add_up
 

@@ -1,7 +1,9 @@
-"""The backward pass of root-mean-square norms over rows (Triton): one kernel reads a row once, gives its gradient, adds
-what else flows to the row, and adds up the weight's gradient over the rows of a program. `sum_kernel` adds up programs.
+"""Triton kernels for the backward pass of RMS norms.
 
-Dimensions: R rows, K numbers of a row, P programs; S tokens, A heads of each, E numbers of a head.
+A kernel reads each row once, writes its gradient (plus an optional added gradient), and sums the weight's gradient over
+the rows of a program. `sum_kernel` sums over programs.
+
+Dimensions: R rows, K row width, P programs; S tokens, A heads per token, E head size.
 """
 
 from __future__ import annotations
@@ -14,21 +16,21 @@ import triton.language as tl
 
 from truestep.gpu.operators import on_device
 
-_NARROW = 256  # numbers of a row, of which a program holds several
-_HALVES = 512  # numbers that it holds of each half of its heads
+_NARROW = 256  # rows up to this width are handled several at a time, as heads
+_HALVES = 512  # elements of each half of its heads that a program holds at a time
 
 
 @triton.jit(do_not_specialize=["row_count"])
 def _backward_kernel(
-    gradient_pointer,  # [R, K]: of the normed rows
+    gradient_pointer,  # [R, K]: the output's gradient
     x_pointer,  # [R, K]
     weight_pointer,  # [K]
-    onto_pointer,  # [R, K]: what is added to the rows' gradient
-    result_pointer,  # [R, K]
-    parts_pointer,  # [P, K] float32: the weight's gradient, by program
+    onto_pointer,  # [R, K]: added to the input's gradient
+    result_pointer,  # [R, K]: the input's gradient
+    parts_pointer,  # [P, K] float32: each program's partial gradient of the weight
     row_count,
     epsilon,
-    offset,  # of the weight
+    offset,  # added to the weight
     WIDTH: tl.constexpr,
     ONTO: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -58,7 +60,7 @@ def _backward_kernel(
 
 @triton.jit
 def _halves(pointer, place, first, second, HALF: tl.constexpr):
-    """Load both halves of heads, with zeros where they are not there."""
+    """Load both halves of heads, with zeros where masked."""
     one = tl.load(pointer + place, mask=first, other=0.0).to(tl.float32)
     return one, tl.load(pointer + place + HALF, mask=second, other=0.0).to(tl.float32)
 
@@ -72,27 +74,27 @@ def _store_halves(pointer, place, one, other, first, second, HALF: tl.constexpr)
 
 @triton.jit(do_not_specialize=["token_count"])
 def _heads_kernel(
-    gradient_pointer,  # [S, HEADS, WIDTH]: of the normed and turned heads
+    gradient_pointer,  # [S, HEADS, WIDTH]: the output's gradient, after norm and RoPE
     x_pointer,  # [S, HEADS, WIDTH]
     weight_pointer,  # [WIDTH]
     cosine_pointer,  # [S, WIDTH]
     sine_pointer,  # [S, WIDTH]
-    onto_pointer,  # [S, HEADS, WIDTH]: what is added to the gradient
-    result_pointer,  # [S, HEADS, WIDTH], whose tokens lie STRIDE apart
-    parts_pointer,  # [P, WIDTH] float32: the weight's gradient, by program
+    onto_pointer,  # [S, HEADS, WIDTH]: added to the input's gradient
+    result_pointer,  # [S, HEADS, WIDTH]: the input's gradient, with stride STRIDE between tokens
+    parts_pointer,  # [P, WIDTH] float32: each program's partial gradient of the weight
     token_count,
     epsilon,
-    offset,  # of the weight
+    offset,  # added to the weight
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
     TURNS: tl.constexpr,
     ONTO: tl.constexpr,
-    TOKENS: tl.constexpr,  # at a time
+    TOKENS: tl.constexpr,  # tokens per iteration
     HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,  # of half a head
+    BLOCK: tl.constexpr,  # half a head, rounded up to a power of 2
 ):
-    """Each half of a head's numbers is turned with the other one."""
+    """Undo RoPE (if TURNS), which rotates a head's first half with its second half, and compute the norm's gradient."""
     program = tl.program_id(0)
     HALF: tl.constexpr = (WIDTH + 1) // 2
     head = tl.arange(0, HEAD_BLOCK)[None, :, None]
@@ -109,7 +111,7 @@ def _heads_kernel(
         first, second = _halves(gradient_pointer, place, first_there, second_there, HALF)
         first_x, second_x = _halves(x_pointer, place, first_there, second_there, HALF)
         if TURNS:
-            # Each head reads its token's angles for itself: to hand them from head to head takes longer.
+            # Load the token's angles once per head: sharing them between heads is slower.
             angle = tl.broadcast_to(token * WIDTH + lane, [TOKENS, HEAD_BLOCK, BLOCK])
             cosines = _halves(cosine_pointer, angle, first_there, second_there, HALF)
             sines = _halves(sine_pointer, angle, first_there, second_there, HALF)
@@ -134,7 +136,7 @@ def _heads_kernel(
 
 @triton.jit
 def _lay_kernel(source_pointer, target_pointer, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a row to where rows lie STRIDE apart."""
+    """Copy contiguous rows to rows with stride STRIDE, one row per program."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     numbers = tl.load(source_pointer + row * WIDTH + column, mask=column < WIDTH)
     tl.store(target_pointer + row * STRIDE + column, numbers, mask=column < WIDTH)
@@ -160,7 +162,7 @@ def backward(
     epsilon: float,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [..., K], [..., K], [K], [..., K] -> [..., K], [P, K]
-    """Give the rows' gradient, and parts of the weight's, which add up to it."""
+    """Return the input's gradient, and partial gradients of the weight."""
     if x.shape[-1] <= _NARROW:
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
         return result, heads_backward_(
@@ -181,7 +183,7 @@ def backward(
 
 
 def heads_shape(heads: int, width: int) -> tuple[dict[str, int], int]:
-    """Give the sizes of what a program of heads holds at a time, and its warps."""
+    """Return the block sizes and the warps of a program of `_heads_kernel`."""
     block, head_block = triton.next_power_of_2(-(-width // 2)), triton.next_power_of_2(heads)
     tokens = max(1, _HALVES // (head_block * block))
     warps_each = min(8, max(2, tokens * head_block * block // 512))
@@ -198,8 +200,8 @@ def heads_backward_(
     offset: float,
     onto: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, A, E], [S x A x E], [S x A x E], [E], .., [S x A x E] -> [P, E]
-    """Write the gradient of normed heads, whose tokens may lie apart, and give parts of the weight's. `turns`: cosines
-    and sines, [S x E], by which the heads were turned after the norm. `onto`: what else flows to the heads."""
+    """Write the gradient of the norm's input to `result`, whose tokens may be strided, and return partial gradients of
+    the weight. `turns`: RoPE's cosines and sines, [S x E], if it follows the norm. `onto`: a gradient to add."""
     gradient, x = gradient.contiguous(), x.contiguous()
     tokens, heads, width = result.shape
     cosine, sine = (x, x) if turns is None else (turn.contiguous() for turn in turns)
@@ -216,7 +218,7 @@ def heads_backward_(
 
 
 def lay_(target: torch.Tensor, source: torch.Tensor) -> None:  # [S, N], [S, N]
-    """Copy rows to where they lie among others."""
+    """Copy rows into a column range of a wider tensor."""
     source, (tokens, width) = source.contiguous(), source.shape
     block = triton.next_power_of_2(width)
     with on_device(source.device):

@@ -1,7 +1,8 @@
 """Loading a Hugging Face directory as a model, and probing it.
 
-load              the directory becomes a model on this rank; parts: the same from a checkpoint's parts
-adapting          where an adapter comes from, and how the model gets it
-probe             refuses a model whose documents see each other when packed, or whose head is not linear
-borrowed          a full model for the probe where there is no room: layers share the weights of one of their kind
+load              loads a directory as a policy on this rank
+from_parts        makes a model whose weights are in a checkpoint's parts
+adapter_source    resolves an adapter's origin, and attaches the adapter to the model
+probe             refuses a model that computes other values when packed or cut, or whose head is not linear
+probe_weights     fills a full model for the probes with few weights: layers of the same shapes share one layer's
 """

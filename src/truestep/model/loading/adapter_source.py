@@ -1,4 +1,4 @@
-"""The adapter of a model: where it comes from, and how the model gets it."""
+"""Resolves an adapter's origin (options, directory or checkpoint), and attaches the adapter to a model."""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +18,7 @@ from truestep.weights.errors import ModelError
 
 
 def adapter_source(adapter: AdapterConfig | None, seed: int, checkpoint: Path | None = None) -> AdapterSource | None:
-    """Say where the adapter comes from: a checkpoint, a directory, or its options."""
+    """Return the adapter's origin: a checkpoint, a directory, or options. None: no adapter."""
     if checkpoint is not None and is_adapter(checkpoint) != (adapter is not None):
         has, lacks = ("an adapter", "no section adapter") if adapter is None else ("a whole model", "an adapter")
         raise ModelError(f"adapter: {checkpoint} holds {has}, and the configuration has {lacks}")
@@ -32,7 +32,7 @@ def adapter_source(adapter: AdapterConfig | None, seed: int, checkpoint: Path | 
 
 
 def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
-    """Give a model, in place, an adapter whose values are not read yet: a new one, or that of a directory."""
+    """Attach a new or a stored adapter to a model, in place. Its values are read later."""
     settings = source.settings
     modules = None if settings is None else target_modules(model, settings.targets)
     if source.path is None:
@@ -41,7 +41,7 @@ def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
         values = first_values(settings.seed)
     else:
         adapter, values = read_adapter(source.path)
-        stored = target_modules(model, adapter.modules)  # refuses what this model does not have
+        stored = target_modules(model, adapter.modules)  # raises if the model has no such layer
         adapter = dataclasses.replace(adapter, modules=stored)
         if settings is not None and modules is not None:
             wanted = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(modules)}

@@ -1,4 +1,4 @@
-"""A model whose weights are in a checkpoint's parts: made from its configuration; its weights are not read yet."""
+"""Makes a model from its configuration, with unread weights that point to a checkpoint's parts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from truestep.weights.tensor_parts import BUFFER, WEIGHT, StoredTensors, unread_
 
 
 def model_of_parts(directory: Path, config: Any, stored: StoredTensors, trust_remote_code: bool) -> Any:
-    """Make the model of a checkpoint; its buffers are read, and its weights are not read yet."""
+    """Make the model of a checkpoint. Buffers are read now, weights later."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     loader: Any = AutoModelForCausalLM
@@ -58,13 +58,13 @@ def _check(
 
 @contextmanager
 def _weights_without_values() -> Iterator[None]:
-    """Have modules that are made keep their weights without values. Their buffers, which a model may compute while it
-    is made, have values."""
+    """Put the weights of modules made within the block on the meta device. Buffers keep their values, because a model
+    may compute them in its constructor."""
     module: Any = torch.nn.Module
     honest = module.register_parameter
 
     def register(self: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # a tied one stays itself
+        if parameter is not None and not parameter.is_meta:  # a tied parameter, on meta already, stays the same object
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         honest(self, name, parameter)
 

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face directory as a policy."""
+"""Loads a Hugging Face directory as a policy."""
 
 import dataclasses
 import logging
@@ -60,8 +60,8 @@ log = logging.getLogger(__name__)
 
 _MOST_LAYERS = 10_000
 _LARGEST_SIZE = 2**40
-_HARMLESS = 2**24  # numbers of a matrix that may be made, whatever the files hold
-_LARGEST_FILE = 256 * MIB  # of a tokenizer; that of Gemma 3 has 32 MiB
+_HARMLESS = 2**24  # elements of a matrix that is allowed whatever the size of the weight files
+_LARGEST_FILE = 256 * MIB  # limit for tokenizer files; Gemma 3's has 32 MiB
 
 
 def load_policy(
@@ -85,11 +85,11 @@ def load_policy(
     adapter: AdapterSource | None = None,
     offload_activations: bool = False,
 ) -> Policy:
-    """Load, probe and cut a model. Lengths at which it changes its ways are probed up to `longest_document`. A `frozen`
-    one has no gradients, and no float32 weights beside those that it computes with; nor have the weights whose names
-    match a pattern of `freeze`. `masters_on_host`: float32 weights lie on the host, and the device has what the model
-    computes with. `activation_checkpointing`: full (or True), selective or elementwise; `offload_activations`: what
-    recomputed layers keep lies on the host. `attending`: auto, flash or torch. `adapter`: it alone is trained."""
+    """Load, probe and cut a model. `longest_document`: length thresholds, such as a sliding window, are probed up to
+    it. `frozen`: no weight has a gradient or a float32 master; `freeze`: the same for names that match a pattern.
+    `masters_on_host`: masters lie on the host, the weights that the model computes with on the device.
+    `activation_checkpointing`: full (or True), selective or elementwise. `offload_activations`: inputs of recomputed
+    layers are kept on the host. `attending`: auto, flash or torch. `adapter`: only the adapter is trained."""
     directory, pipeline = Path(path), Pipeline(ranks.pipeline, stages_per_rank)
     model, tokenizer = _read(directory, trust_remote_code, ranks, pipeline)
     freeze_weights(model, freeze)
@@ -112,7 +112,7 @@ def load_policy(
     rounds, alone = dtype != "float32" and place.type == "cpu", ranks.tensor == ranks.shards == 1
     if rounds and not alone:
         accumulate_in_float32(model)
-    buffers = {} if stages is None else saved_buffers(model)  # while every layer is still here
+    buffers = {} if stages is None else saved_buffers(model)  # before other stages' layers are removed
     if frozen:
         model.requires_grad_(False)
     pieces, exchange = _cut(model, probe, stages, place, ranks)
@@ -127,15 +127,15 @@ def load_policy(
 
 
 def _finish_embedding(model: Any, weights: Weights, rounds: bool) -> None:
-    """Have the embedding's gradient added up in float32. `rounds`: otherwise it would be in half precision."""
+    """Accumulate the embedding's gradient in float32. `rounds`: torch would accumulate it in half precision."""
     adds = isinstance(weights, WholeWeights) and add_rows(model, weights, weights.rounded)
     if rounds and not adds:
         accumulate_in_float32(model)
 
 
 def _finish_layers(model: Any, weights: Weights, compiled: bool, how: str) -> None:
-    """Have layers report what they have done, and add gradients where they are made: norms, and products of compiled
-    layers. `how`: what layers recompute."""
+    """Register the progress hooks of layers. With whole weights, let norms and the linear layers of compiled layers
+    accumulate their gradients in float32 buffers. `how`: the activation checkpointing mode."""
     layers = layers_of(model)[1]
     for layer in layers:
         layer.register_forward_hook(marks.layer_done)
@@ -143,7 +143,7 @@ def _finish_layers(model: Any, weights: Weights, compiled: bool, how: str) -> No
         return
     if compiled:
         add_in_products(layers, weights, weights.rounded)
-    # Compiled layers that make norms again do so in kernels that make their gradients: those are the compiler's.
+    # With elementwise recomputation the compiler fuses recomputing a norm with its gradient, so layers' norms are left.
     left = {module for layer in layers for module in layer.modules()} if compiled and how == ELEMENTWISE else set()
     norms.add_in_norms((module for module in called(model) if module not in left), weights, weights.rounded)
 
@@ -158,7 +158,7 @@ def _compile(model: Any, how: str) -> None:
 def read_model(
     path: str | Path, trust_remote_code: bool = False, adapter: AdapterSource | None = None
 ) -> tuple[Any, Adapter | None]:
-    """Make the model of a directory or a checkpoint, whose weights are not read yet, and put an adapter on it."""
+    """Make the model of a directory or a checkpoint with unread weights, and attach an adapter."""
     model = _read(Path(path), trust_remote_code, ALONE, Pipeline())[0]
     return model, None if adapter is None else attach_adapter(model, adapter)
 
@@ -167,7 +167,7 @@ def _place(device: str) -> torch.device:
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device: cuda was asked for and there is no CUDA device")
-    return torch.empty(0, device=place).device  # which of them, if it is a GPU
+    return torch.empty(0, device=place).device  # has the GPU's index
 
 
 def _probe(
@@ -180,8 +180,7 @@ def _probe(
     pipeline: Pipeline,
     attending: str,
 ) -> tuple[Probe, Stages | None, attention.Choice]:
-    """Measure a float32 model with all of its layers; refuse one that would compute something else here. Choose what
-    attends in it."""
+    """Probe a float32 model with all of its layers, and choose its attention. A model that fails a probe is refused."""
     with attention.shapes_seen() as shapes:
         probe = probe_float32(model, head, place, longest)
         context = Context.of(ranks)
@@ -197,7 +196,7 @@ def _probe(
 def _probe_rounded(
     model: Any, probe: Probe, place: torch.device, compute: torch.dtype, choice: attention.Choice, attending: str
 ) -> attention.Choice:
-    """Measure the model in half precision with what attends in it; where that may be chosen, plain torch is next."""
+    """Probe the model in half precision with the chosen attention. With `attending` auto, fall back to torch's."""
     try:
         with attention.using(model, choice.name):
             probe_half_precision(model, probe, place, compute)
@@ -212,8 +211,7 @@ def _probe_rounded(
 def _cut(
     model: Any, probe: Probe, stages: Stages | None, place: torch.device, ranks: Ranks
 ) -> tuple[dict[str, Piece], TokenExchange | None]:
-    """Leave this rank's part of the model, in place. Give the pieces of all weights, and what tensor ranks exchange
-    tokens by."""
+    """Cut the model to this rank's part, in place. Return the pieces of all weights and the tensor ranks' exchange."""
     pieces, group = pieces_of(model), ranks.group("tensor")
     exchange = None if group is None else TokenExchange(group)
     if exchange is not None:
@@ -244,13 +242,13 @@ def _weights_of(
 
 
 def _refuse(directory: Path, odd: Sequence[str]) -> None:
-    """Refuse a model for the tensors that are not finite: those that a probe runs on, and then all."""
+    """Refuse a model if tensors (named in `odd`) are not finite."""
     if odd:
         raise ModelError(f"model.path: {directory} has {some(odd)} with values that are not finite")
 
 
 def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipeline) -> tuple[Any, Any]:
-    """Make the model with its buffers, and read its tokenizer; its weights are not read yet."""
+    """Make the model with its buffers and unread weights, and read its tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -274,7 +272,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
         if stored is not None:
             model = model_of_parts(directory, config, stored, trust_remote_code)
             return model.eval(), _read_tokenizer(directory, options)
-        loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
+        loader: Any = AutoModelForCausalLM  # its type annotations lack output_loading_info
         with unread_files():
             model, loading = loader.from_pretrained(
                 directory,
@@ -288,7 +286,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
             )
     except TruestepError:
         raise
-    except Exception as error:  # transformers raises whatever an odd config.json leads to, KeyError and TypeError too
+    except Exception as error:  # an odd config.json makes transformers raise any type, KeyError and TypeError too
         raise ModelError(
             f"model.path: {directory} could not be loaded: {type(error).__name__}: {printable(error, 2000)}"
         ) from error
@@ -297,7 +295,7 @@ def _read(directory: Path, trust_remote_code: bool, ranks: Ranks, pipeline: Pipe
 
 
 def _check_config(directory: Path) -> None:
-    """Refuse a config.json that is none, or that asks for more layers than can be: to make them takes hours."""
+    """Refuse an invalid config.json, or one with absurd sizes: making that many layers would take hours."""
     try:
         config = exact_object(read_settings(directory / "config.json"), lenient=True)
     except (OSError, LineError, TooLargeError) as error:
@@ -314,7 +312,8 @@ def _check_config(directory: Path) -> None:
 
 
 def _check_sizes(directory: Path, parts: Sequence[dict[str, Any]]) -> None:
-    """Refuse a config.json that asks for a matrix larger than all weights: it would be made before it is missed."""
+    """Refuse a config.json that asks for a matrix larger than all weight files: transformers would allocate it before
+    it notices that the files lack it."""
     files = [*directory.glob("*.safetensors"), *directory.glob("truestep/*.safetensors")]
     try:
         stored = sum(sum(tensor_sizes(file).values()) for file in files)
@@ -332,7 +331,7 @@ def _check_sizes(directory: Path, parts: Sequence[dict[str, Any]]) -> None:
 
 
 def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None:
-    """Refuse files that do not hold the model's weights, and warn of weights that it does not have."""
+    """Refuse files that lack weights of the model, and warn of weights that the model does not use."""
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
         raise ModelError(f"model.path: {directory} lacks weights that its config.json asks for: {missing}")
@@ -353,7 +352,7 @@ def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """Load a model's tokenizer alone; None where its directory has none."""
+    """Load a model's tokenizer without the model; None if the directory has none."""
     return _read_tokenizer(Path(path), {"local_files_only": True, "trust_remote_code": trust_remote_code})
 
 

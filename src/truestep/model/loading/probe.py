@@ -1,9 +1,9 @@
-"""Probes that refuse a model whose code (all of it: `borrowed`) would be trained wrongly.
+"""Probes that refuse a model which would be trained wrongly. Every layer of the model runs (see `probe_weights`).
 
-In float32, packed documents must give what transformers' own attention gives for each alone, and the head the model's
-own logits. Documents are long enough for every length at which the model's code changes its ways (a sliding window, a
-rotary embedding). In half precision, whose attention may be another kernel, packed documents may be no further from
-float32 than single ones.
+In float32, packed documents must give the hidden states that transformers' own attention gives for each document alone,
+and our head must give the model's own logits. Some documents are longer than each threshold at which the model's code
+behaves differently (sliding window, rotary embedding). In half precision, which may use another attention kernel,
+packed documents may be at most `HALF_PRECISION_FACTOR` times as far from float32 as single documents.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ from truestep.weights.errors import ModelError
 from truestep.weights.finite import largest
 
 FLOAT32_TOLERANCE = 1e-4
-# Packed and alone are two roundings of one value: neither may be much the worse.
+# Packed and single documents round one value in two ways, so their errors must be about equal.
 HALF_PRECISION_FACTOR = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
     documents: list[torch.Tensor]
-    hidden: torch.Tensor  # of all documents, each alone, in float32
+    hidden: torch.Tensor  # hidden states of all documents, each computed alone in float32
 
 
 def make_documents(model: Any, longest: int) -> list[torch.Tensor]:
-    """Make short documents beside one that is just past each threshold within reach."""
+    """Make random documents: a few short ones, and one just longer than each threshold below `longest`."""
     past = sorted({threshold + 9 for threshold in _thresholds(model.config) if threshold + 9 <= longest})
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -61,7 +61,7 @@ def _thresholds(config: Any) -> Iterator[int]:
 
 @torch.no_grad()
 def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest: int) -> Probe:
-    """Measure a float32 model, and keep what the other probes compare with."""
+    """Probe a float32 model, and return the hidden states that the other probes compare with."""
     documents = make_documents(model, longest)
     name = type(model).__name__
     alone = _alone(model, documents, device)
@@ -73,7 +73,7 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
         )
     _compare(f"{name}: packed documents give other values", _packed(model, documents, device), alone)
     with _explained(f"{name} cannot be compared with its own logits"), plain_attention(model):
-        # Hidden states that are asked for by option leave hooks in the layers, at which compiled code breaks off.
+        # `output_hidden_states` is avoided: it leaves hooks in the layers, which break the graphs of compiled code.
         given = {"input_ids": documents[0][None].to(device), "use_cache": False}
         hidden, right = model.base_model(**given).last_hidden_state[0], model(**given).logits[0]
     ones = torch.ones(len(documents[0]), device=device)
@@ -85,20 +85,21 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
 
 @torch.no_grad()
 def probe_context(model: Any, probe: Probe, device: torch.device, context: Context) -> None:
-    """Measure a float32 model with its tokens over several ranks. A layer that mixes tokens outside attention sees only
-    this rank's, so the probe fails."""
+    """Probe a float32 model with its tokens divided over context ranks. If a layer mixes tokens outside attention, it
+    sees only this rank's tokens, and the probe fails."""
     name = type(model).__name__
     tokens = _tokens(probe.documents, context.size)
     with _explained(f"{name} cannot run with its tokens over {context.size} ranks"):
         hidden = packed_hidden(model, tokens, device, context).float()
     alone = probe.hidden[context.run(len(tokens))]
     what = f"{name}: tokens over {context.size} ranks (parallel.context) give other values"
-    _compare(what, hidden[: len(alone)], alone)  # padding is behind
+    _compare(what, hidden[: len(alone)], alone)  # padding comes last
 
 
 @torch.no_grad()
 def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
-    """Measure a float32 model that is cut over tensor ranks, all of which call this: its plan may lack something."""
+    """Probe a float32 model that is cut over tensor ranks, because its plan may be incomplete. All tensor ranks call
+    this."""
     group, tokens = ranks.group("tensor"), len(probe.hidden)
     assert group is not None
     padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
@@ -111,7 +112,7 @@ def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> N
 
 @torch.no_grad()
 def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.device) -> Stages:
-    """Cut a whole float32 model into stages, which must give the same values one after another."""
+    """Divide a whole float32 model into stages, and check that running them in turn gives the same values."""
     tokens, name = _tokens(probe.documents), type(model).__name__
     with _explained(f"{name} cannot be cut into stages"):
         stages = stages_of(model, pipeline, lambda: packed_hidden(model, tokens, device))
@@ -125,7 +126,7 @@ def probe_stages(model: Any, pipeline: Pipeline, probe: Probe, device: torch.dev
 
 @torch.no_grad()
 def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: torch.dtype) -> None:
-    """Measure a float32 model rounded to half precision; afterwards it is float32 again."""
+    """Probe a float32 model rounded to half precision, then restore its float32 weights."""
     exact = [(parameter, parameter.data) for parameter in model.parameters()]
     for parameter, data in exact:
         parameter.data = data.to(dtype)
@@ -140,7 +141,7 @@ def probe_half_precision(model: Any, probe: Probe, device: torch.device, dtype: 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Refuse a model for whatever its code raises."""
+    """Convert exceptions of a model's code to `ModelError`."""
     try:
         yield
     except TruestepError:
@@ -164,7 +165,7 @@ def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> t
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Give the worst token's relative difference: a wrong document must not hide among long right ones."""
+    """Return the largest relative difference of any token: an average could hide a short wrong document."""
     worst = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
     if not len(worst):
         return 0.0

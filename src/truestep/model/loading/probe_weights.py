@@ -1,11 +1,10 @@
-"""A full model for a probe on a rank that has no room for it: every layer runs, on the weights of one of its kind.
+"""Fills a full model for the probes with few weights, because a rank may have no room for all of them.
 
-A probe tests a model's code: where attention looks, how positions are used, whether layers can be cut. So every layer
-runs with its own settings and number, and only values are borrowed: layers whose weights have the same names and shapes
-share those of the first of them.
+A probe tests a model's code: attention masks, positions, cuts between layers. Every layer runs with its own settings
+and index. Layers whose weights have the same names and shapes share the values of the first of these layers.
 
-The same values in every layer may blow rounding up until two right answers differ. So what layers with borrowed weights
-add is divided by the number of layers; a fault in any of them stays far above the rounding that a probe allows.
+Equal values in every layer can amplify rounding errors until two correct results differ. So the residual update of a
+layer with borrowed weights is divided by the number of layers. An error in any layer is still far above the tolerance.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from truestep.weights.lazy import read_parameters
 
 @contextmanager
 def borrowed_weights(model: Any, device: torch.device) -> Iterator[None]:
-    """Lend a model that is not read yet its weights outside its layers, and those of one layer of each kind."""
+    """Read an unread model's weights outside its layers, and one layer's weights per kind of layer, for the block."""
     _, layers = layers_of(model)
     firsts: dict[Any, torch.nn.Module] = {}
     lent: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -45,7 +44,7 @@ def _adding_a_part(part: float) -> Callable[..., Any]:
         before = arguments[0] if arguments else named.get("hidden_states")
         after = output[0] if isinstance(output, tuple) else output
         if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.shape == after.shape):
-            return output  # no layer of the usual kind
+            return output  # not a layer that maps hidden states to hidden states
         damped = before + (after - before) * part
         return (damped, *output[1:]) if isinstance(output, tuple) else damped
 

@@ -1,6 +1,6 @@
 """Layers that mix tokens.
 
-attention         causal attention over packed documents; no token sees another document
-flash             the same by FlashAttention 4
-context_parallel  a micro-batch's tokens divided over ranks
+attention         causal attention over packed documents by torch's kernels; chooses the implementation
+flash             attention over packed documents by FlashAttention 4
+context_parallel  context parallelism: a micro-batch's tokens divided over ranks
 """

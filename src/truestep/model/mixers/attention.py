@@ -1,13 +1,13 @@
-"""Causal attention over packed documents: no token sees another document, whatever lies beside it.
+"""Causal attention over packed documents: no token sees another document.
 
-Registered with transformers under two names, so that the models' own code calls it. Under `FLASH`, which `choose` gives
-where it serves, FlashAttention 4 attends over all documents (`flash`). Under `NAME`, one of two paths of torch does:
+Registered with transformers under two names, so that models' own code calls it. `FLASH` uses FlashAttention 4 (see
+`flash`); `choose` selects it where it works. `NAME` uses one of two implementations on torch:
 
 - `varlen`: one fused kernel over all documents (GPU, half precision, no softcap);
-- `rows`: documents of like length become rows of a batch, a bucket. A short row repeats the document's last token;
-  being causal, no real query sees a repeat, and no repeat's output is read.
+- `rows`: documents of similar length are the rows of a batch, called a bucket. Short rows are padded with the
+  document's last token. Attention is causal, so no real query sees the padding; outputs of padding are not read.
 
-Ranks that share a micro-batch's tokens attend with a share of the heads each (`context`).
+With context parallelism each rank computes a share of the heads for all tokens (see `context_parallel`).
 
 Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size; R rows of X tokens in a bucket.
 """
@@ -29,30 +29,30 @@ from truestep.model.mixers.context_parallel import Context
 from truestep.types import sent
 from truestep.weights.errors import ModelError
 
-NAME, FLASH = "truestep_packed", "truestep_packed_fast"  # transformers looks for kernels where a name has "flash"
-_SCORES_BYTES = 256 * 2**20  # explicit score matrices that exist at a time
+NAME, FLASH = "truestep_packed", "truestep_packed_fast"  # not "flash": transformers loads kernels for such names
+_SCORES_BYTES = 256 * 2**20  # limit for the score matrices in memory at a time
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The places of documents as rows."""
+    """Indices that arrange a micro-batch's documents as rows of buckets, and back."""
 
     buckets: tuple[torch.Tensor, ...]  # [R, X] index into S: the documents' tokens, row by row
-    restore: torch.Tensor  # [S] where each token lies in the concatenation of the buckets' rows
+    restore: torch.Tensor  # [S] index of each token in the concatenated rows of all buckets
 
 
-@dataclass  # never changed; but torch.compile looks into frozen ones, and would compile anew for each
+@dataclass  # not frozen: torch.compile looks into frozen dataclasses, and would recompile for each layout
 class PackedLayout:
-    """The places of documents in a micro-batch, made once for all layers."""
+    """The positions of documents in a micro-batch, made once for all layers."""
 
-    segments: torch.Tensor  # [documents + 1] int32, on the model's device
-    longest: int  # no document is longer
-    spans: tuple[tuple[int, int], ...]  # where each document begins and ends; the fused kernel does not ask
+    segments: torch.Tensor  # [documents + 1] int32 cumulative lengths, on the model's device
+    longest: int  # the longest document's length
+    spans: tuple[tuple[int, int], ...]  # each document's begin and end, on the host; for `rows`
     context: Context | None = None  # the ranks that share the tokens
 
     @functools.cached_property
     def rows(self) -> RowLayout:
-        """Its rows, made when they are first asked for: the fused kernel needs none."""
+        """The row layout. Made on first use, because the fused kernel does not need it."""
         return _make_rows(self.spans, self.segments.device)
 
 
@@ -62,7 +62,7 @@ def make_layout(
     context: Context | None = None,
     send: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> PackedLayout:
-    """Make a layout from cumulative lengths on the host. `send` copies them to the device in a way of its own."""
+    """Make a layout from cumulative lengths on the host. `send` replaces the default copy to the device."""
     bounds = segments.tolist()
     there = sent(segments, device) if send is None else send(segments)
     spans = tuple(itertools.pairwise(bounds))
@@ -76,7 +76,7 @@ def _make_rows(spans: Iterable[tuple[int, int]], device: torch.device) -> RowLay
     offset = 0
     while documents:
         shortest = documents[0][1] - documents[0][0]
-        # At most a quarter of a bucket is repeats, or little enough not to matter.
+        # At most a quarter of a bucket is padding, except for very short documents.
         limit = max(shortest + shortest // 3, 16)
         members = [span for span in documents if span[1] - span[0] <= limit]
         documents = documents[len(members) :]
@@ -107,7 +107,7 @@ def packed_attention(
     fast: bool = False,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, S, Q, E]
-    """Attend within documents; transformers calls this. `fast`: by FlashAttention 4."""
+    """Compute attention within documents. transformers calls this. `fast`: use FlashAttention 4."""
     if packed_layout is None:
         raise RuntimeError(f"{type(module).__name__} does not pass the packed layout on to its attention")
     if dropout:
@@ -132,11 +132,11 @@ def packed_attention(
     return output[None], None
 
 
-_uncompiled = torch.compiler.disable(packed_attention)  # compiled layers call it: see `compiled`
+_uncompiled = torch.compiler.disable(packed_attention)  # compiled layers call it outside their graphs
 
 
 def _flash_attention(module: torch.nn.Module, *tensors: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    """Attend by FlashAttention 4, inside a compiled layer's graph unless the tokens are exchanged for heads."""
+    """Compute FlashAttention 4, inside a compiled layer's graph unless context ranks exchange tokens for heads."""
     layout = options.get("packed_layout")
     attend: Any = packed_attention if layout is not None and layout.context is None else _uncompiled
     attended: tuple[torch.Tensor, None] = attend(module, *tensors, fast=True, **options)
@@ -148,7 +148,7 @@ _seen: set[flash.Heads] | None = None
 
 @contextmanager
 def shapes_seen() -> Iterator[set[flash.Heads]]:
-    """Collect the shapes of the attention that is called in the block."""
+    """Collect the shapes of all attention calls within the block."""
     global _seen
     _seen = set()
     try:
@@ -159,10 +159,10 @@ def shapes_seen() -> Iterator[set[flash.Heads]]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What attends in a model, and why not FlashAttention 4."""
+    """The attention implementation of a model."""
 
-    name: str
-    instead: str | None = None
+    name: str  # `NAME` or `FLASH`
+    instead: str | None = None  # the reason why FlashAttention 4 is not used
 
     @property
     def story(self) -> str:
@@ -175,7 +175,7 @@ BY_TORCH = Choice(NAME)
 
 
 def choose(wanted: str, shapes: Iterable[flash.Heads], dtype: torch.dtype, place: torch.device) -> Choice:
-    """Choose by the option (auto, flash, torch) what attends with these shapes."""
+    """Choose the implementation for attention of these shapes. `wanted`: auto, flash or torch."""
     if wanted == "torch":
         return BY_TORCH
     reason = flash.problem(tuple(shapes), dtype, place)
@@ -188,8 +188,8 @@ def choose(wanted: str, shapes: Iterable[flash.Heads], dtype: torch.dtype, place
 
 @contextmanager
 def using(model: Any, name: str) -> Iterator[None]:
-    """Have a model attend otherwise within the block, in evaluation mode: recomputation, which forbids a cache, happens
-    in training mode only."""
+    """Use another attention implementation within the block, and evaluation mode: in training mode transformers may
+    recompute activations, which forbids a KV cache."""
     before, training = model.config._attn_implementation, model.training
     model.set_attn_implementation(name)
     model.eval()
@@ -201,7 +201,7 @@ def using(model: Any, name: str) -> Iterator[None]:
 
 
 def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
-    """Tell whether one kernel attends within all documents, which reads where they end from the device."""
+    """Tell whether the fused kernel is used, which reads the documents' bounds from the device."""
     return softcap is None and device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
@@ -218,7 +218,7 @@ def _varlen(
         elif trains or not _shares_heads(q.device, q.dtype, q.shape[2]):
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     if "window_size" in known:
-        # The window counts the token itself; torch counts those to its left.
+        # `window` includes the token itself; torch's window counts only the tokens to its left.
         options["window_size"] = (-1 if window is None or window >= layout.longest else window - 1, 0)
     elif window is not None and window < layout.longest:
         return _rows(q, k, v, layout, scale, window, None)
@@ -231,8 +231,7 @@ def _varlen(
 
 
 def _in_lines(tensor: torch.Tensor) -> bool:
-    """Tell whether the kernel reads a tensor as it lies: token after token, each head's numbers side by side, all of
-    them aligned."""
+    """Tell whether the kernel can read a tensor without a copy: token-major, each head contiguous, 16-byte aligned."""
     *outer, inner = tensor.stride()
     aligned = not any(place * tensor.element_size() % 16 for place in outer) and not tensor.data_ptr() % 16
     return aligned and inner == 1 and outer[0] >= outer[1]
@@ -240,8 +239,8 @@ def _in_lines(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _shares_heads(place: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Tell whether the kernel gives each key-value head to several query heads, in a torch that does not say so: on
-    this machine it is tried, without gradients."""
+    """Tell whether the kernel supports grouped-query attention in a torch version without the option `enable_gqa`, by
+    trying it without gradients."""
     from torch.nn.attention.varlen import varlen_attn
 
     attend: Any = varlen_attn

@@ -1,9 +1,9 @@
-"""A micro-batch's tokens divided over ranks: each embeds and runs its own, and attention sees them all.
+"""Context parallelism: a micro-batch's tokens divided over ranks. Each rank runs the layers on its own tokens.
 
-Before attention, tokens are exchanged for heads: a rank sends its tokens for other ranks' heads and receives all tokens
-for its own. So the same attention serves everywhere: whole documents, and here some of the heads.
+Before attention, an all-to-all exchanges tokens for heads: a rank then has all tokens for a share of the heads, so the
+attention over whole documents is the same code as on one rank.
 
-Dimensions: C ranks; S tokens of the micro-batch, S/C of them here; Q query heads, K key-value heads, E head size.
+Dimensions: C ranks; S tokens of the micro-batch, S/C of them on a rank; Q query heads, K key-value heads, E head size.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from truestep.weights.errors import ModelError
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that have a run of tokens each; `rank` is this one's number among them."""
+    """The ranks that each have a contiguous run of a micro-batch's tokens. `rank` is this rank's index in the group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -33,14 +33,14 @@ class Context:
         return None if group is None else Context(group, ranks.place_on("context"), ranks.context)
 
     def run(self, tokens: int) -> slice:
-        """Find the micro-batch's tokens that are here."""
+        """Return the slice of the micro-batch's tokens that this rank has."""
         each = tokens // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def exchange(
         self, rows: torch.Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Send each rank so many rows, or an equal share, and receive others in order of rank."""
+        """Send `send[i]` rows (None: an equal share) to rank i, and receive `receive[i]` rows from it: all-to-all."""
         return transfer(
             rows,
             lambda sent: _all_to_all(sent, send, receive, self.group),
@@ -50,12 +50,12 @@ class Context:
     def tokens_for_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Give [S/C, Q, E] and twice [S/C, K, E] for [S, Q/C, E] and the keys and values that those heads need."""
+        """Exchange q [S/C, Q, E] and k, v [S/C, K, E] for q [S, Q/C, E] and the keys and values of its heads."""
         needed = heads_needed(q.shape[1], k.shape[1], self.size)
         if needed != tuple(range(k.shape[1])):
             index = _index(needed, k.device)
             k, v = repeat(k, index, 1), repeat(v, index, 1)
-        # One message to each rank: its heads of all three, side by side.
+        # One message to each rank: its heads of q, k and v, concatenated.
         parts = [tensor.unflatten(1, (self.size, -1)).transpose(0, 1) for tensor in (q, k, v)]  # [C, S/C, heads, E]
         sent = torch.cat([part.flatten(2) for part in parts], dim=-1)
         received = self.exchange(sent).flatten(0, 1)
@@ -69,7 +69,7 @@ class Context:
         return self.exchange(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum values over the ranks, in place; all ranks have as many."""
+        """All-reduce values of equal shape over the context ranks, in place."""
         if values.numel():
             dist.all_reduce(values, group=self.group)
         return values
@@ -82,8 +82,8 @@ class Context:
 
 @cache
 def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
-    """List the key-value heads that go to each rank for its query heads, as many to each, rank by rank: one for each
-    query head where a rank's queries would need them in unequal numbers."""
+    """List the key-value heads to send to each rank, rank by rank, equally many to each. Where a rank's query heads
+    share key-value heads unevenly, a key-value head is sent once per query head."""
     check_heads(queries, size)
     share, group = queries // size, queries // keys
     each = [[head // group for head in range(rank * share, (rank + 1) * share)] for rank in range(size)]
@@ -93,7 +93,7 @@ def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
 
 
 def check_heads(queries: int, size: int, tensor: int = 1) -> None:
-    """Refuse heads that context ranks cannot share. Heads that tensor ranks do not divide are refused with the plan."""
+    """Refuse query heads that context ranks do not divide. `tensor_plan` refuses those that tensor ranks do not."""
     if queries % tensor == 0 and queries // tensor % size:
         left = f" of each of the {tensor} tensor ranks" if tensor > 1 else ""
         raise ModelError(

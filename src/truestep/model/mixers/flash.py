@@ -1,8 +1,8 @@
-"""Attention over packed documents by FlashAttention 4, whose kernels are an optional package (`truestep[flash]`).
+"""Attention over packed documents by FlashAttention 4, an optional package (`truestep[flash]`).
 
-The kernel and its gradient are operators that torch.compile takes as they are, so that a compiled layer is one graph,
-attention included. They read where documents end from the device: no packing makes another graph. Before its first use
-on a machine, each shape of attention is compared with plain torch in float32, values and gradients.
+The forward and backward kernels are custom operators that torch.compile does not look into, so a compiled layer is one
+graph, attention included. They read documents' bounds from the device, so no packing causes a recompilation. Each shape
+of attention is compared with plain torch in float32, values and gradients, before it is used.
 
 Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E head size, F size of a value's head.
 """
@@ -17,8 +17,8 @@ import torch
 
 PACKAGE = "flash-attn-4"
 _MODULE = "flash_attn.cute"
-_LENGTHS = (1, 190, 64, 700, 129, 2)  # documents that the check attends over
-_FACTOR = 1.5  # of plain torch's own rounding, in the same type
+_LENGTHS = (1, 190, 64, 700, 129, 2)  # lengths of the documents in the comparison with torch
+_FACTOR = 1.5  # allowed error, as a multiple of plain torch's rounding error in the same type
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ _attend.register_autograd(_backward, setup_context=_keep)
 
 
 def _options(segments: torch.Tensor, longest: int, scale: float, window: int | None) -> dict[str, Any]:
-    """Name what both passes are told. The window counts the token itself; the kernel counts those to its left."""
+    """Return the options of both kernels. `window` includes the token itself; the kernels' counts only tokens to its
+    left."""
     return {
         "cu_seqlens_q": segments,
         "cu_seqlens_k": segments,
@@ -146,8 +147,8 @@ def attend(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, F] -> [S, Q, F]
-    """Attend within documents."""
-    # Laid out here, where a compiler writes them so at once: what the operators give is then contiguous too.
+    """Compute attention within documents."""
+    # Outside the operators, the compiler fuses these copies with the producers. Outputs are then contiguous too.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     output: torch.Tensor = _attend(q, k, v, segments, longest, scale, window, softcap or 0.0)[0]
     return output
@@ -155,7 +156,7 @@ def attend(
 
 @functools.cache
 def version() -> str | None:
-    """Name the package's version; None where it is not installed."""
+    """Return the package's version; None if it is not installed."""
     try:
         found = importlib.util.find_spec(_MODULE) is not None
         return importlib.metadata.version(PACKAGE) if found else None
@@ -164,7 +165,7 @@ def version() -> str | None:
 
 
 def problem(shapes: tuple[Heads, ...], dtype: torch.dtype, place: torch.device) -> str | None:
-    """Say why FlashAttention 4 cannot attend for a model here; None where it can."""
+    """Return the reason why FlashAttention 4 cannot be used for these shapes on a device; None if it can."""
     if place.type != "cuda":
         return "it needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -184,12 +185,13 @@ def problem(shapes: tuple[Heads, ...], dtype: torch.dtype, place: torch.device) 
 def _compared(heads: Heads, dtype: torch.dtype, place: torch.device) -> str | None:
     try:
         return compare(heads, dtype, place, attend)
-    except Exception as error:  # a compiler's errors have no common type
+    except Exception as error:  # the kernel compiler's errors have no common type
         return f"it failed on this machine: {type(error).__name__}: {str(error)[:300]}"
 
 
 def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) -> str | None:
-    """Compare a kernel with plain torch in float32; name what is further off than plain torch in the same type."""
+    """Compare a kernel with plain torch in float32. Describe a result whose error is larger than that of plain torch in
+    the kernel's type (by `_FACTOR`); None if there is none."""
     generator = torch.Generator().manual_seed(0)
     tokens = sum(_LENGTHS)
 
@@ -223,7 +225,7 @@ def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) 
 
 
 def _plain(heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend document by document, with all scores of one at a time."""
+    """Compute attention document by document, with explicit scores."""
     group = heads.queries // heads.keys
     outputs = []
     for query, key, value in zip(*(tensor.split(list(_LENGTHS)) for tensor in (q, k, v)), strict=True):
