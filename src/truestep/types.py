@@ -46,14 +46,12 @@ class Rollout:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     # By name, the document's other fields of `rollouts/fields.py` and of the user's `data.fields`.
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L], per label; 0 outside the mask
-    token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L, ...], per token; trailing rows may lack
+    token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L, ...], per token; the last may be missing
     document_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [], per document
 
     def value(self, name: str) -> Any:
         """Return a field by its name: an attribute, or an entry of the mappings in `PLACES`; None if it is missing."""
-        if (
-            name in _ATTRIBUTES
-        ):  # faster than getattr, as this is called for every field of every document
+        if name in _ATTRIBUTES:  # faster than getattr, as this is called for every field of every document
             return self.__dict__[name]
         return next((held[name] for held in (getattr(self, place) for place in PLACES) if name in held), None)
 
@@ -266,7 +264,7 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of a loss's gradient to a row of logits with softmax p: `p · (a + b · log p) - c · onehot(y)`."""
+    """Coefficients of a loss's gradient to a row of logits with softmax p: `p · (a + b · log p) - c · onehot(y)`."""
 
     a: torch.Tensor  # [T]
     b: torch.Tensor | None  # [T]; None if all are zero

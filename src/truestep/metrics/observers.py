@@ -55,8 +55,8 @@ class Observer:
         """Called after an evaluation, with its line of evaluation.jsonl."""
 
     def saving(self) -> Sequence[Callable[[], None]]:
-        """Called before a checkpoint is written. Write the files that belong to it, and return functions that sync these
-        files to the disk. Another thread calls these functions before the checkpoint is complete."""
+        """Called before a checkpoint is written. Write the files that belong to it, and return functions that sync
+        these files to the disk. Another thread calls these functions before the checkpoint is complete."""
         return ()
 
     def saved(self, checkpoint: Path, step: int, documents_seen: int) -> None:

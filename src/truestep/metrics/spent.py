@@ -103,8 +103,8 @@ class StepTimes:
             self._seconds[name] += time.perf_counter() - start
 
     def line(self, step_time: float, waits: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-        """Return the `time/NAME` metrics of a finished step, and reset the times. `waits` has the metrics of waiting for
-        documents, and `measured` the seconds of a `Stopwatch`."""
+        """Return the `time/NAME` metrics of a finished step, and reset the times. `waits` has the metrics of waiting
+        for documents, and `measured` the seconds of a `Stopwatch`."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         found = {**seconds, **measured}
         found |= {name: waits[f"{name}_time"] for name in ("sampling", "rating") if f"{name}_time" in waits}

@@ -171,7 +171,7 @@ def _memory(config: Config, ranks: int) -> str:
 
 
 def longer_by(config: Config, steps_made: int) -> str | None:
-    """Return the option that makes a finished run longer; None if documents came from a stream that its sender ended."""
+    """Return the option that makes a finished run longer; None if a stream was the source and its sender ended it."""
     if config.schedule.steps is not None and steps_made >= config.schedule.steps:
         return "schedule.steps"
     return "data.epochs" if config.data.path is not None else None

@@ -20,8 +20,8 @@ def make_observers(
     publication: Observer | None,
     say: Callable[[str], None],
 ) -> Observers:
-    """Make the observers. The keeper comes before the sinks, which show the rollouts that it kept; callbacks come before
-    the publication of a checkpoint or of the end."""
+    """Make the observers. The keeper comes before the sinks, which show the kept rollouts; callbacks come before the
+    publication of a checkpoint or of the end."""
     keeper = make_keeper(config, directory, policy, say)
     shown = Sinks(sinks) if keeper is None else Sinks(sinks, lambda: keeper.latest)
     observers = (keeper, shown, callbacks, publication)

@@ -53,8 +53,8 @@ class RunningChecksums:
 
 
 def write_checksums(checkpoint: Path, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Write the manifest of a checkpoint whose other files are complete. `known` has the entries, by file name, of files
-    whose checksums were computed while they were written."""
+    """Write the manifest of a checkpoint whose other files are complete. `known` has the entries, by file name, of
+    files whose checksums were computed while they were written."""
     names = sorted(str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())
     sizes = {name: (checkpoint / name).stat().st_size for name in names if name != MANIFEST}
     files: dict[str, dict[str, Any]] = {name: {"bytes": size, "crc32": []} for name, size in sizes.items()}

@@ -136,7 +136,7 @@ class CheckpointStore:
         return checkpoint.rename(checkpoint.with_name(DAMAGED + checkpoint.name))
 
     def prepare(self, step: int) -> None:
-        """Make the directory of a new checkpoint, and remove checkpoints that a kill left half-written or half-removed."""
+        """Make the directory of a new checkpoint. Remove checkpoints that a kill left half-written or half-removed."""
         with writing(self.partial(step)):
             self._directory.mkdir(parents=True, exist_ok=True)
             for leftover in self._directory.glob(".*.partial"):

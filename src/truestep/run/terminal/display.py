@@ -197,7 +197,7 @@ class _Screen:
     def __init__(self, console: Console):
         self._console = console
         self._lock = threading.RLock()
-        # Live's own redirection of stdout is off: it prints an unfinished line, such as a tqdm bar, again at each flush.
+        # Live's own redirection of stdout prints an unfinished line, such as a tqdm bar, again at each flush.
         self._live = Live(
             console=console,
             auto_refresh=False,
@@ -277,7 +277,7 @@ class _Above:
 
     def write(self, text: str) -> int:
         complete, end, unfinished = (self._unfinished + text).rpartition("\n")
-        self._unfinished = unfinished.rpartition("\r")[2]  # a progress bar overwrites itself with \r: keep its last state
+        self._unfinished = unfinished.rpartition("\r")[2]  # a progress bar overwrites itself: keep its last state
         if end:
             self._screen.print_above(complete)
         return len(text)

@@ -43,8 +43,7 @@ def work_in_words(work: Work, tokens_per_second: float = 0.0) -> str:
 def doing_in_words(
     phase: str, works: Sequence[Work], waits: Sequence[str], seconds: float, tokens_per_second: float, width: int
 ) -> str:
-    """Describe what a process does in at most `width` columns. If the phase and the work do not both fit, show the work,
-    which is more specific."""
+    """Describe the phase and the current work in at most `width` columns. If both do not fit, show the work only."""
     work = work_in_words(works[-1], tokens_per_second) if works else ""
     waits_for = f"waiting for {waits[-1]}" if waits and not work else ""
     time = f"  {duration(seconds)}" if seconds >= 1 else ""
