@@ -44,7 +44,7 @@ class Drawing:
         self._parts.append(f'<path class="{kind}" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>')
 
     def path(self, places: Sequence[tuple[float, float]], colour: int, *, dashed: bool = False) -> None:
-        """Draw a line through places."""
+        """Draw a line through points."""
         way = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         self._parts.append(f'<path class="line colour-{colour % COLOURS}{" dashed" if dashed else ""}" d="M{way}"/>')
 

@@ -23,7 +23,7 @@ class CallbackError(TruestepError):
 
 @dataclass
 class Run:
-    """A run as a callback sees it."""
+    """The state of a run that callbacks read, and its methods for their requests."""
 
     directory: Path
     """The run's directory: metrics.jsonl, ledger.jsonl, checkpoints and the rest."""
@@ -51,7 +51,7 @@ class Run:
 
 
 class Callback:
-    """A base for callbacks; a method that is not overridden does nothing.
+    """A base class of callbacks whose methods do nothing.
 
     A method that raises ends the run with a CallbackError; the last checkpoint stays.
     """

@@ -41,7 +41,7 @@ from truestep.weights.finite import UpdateCheck, some
 
 
 class TrainingError(TruestepError):
-    """The reason why a run cannot go on."""
+    """The run cannot go on."""
 
 
 class Evaluates(Protocol):

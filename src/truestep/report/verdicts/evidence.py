@@ -45,7 +45,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trend:
-    """How a metric changed from the first steps to the last ones."""
+    """The change of a metric from the first steps to the last steps."""
 
     first: float
     last: float
@@ -65,7 +65,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How a held-out reward changed from the first evaluation to the last one."""
+    """The change of a held-out reward from the first to the last evaluation."""
 
     name: str  # greedy or sampled
     first: float

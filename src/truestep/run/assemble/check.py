@@ -19,7 +19,7 @@ def make_check(
     if sampler is None:
         return None
     rule, served = make_rule(config, runner.policy), isinstance(sampler, ServerSampler)
-    # Draws are not tested where completions are selected: the selected tokens are not plain draws from the policy.
+    # Draws are not tested if completions are selected: the remaining tokens are not plain draws from the policy.
     chosen = data.zero_advantage == "replace" or data.truncated != "keep"
     judge = Judge(tolerance_of(config), runner.policy.vocabulary_size, draws=served and not chosen)
     if not isinstance(sampler, ServerSampler):

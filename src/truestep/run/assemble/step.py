@@ -47,7 +47,7 @@ FROM_RECORDS = "records"  # the value of loss.kl_reference.path for the referenc
 
 def make_objective(config: Config) -> Objective:
     loss = config.loss
-    # A supervised loss has no sampler to correct for, and lacks these options.
+    # A supervised loss has no policy loss to correct, and lacks these options.
     correction, threshold = getattr(loss, "correction", None), getattr(loss, "off_policy_mask", None)
     choice = _choice(config)
     return Objective(

@@ -37,7 +37,7 @@ class SaveRule:
         return not self.never and self.every > 0 and step % self.every == 0
 
     def is_hugging_face(self, step: int) -> bool:
-        """Tell whether the checkpoint after a step is a Hugging Face directory too."""
+        """Tell whether the checkpoint after a step has Hugging Face weights too."""
         nth = self.hugging_face_every
         return nth > 0 and (nth == 1 or self.every == 0 or step % (nth * self.every) == 0)
 

@@ -35,7 +35,7 @@ _QUIET = 10.0  # seconds of silence after which a file gets a line that says wha
 _LONGEST_QUIET = 600.0
 
 Message = str | Text
-Lines = Callable[[int], list[Text]]  # gives the lines for a width in columns
+Lines = Callable[[int], list[Text]]  # width in columns -> lines
 _AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 
 
@@ -58,7 +58,7 @@ class _Silence:
         self._last, self._next = now, now + self._wait
 
     def due(self, now: float) -> bool:
-        """Tell whether a line is due. The caller writes it, so the next one is due later."""
+        """Tell whether a line is due. If it is, the caller writes it, and the next wait is twice as long."""
         if now < self._next:
             return False
         self._wait = min(_LONGEST_QUIET, 2 * self._wait)

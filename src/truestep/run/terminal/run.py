@@ -26,7 +26,7 @@ _PLAIN = {
 # The metrics always shown on a terminal, over several lines if it is narrow; `_WIDE` has more for a wide one.
 _ALWAYS = {
     "reward": "reward {:.3f}",
-    "loss": "loss {:+.4f}",  # where there is no reward
+    "loss": "loss {:+.4f}",  # only without a reward
     "response_length": "length {:,.1f}",
     "kl_new_old": "kl {:.1e}",
     "grad_norm": "grad {:.3g}",
@@ -46,7 +46,7 @@ _WIDE = {
 }
 
 _RATIO_TOLERANCE = 1e-3
-_TIMED = 20  # steps that the time left is measured over
+_TIMED = 20  # the last steps, from which the time left is estimated
 _GAP = "  "
 
 
