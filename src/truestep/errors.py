@@ -1,5 +1,5 @@
-"""The errors that a user can mend: each is shown as one message, without a traceback."""
+"""The base class of errors that a user can fix. The command shows their message without a traceback."""
 
 
 class TruestepError(Exception):
-    """The base of every error whose message is written for the user."""
+    """The base class of errors with a message for the user."""

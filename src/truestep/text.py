@@ -1,7 +1,7 @@
-"""Text that others wrote, made safe to show: completions, exceptions of a user's reward, answers of servers, addresses.
+"""Makes foreign text safe to show: completions, exceptions of a user's reward, responses of servers, addresses.
 
-Two functions are for what is shown: `printable` for one foreign value inside a sentence, `shown` for a whole message
-before it is printed. Both leave out secrets, as `redacted` does.
+Use `printable` for a foreign value inside a sentence, and `shown` for a whole message before it is printed. Both
+replace secrets, as `redacted` does.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 HIDDEN = "***"
-"""The text that stands where a secret was."""
+"""The replacement of a secret."""
 
 _URL = re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]{0,30}://[^\s\"'<>]{0,4000}")
 _ASSIGNED = re.compile(
@@ -18,26 +18,26 @@ _ASSIGNED = re.compile(
     r"(?P<between>[\"']?\s{0,3}[:=]\s{0,3})(?P<value>\"[^\"\n]+\"|'[^'\n]+'|[^\s\"',;&#)\]}]+)"
 )
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
-# The last word of an option's name that holds a secret. `tokens`, and `key_env` with the name of a variable, hold none.
+# An option holds a secret if the last word of its name is one of these; `tokens` and `key_env` do not match.
 _SECRET = frozenset({"password", "passwd", "secret", "apikey", "credential", "credentials", "passphrase"})
 _SECRET_TEXT = frozenset({"key", "token", "auth", "authorization"})
 _NO_SECRET = frozenset({"", "null", "none", "~", "true", "false", HIDDEN})
-# Prose says "token: 5" and "key: 'id'"; only a word before them makes a name of these (api_key, hf_token).
+# Prose has "token: 5" and "key: 'id'": before a colon these words count only as the end of a name (api_key, hf_token).
 _IN_PROSE = re.compile(r"(?i)^(key|token|auth)$")
 _known: set[str] = set()
-_SHORTEST_KNOWN = 8  # a shorter text would blank out words that are no secret
+_SHORTEST_KNOWN = 8  # characters: replacing a shorter secret would also replace ordinary words
 
 
 def keep_secret(value: str | None) -> None:
-    """Remember a secret of this process, such as the key to a server: no text that is shown will hold it."""
+    """Remember a secret of this process, such as the key to a server, so that `redacted` replaces it."""
     if value is not None and len(value) >= _SHORTEST_KNOWN:
         _known.add(value)
 
 
 def printable(text: object, limit: int = 300) -> str:
-    """Show foreign text on one line, without secrets, control characters or escapes, in at most `limit` characters."""
+    """Return foreign text on one line, without secrets or control characters, in at most `limit` characters."""
     whole = _text_of(text)
-    # Redacted with some room behind the cut, so that a secret which lies across it is still seen whole.
+    # Redact some characters after the cut too, so that a secret across the cut is found.
     shown = redacted(whole[: limit + 4000])
     safe = "".join(letter if letter.isprintable() else _escaped(letter) for letter in shown[: limit + 1])
     cut = len(shown) > limit or len(whole) > limit + 4000
@@ -45,17 +45,17 @@ def printable(text: object, limit: int = 300) -> str:
 
 
 def shown(message: object, limit: int = 10_000) -> str:
-    """Make a message of several lines safe to print: each line as `printable` shows it, at most `limit` in all."""
+    """Apply `printable` to each line of a message, and cut the message to `limit` characters."""
     lines = _text_of(message)[: limit + 4000].split("\n")
     safe = "\n".join(printable(line, limit) for line in lines)
     return safe if len(safe) <= limit else safe[: limit - 1] + "…"
 
 
 def _text_of(value: object) -> str:
-    """Turn any object into text, also one whose own conversion fails."""
+    """Convert any object to text, even if its own conversion raises."""
     try:
         return value.decode("utf-8", errors="replace") if isinstance(value, bytes | bytearray) else str(value)
-    except Exception:  # whatever a foreign object raises, a message is being written
+    except Exception:  # `str` of a foreign object may raise any exception
         return f"<{type(value).__name__} that cannot be shown>"
 
 
@@ -64,14 +64,15 @@ def _escaped(letter: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Replace what is secret in a text by ***: passwords in addresses, values of options named so, known secrets."""
+    """Replace the secrets in a text by ***: passwords in addresses, values of options such as api_key, and secrets
+    given to `keep_secret`."""
     for secret in _known:
         text = text.replace(secret, HIDDEN)
     return _without_forms(text)
 
 
 def _without_forms(text: str) -> str:
-    """Hide what looks like a secret by where it stands."""
+    """Replace text in the place of a secret: in an address, after `Bearer` or `Basic`, or after `api_key=`."""
     if "://" in text:
         text = _URL.sub(lambda found: _without_password(found.group()), text)
     text = _BEARER.sub(lambda found: f"{found[1]} {HIDDEN}", text)
@@ -79,7 +80,7 @@ def _without_forms(text: str) -> str:
 
 
 def _without_password(url: str) -> str:
-    """Hide the user and password of an address; its parameters are found as assignments."""
+    """Replace the user and password of an address. Secrets in its query are replaced by `_without_value`."""
     if "@" not in url:
         return url
     try:
@@ -88,7 +89,7 @@ def _without_password(url: str) -> str:
             return urlunsplit(parts._replace(netloc=f"{HIDDEN}@{parts.netloc.rpartition('@')[2]}"))
     except ValueError:
         pass
-    # A password with a slash or a # in it ends the host's part too early: all up to the last @ may be secret.
+    # urlsplit ends the host at a / or # in a password: replace all up to the last @.
     scheme, _, rest = url.partition("://")
     authority, at, host = rest.rpartition("@")
     return f"{scheme}://{HIDDEN}@{host}" if at and ":" in authority else url
@@ -105,13 +106,13 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def names_secret(name: str) -> bool:
-    """Tell by the name of an option whether its value is a secret: a password, a token, a key."""
+    """Tell from the name of an option whether its value is a secret: a password, a token, a key."""
     last = re.split(r"[_.\-\s]", name.lower())[-1]
     return last in _SECRET or last in _SECRET_TEXT or last.endswith(("password", "apikey"))
 
 
 def redacted_options(value: Any, name: str = "") -> Any:
-    """Replace what is secret in a tree of options, at any depth. The tree itself stays as it is."""
+    """Return a copy of a tree of options with *** for secrets at any depth."""
     if isinstance(value, Mapping):
         return {inner: redacted_options(item, str(inner)) for inner, item in value.items()}
     if isinstance(value, list | tuple):
@@ -121,12 +122,13 @@ def redacted_options(value: Any, name: str = "") -> Any:
         # A number named `token` or `key` is an id or a count; one named `password` is a password.
         if isinstance(value, str) or last not in _SECRET_TEXT:
             return value if str(value).lower() in _NO_SECRET else HIDDEN
-    # A dummy key to a server, remembered as a secret, must not blank out a part of a path here.
+    # Not `redacted`: a dummy key given to `keep_secret` could be part of a path here.
     return _without_forms(value) if isinstance(value, str) else value
 
 
 def keep_secrets_of(options: Any) -> None:
-    """Remember the passwords in the addresses of a tree of options: an exception of a client may quote one alone."""
+    """Remember the passwords in the addresses of a tree of options: a client's exception may quote a password without
+    its address."""
     if isinstance(options, Mapping):
         options = list(options.values())
     if isinstance(options, list | tuple):
@@ -138,7 +140,7 @@ def keep_secrets_of(options: Any) -> None:
 
 
 def hidden_options(value: Any, name: str = "") -> list[str]:
-    """Name the options that hold *** where a secret was, as a run's own config.yaml has them."""
+    """Return the names of options that hold *** instead of a secret, as in a run's config.yaml."""
     if isinstance(value, Mapping):
         return [
             found

@@ -1,4 +1,4 @@
-"""The values that pass between stages. Frozen: a stage returns a new value and never edits another's.
+"""The data types that stages exchange. They are frozen: a stage returns a new value and does not edit its input.
 
 Dimensions: L tokens of one document, S tokens of a packed micro-batch (padding included), T its labels, D documents.
 """
@@ -14,12 +14,12 @@ import numpy as np
 
 from truestep.text import printable
 
-if TYPE_CHECKING:  # a process that rates completions reads this file and needs no torch
+if TYPE_CHECKING:  # reward processes import this file, and should not load torch
     import torch
 
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
-LONGEST_REASON = 1000  # characters of why a record was rejected
+LONGEST_REASON = 1000  # characters of `Rejected.reason`
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,36 +29,34 @@ class Rollout:
     id: str
     input_ids: np.ndarray  # [L] int64
     loss_mask: np.ndarray  # [L] bool; never set at position 0
-    logprobs: np.ndarray | None = None  # [L] float32, the sampler's; 0 off the mask
-    advantages: np.ndarray | None = None  # [L] float32; 0 off the mask
+    logprobs: np.ndarray | None = None  # [L] float32, the sampler's; 0 outside the mask
+    advantages: np.ndarray | None = None  # [L] float32; 0 outside the mask
     reward: float | None = None
     group_id: str | None = None
     temperature: float = 1.0
     model_version: np.ndarray | None = None  # [L] int64: documents the policy had seen when each token was sampled
-    reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 off the mask
-    # [L] float32, the trainer's own, of the weights before the first update on this document; 0 off the mask
+    reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 outside the mask
+    # [L] float32, computed by the trainer with the weights before the first update on this document; 0 outside the mask
     recomputed_logprobs: np.ndarray | None = None
-    chosen: np.ndarray | None = None  # [L] uint8, 1: loss.clip_cov or loss.kl_cov holds the label back in this step
-    truncated: bool | None = None  # it ended at a length limit and not by itself; None: unknown
+    chosen: np.ndarray | None = None  # [L] uint8; 1: loss.clip_cov or loss.kl_cov holds the label back in this step
+    truncated: bool | None = None  # the document ended at a length limit; None: unknown
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
-    # The reward less its group's baseline, where it is to be scaled over the whole step and the step is not known yet.
+    # The reward minus the group's baseline, if advantages are scaled over the whole step; None after that scaling.
     difference: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    # By name, all other fields of `rollouts/fields.py` and of a user's `data.fields` that the document has.
-    fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L] of labels; 0 off the mask
-    token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L, ...], or fewer rows at the end
-    document_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [] of the document
+    # By name, the document's other fields of `rollouts/fields.py` and of the user's `data.fields`.
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L], per label; 0 outside the mask
+    token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L, ...], per token; the last may be missing
+    document_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [], per document
 
     def value(self, name: str) -> Any:
-        """Give a field by its name, wherever it is; None where the document has none."""
-        if (
-            name in _ATTRIBUTES
-        ):  # in a frozen dataclass they are all here, and this is read for every field and document
+        """Return a field by its name: an attribute, or an entry of the mappings in `PLACES`; None if it is missing."""
+        if name in _ATTRIBUTES:  # faster than getattr, as this is called for every field of every document
             return self.__dict__[name]
         return next((held[name] for held in (getattr(self, place) for place in PLACES) if name in held), None)
 
     def with_values(self, values: Mapping[str, Any]) -> Rollout:
-        """Give the document with other values of fields of labels that it has."""
+        """Return a copy with new values of label fields."""
         own = {name: value for name, value in values.items() if name in _ATTRIBUTES}
         others = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
         return replace(self, **own, fields={**self.fields, **others})
@@ -72,31 +70,31 @@ class Rollout:
         return int(self.loss_mask.sum())
 
 
-PLACES = ("fields", "token_fields", "document_fields")  # of values that are no attributes of a rollout
+PLACES = ("fields", "token_fields", "document_fields")  # the mappings of fields that are not attributes of a rollout
 _ATTRIBUTES = frozenset(item.name for item in fields(Rollout))
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record that is never trained on, and the reason."""
+    """A record that cannot be trained on, and the reason."""
 
     file: str
     line: int  # 1-based line of a JSONL file, or row of a Parquet file
     reason: str
     id: str | None = None
-    group_id: str | None = None  # where it could be read: it still counts towards its group being complete
-    prompt: str | None = None  # of a completion: what was asked
-    completion: str | None = None  # and what was answered
-    traceback: str | None = None  # where a reward raised
+    group_id: str | None = None  # if known: a rejected record counts as a member of its group
+    prompt: str | None = None  # the text of the prompt, if a sampled completion was rejected
+    completion: str | None = None  # the text of this completion
+    traceback: str | None = None  # the traceback of a reward that raised
 
     def __post_init__(self) -> None:
-        # A reason may quote what others wrote: an exception of a reward, an answer of a server.
+        # A reason may quote foreign text: the exception of a reward, the response of a server.
         object.__setattr__(self, "reason", printable(self.reason, LONGEST_REASON))
 
 
 @dataclass(frozen=True)
 class PutAside:
-    """A good document that no step takes, and the reason."""
+    """A valid document that is not trained on, and the reason."""
 
     id: str
     reason: str
@@ -105,7 +103,8 @@ class PutAside:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts over the whole step, known before its first backward pass. Every denominator comes from here."""
+    """Counts over the whole step, known before its first backward pass. All denominators of the loss are computed from
+    them."""
 
     num_documents: int  # D, documents without labels included
     num_labels: int  # N
@@ -114,15 +113,16 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The documents of one step, and how they are packed. Made on the host, knows no model."""
+    """The documents of one step, and their packing into micro-batches. Made on the host, without the model."""
 
     documents: tuple[Rollout, ...]  # in the global order
-    # Indices into `documents`; each is one forward pass, and may be empty. Number k · ranks + r is rank r's k-th.
+    # Indices into `documents`. Each micro-batch is one forward pass, and may be empty. Micro-batch k · ranks + r is the
+    # k-th of rank r.
     micro_batches: tuple[tuple[int, ...], ...]
     totals: StepTotals
     documents_seen: int  # before this step
     ranks: int = 1
-    repeated: bool = False  # there was an update on the same documents before
+    repeated: bool = False  # an earlier update trained on the same documents
 
     def __post_init__(self) -> None:
         packed = sorted(index for micro_batch in self.micro_batches for index in micro_batch)
@@ -139,24 +139,24 @@ class StepPlan:
         return self.micro_batches[rank :: self.ranks]
 
     def at_once(self, number: int) -> tuple[tuple[int, ...], ...]:
-        """Select the micro-batches that the ranks run side by side as the `number`th of each."""
+        """Return the `number`-th micro-batch of every rank; the ranks run these at the same time."""
         return self.micro_batches[number * self.ranks : (number + 1) * self.ranks]
 
     @property
     def digest(self) -> str:
-        """A digest of all that ranks must agree on before they compute."""
+        """A hash of the data that must be equal on all ranks before they compute."""
         content = hashlib.sha256(f"{self.micro_batches} {self.totals} {self.documents_seen} {self.ranks}\n".encode())
         for document in self.documents:
             content.update(
                 f"{document.id}\n{document.num_tokens} {document.num_labels}\n".encode(errors="surrogatepass")
             )
-            if document.advantages is not None:  # a user's function may give other ones at each call
+            if document.advantages is not None:  # a user's own advantage function may not be deterministic
                 content.update(document.advantages.tobytes())
         return content.hexdigest()
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device without waiting for what the device still does: a GPU reads it from pinned memory."""
+    """Copy a tensor to a device without a synchronisation: for a GPU the tensor is pinned first."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -164,14 +164,14 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """Documents laid end to end, as the model reads them. Padding comes last, as a segment that is no document."""
+    """Packed documents, one after another, the input of the model. Padding comes last, as a segment of its own."""
 
     input_ids: torch.Tensor  # [S] int64
     position_ids: torch.Tensor  # [S] int64, from 0 in each document
-    # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. On the host, which lays out attention.
+    # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. On the host, which prepares attention.
     segments: torch.Tensor
     num_documents: int  # D
-    # [S, ...] by name: the fields of tokens that were asked for, and that one of the documents has.
+    # [S, ...] by name: the requested token fields that at least one document has.
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -183,12 +183,12 @@ class PackedTokens:
         return replace(self, input_ids=input_ids, position_ids=position_ids, fields=others)
 
     def fields_of(self, here: slice) -> dict[str, torch.Tensor]:
-        """Cut the fields of tokens as the tokens are cut, for the rank that has those of `here`."""
+        """Return the token fields of the slice `here`, for a rank that has this slice of the tokens."""
         return {name: values[here] for name, values in self.fields.items()}
 
 
 def per_label() -> Mapping[str, Any]:
-    """Mark a tensor [T]."""
+    """Return field metadata that marks a tensor as [T]."""
     return {"per_label": True}
 
 
@@ -196,8 +196,8 @@ def per_label() -> Mapping[str, Any]:
 class PackedLabels:
     """The data of a micro-batch's T labels, in order, and of its D documents.
 
-    The hidden state that predicts the token at position t is that of t - 1: `rows` is shifted, once, before anything
-    is cut. Example: documents `[5, 6, 7]` and `[8, 9]` whose last token is a label: rows = [1, 3], ids = [7, 9].
+    The hidden state at position t - 1 predicts the token at t: `rows` holds t - 1, shifted before tokens are cut into
+    shards. Example: documents `[5, 6, 7]` and `[8, 9]`, each with its last token as label: rows = [1, 3], ids = [7, 9].
     """
 
     rows: torch.Tensor = field(metadata=per_label())  # index into S of the predicting position
@@ -209,27 +209,27 @@ class PackedLabels:
     model_version: torch.Tensor = field(metadata=per_label())
     recomputed_logprobs: torch.Tensor = field(metadata=per_label())
     reference_logprobs: torch.Tensor = field(metadata=per_label())
-    chosen: torch.Tensor = field(metadata=per_label())  # 1 where loss.clip_cov or loss.kl_cov holds it back
+    chosen: torch.Tensor = field(metadata=per_label())  # 1: loss.clip_cov or loss.kl_cov holds the label back
     # Per document.
     num_labels: torch.Tensor  # [D] int64
-    reward: torch.Tensor  # [D] float32; 0 where the document has none
-    rewards: Mapping[str, torch.Tensor]  # [D] float32 by name, of every part that a document has; NaN where one has not
-    truncated: torch.Tensor  # [D] bool; False where it is not known
-    has: Mapping[str, torch.Tensor]  # [D] bool by rollout field: whether the document has it
-    # By name, all other fields of `rollouts/fields.py` and of a user's `data.fields`.
+    reward: torch.Tensor  # [D] float32; 0 for a document without a reward
+    rewards: Mapping[str, torch.Tensor]  # [D] float32 by the name of the reward's part; NaN for a document without it
+    truncated: torch.Tensor  # [D] bool; False if unknown
+    has: Mapping[str, torch.Tensor]  # [D] bool by rollout field: True if the document has the field
+    # By name, the other fields of `rollouts/fields.py` and of the user's `data.fields`.
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)  # [T]
     document_fields: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)  # [D]
 
     @classmethod
     def label_fields(cls) -> list[Field[Any]]:
-        """The fields that have a value for each label."""
+        """Return the dataclass fields with a value per label."""
         return [item for item in fields(cls) if item.metadata.get("per_label")]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, labels: slice | torch.Tensor) -> Self:
-        """Select some of the labels. The documents stay the same."""
+        """Select some of the labels, and keep all documents."""
         chosen = {item.name: getattr(self, item.name)[labels] for item in self.label_fields()}
         return replace(self, **chosen, fields={name: values[labels] for name, values in self.fields.items()})
 
@@ -244,7 +244,7 @@ class PackedLabels:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One micro-batch: the tokens that the model reads, and the data of the labels."""
+    """One micro-batch: the input tokens and the labels."""
 
     tokens: PackedTokens
     labels: PackedLabels
@@ -255,24 +255,24 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """The head's statistics of rows of logits."""
+    """Statistics of rows of logits, computed by the head."""
 
-    logprobs: torch.Tensor  # [T] of the label
+    logprobs: torch.Tensor  # [T] log-prob of the label
     entropy: torch.Tensor  # [T]
     logsumexp: torch.Tensor  # [T]
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The gradient of any loss of labels, `p · (a + b · log p) - c · onehot(y)` for a row of logits with softmax p."""
+    """Coefficients of a loss's gradient to a row of logits with softmax p: `p · (a + b · log p) - c · onehot(y)`."""
 
     a: torch.Tensor  # [T]
-    b: torch.Tensor | None  # [T]; None where it is zero throughout
+    b: torch.Tensor | None  # [T]; None if all are zero
     c: torch.Tensor  # [T]
 
     @property
     def active(self) -> torch.Tensor:  # [T] bool
-        """Rows that have a gradient at all."""
+        """True for rows with a nonzero gradient."""
         nonzero = (self.a != 0) | (self.c != 0)
         return nonzero if self.b is None else nonzero | (self.b != 0)
 
@@ -282,7 +282,7 @@ class Coefficients:
 
 @dataclass(frozen=True, eq=False)
 class DocumentScore:
-    """The policy's log-probabilities and entropies of one document's labels, in order."""
+    """The policy's log-probs and entropies of one document's labels, in order."""
 
     id: str
     logprobs: np.ndarray  # [labels of the document] float32

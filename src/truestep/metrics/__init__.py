@@ -1,7 +1,8 @@
-"""Metrics, whose types say how they are reduced, and the sinks that they are logged to.
+"""Metrics, observers and sinks.
 
-types             `Sum`, `Mean`, `Max` and the others: merged over micro-batches, ranks and chunks alike
+types             `Sum`, `Mean`, `Max` and others: each type defines how a metric is merged over micro-batches and ranks
+observers         objects called on events of a run
 sinks             metrics.jsonl, Weights & Biases, TensorBoard, trackio
-spent             where the time of a step went
-tables            a step's numbers on the terminal
+spent             the time of a step by part
+tables            a step's metrics as a table on the terminal
 """

@@ -1,7 +1,7 @@
-"""Observers: what is told how a run goes. They change nothing of what is computed.
+"""Observers: objects called on events of a run. They do not change the computation.
 
-A user's callbacks and sinks, the rollouts that are kept, and the publication of new weights are observers. To add
-another: derive from `Observer`, and name it in the list that `run/assemble/observers.py` makes.
+The user's callbacks, the sinks, the keeper of rollouts and the publication of new weights are observers. To add an
+observer, derive from `Observer`, and add it to the list in `run/assemble/observers.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class Computed(Protocol):
-    """What was computed of a step: its metrics as a line, and the scores that observers wanted."""
+    """The results of a step: its metrics as a line, and the scores that observers asked for."""
 
     @property
     def scores(self) -> tuple[DocumentScore, ...]: ...
@@ -24,20 +24,19 @@ class Computed(Protocol):
 
 
 class Observer:
-    """A base for observers; a method that is not overridden does nothing. Every rank has the observers of a run, and
-    calls them in the same order."""
+    """A base class of observers whose methods do nothing. Every rank calls the observers in the same order."""
 
     def started(self) -> None:
-        """Called before the first step of this start, once what a checkpoint holds is back in place."""
+        """Called before the first step of this start, after the checkpoint is restored."""
 
     def rejected(self, records: Sequence[Rejected]) -> None:
-        """Called with records that were refused, as soon as the run knows of them."""
+        """Called with rejected records, as soon as the run has rejected them."""
 
     def rollouts(self, documents: Sequence[Rollout]) -> None:
         """Called with the documents of a step, in their order, before the step is computed."""
 
     def wanted(self, plan: StepPlan) -> Collection[int]:
-        """Choose the documents of a plan, by their places, whose scores `trained` needs; the same on every rank."""
+        """Return the indices of the plan's documents whose scores `trained` needs; the same on every rank."""
         return ()
 
     def gradient(self, plan: StepPlan, computed: Computed, norm: float) -> None:
@@ -47,31 +46,31 @@ class Observer:
         """Called when a step has changed the weights."""
 
     def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
-        """Called with the documents of a step after its update, and with the scores of those that were wanted."""
+        """Called after a step's update, with the scores of the documents that `wanted` returned."""
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Called with a step's line of metrics.jsonl, the last thing of a step."""
+        """Called at the end of a step, with its line of metrics.jsonl."""
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Called after an evaluation, with its line of evaluation.jsonl."""
 
     def saving(self) -> Sequence[Callable[[], None]]:
-        """Called before a checkpoint is written. Write what it counts on, and give what puts that on the disk; any
-        thread may call this before the checkpoint is complete."""
+        """Called before a checkpoint is written. Write the files that belong to it, and return functions that sync
+        these files to the disk. Another thread calls these functions before the checkpoint is complete."""
         return ()
 
     def saved(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        """Called when a checkpoint is complete: it survives any kill from now on."""
+        """Called when a checkpoint is complete and on the disk."""
 
     def ended(self, ended: str, finished: bool) -> None:
-        """Called at the end of a run, with the sentence that says how it ended; not `finished`: it was stopped."""
+        """Called at the end of a run, with a sentence that says how it ended. `finished` is False if it was stopped."""
 
     def close(self) -> None:
-        """Called last, also where an error ended the run."""
+        """Called last, also after an error."""
 
 
 class Observers(Observer):
-    """The observers of a run, called one after another."""
+    """The observers of a run as one observer, which calls them in order."""
 
     def __init__(self, observers: Sequence[Observer] = ()):
         self._all = list(observers)
@@ -80,7 +79,7 @@ class Observers(Observer):
         self._all.append(observer)
 
     def of(self, kind: type[_T]) -> _T:
-        """Find the one observer of a kind."""
+        """Return the only observer of a type."""
         (found,) = [observer for observer in self._all if isinstance(observer, kind)]
         return found
 
@@ -131,7 +130,7 @@ class Observers(Observer):
             observer.ended(ended, finished)
 
     def close(self) -> None:
-        """Close all of them, also those behind one that fails."""
+        """Close all observers, even if one of them raises."""
         with ExitStack() as closing:
             for observer in reversed(self._all):
                 closing.callback(observer.close)

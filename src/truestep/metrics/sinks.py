@@ -1,4 +1,4 @@
-"""The sinks of a run's numbers: metrics.jsonl, Weights & Biases, TensorBoard, trackio."""
+"""The sinks of a run's metrics: metrics.jsonl, Weights & Biases, TensorBoard, trackio."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ class SinkError(TruestepError):
 
 
 class Sink(Protocol):
-    """A place that a run's numbers go to: each step's line, each evaluation's, and the end."""
+    """A destination of a run's metrics: the lines of steps and of evaluations."""
 
     def step(self, line: Mapping[str, Any]) -> None: ...
 
@@ -37,22 +37,22 @@ class Sink(Protocol):
 
 @runtime_checkable
 class ShowsRollouts(Protocol):
-    """A sink that shows kept rollouts too."""
+    """A sink that also shows kept rollouts."""
 
     def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show rollouts of the step whose line is given."""
+        """Show the kept rollouts, `rows`, of the step with this line."""
         ...
 
 
 @runtime_checkable
 class HearsOfRejected(Protocol):
-    """A sink that hears why documents are rejected, as they are."""
+    """A sink that receives the reasons of rejected records."""
 
     def rejected(self, reasons: Iterable[str]) -> None: ...
 
 
 class Sinks(Observer):
-    """The sinks of a run as one observer. `kept` gives the rollouts of the step in hand that were kept, as rows."""
+    """The sinks of a run as one observer. `kept` returns the kept rollouts of the current step, as rows."""
 
     def __init__(self, sinks: Sequence[Sink] = (), kept: Callable[[], Sequence[Mapping[str, Any]]] = tuple):
         self.sinks = list(sinks)
@@ -80,13 +80,13 @@ class Sinks(Observer):
 
 
 class Samples:
-    """The rollouts that a tracker is given: after the first step, and after every so many."""
+    """Chooses the steps whose rollouts a tracker shows: step 1 and every `every`-th step; 0: none."""
 
     def __init__(self, every: int):
         self._every = every
 
     def of(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-        """Give a table's rows, in the order of SAMPLE_COLUMNS; none where this step has none to show."""
+        """Return the rows of a table with SAMPLE_COLUMNS; [] if this step is not shown."""
         if not self._every or (line["step"] != 1 and line["step"] % self._every):
             return []
         return [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]
@@ -100,13 +100,13 @@ class JsonLines:
         append_json_line(self._path, line)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        """The run's directory keeps evaluations itself, in a file of their own."""
+        """Do nothing: `RunDirectory` writes evaluation.jsonl."""
 
     def close(self) -> None: ...
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard, which shows nothing that an earlier start wrote of steps after `done`."""
+    """Event files for TensorBoard. TensorBoard hides the steps after `done` that an earlier start wrote."""
 
     def __init__(self, directory: str, done: int = 0, samples_every: int = 10):
         try:
@@ -134,9 +134,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run at Weights & Biases, with documents_seen as its x-axis: two runs share that one.
+    """A run at Weights & Biases, with documents_seen as x-axis, so that runs with other step sizes can be compared.
 
-    `options` are `project`, `name` and `mode` of wandb.init. Every `samples_every` steps it gets a table of rollouts.
+    `options` are `project`, `name` and `mode` of wandb.init. Every `samples_every` steps it logs a table of rollouts.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any], samples_every: int = 0, **options: Any):
@@ -144,7 +144,7 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise SinkError("logging.wandb needs `pip install 'truestep[wandb]'`") from error
-        # One run on the server for all starts of this one.
+        # All starts of this run use the same run at the server.
         id_file = directory / "wandb_id"
         run_id = stored_name(id_file) or uuid.uuid4().hex[:12]
         try:
@@ -174,7 +174,7 @@ class WandbSink:
 
 
 class TrackioSink:
-    """A run of trackio, on this machine or in a Space. It logs by optimizer steps."""
+    """A run of trackio, on this machine or in a Space, with optimizer steps as x-axis."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class TrackioSink:
             import trackio
         except ImportError as error:
             raise SinkError("logging.trackio needs `pip install 'truestep[trackio]'`") from error
-        # A name is all that it goes on by, so no two runs may have the same.
+        # trackio resumes a run by its name alone, so the name must be unique.
         name_file = directory / "trackio_name"
         known = stored_name(name_file)
         readable = re.sub(r"[^\w-]", "-", name or directory.name, flags=re.ASCII)[:64]
@@ -206,7 +206,7 @@ class TrackioSink:
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-        except Exception as error:  # its own, those of the hub, and of a project's name
+        except Exception as error:  # errors of trackio, of the hub, and of an invalid project name
             raise SinkError(f"logging.trackio: {printable(error, 500)}") from error
         write_whole(name_file, unique.encode())
         self._samples, self._table = Samples(samples_every), trackio.Table
@@ -228,9 +228,9 @@ class TrackioSink:
 
 @contextmanager
 def _no_arguments() -> Iterator[None]:
-    """Hide the command line, which wandb would copy: an address given there may hold a password.
+    """Hide the command line from wandb, which would upload it: an address in it may hold a password.
 
-    Nothing is lost, since what the arguments say is in the configuration, without its secrets.
+    The options of the command line are logged with the configuration, without secrets.
     """
     kept = sys.argv
     sys.argv = kept[:1]
@@ -241,7 +241,7 @@ def _no_arguments() -> Iterator[None]:
 
 
 def stored_name(file: Path) -> str | None:
-    """Read the name that a tracker knows the run by; None where there is none, or a damaged one."""
+    """Read the run's name at a tracker from a file; None if the file is missing or damaged."""
     if not file.is_file():
         return None
     found = file.read_bytes()[:200].decode("ascii", errors="replace").strip()
@@ -249,10 +249,10 @@ def stored_name(file: Path) -> str | None:
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Give the numbers of a line, by name: what every tracker shows."""
+    """Return the numbers of a line, by name."""
     return {name: value for name, value in line.items() if isinstance(value, int | float)}
 
 
 def _cell(value: Any) -> str:
-    """Word a value for a cell of a Markdown table."""
+    """Format a value for a cell of a Markdown table."""
     return printable("" if value is None else str(value).replace("\n", " ⏎ "), 1000).replace("|", "\\|")

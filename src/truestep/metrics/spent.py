@@ -1,7 +1,7 @@
-"""The time of a step, split into what it was spent on.
+"""The time of a step by part.
 
-The metrics of it are `time/NAME`, in seconds of the first rank. They differ from run to run and between layouts, so
-whatever compares metrics leaves out those that `of_the_machine` names.
+The metrics are `time/NAME`, in seconds of the first rank. They differ from run to run and between layouts, so a
+comparison of two runs leaves out the metrics for which `of_the_machine` is true.
 """
 
 import time
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 PREFIX = "time/"
-# The parts of `step_time`, in the order in which a step has them; what is left of it is the last.
+# The parts of `step_time`, in the order of a step; `REST` is the remaining time.
 PARTS = (
     *("sampling", "rating", "waiting", "reference", "exact"),
     *("forward", "head", "backward", "reduce", "check", "optimizer", "sync"),
 )
 REST = "other"
-# These come between two steps, and stand in the line of the later one, beside its `step_time`.
+# Work between two steps. Its time is in the line of the later step, and not part of `step_time`.
 BETWEEN = ("evaluation", "save")
 
 _OF_THE_MACHINE = frozenset(
@@ -32,22 +32,22 @@ _OF_THE_MACHINE = frozenset(
 
 
 def of_the_machine(name: str) -> bool:
-    """Tell whether a metric measures the machine (times, speeds, memory), so that no two runs have the same."""
+    """Tell whether a metric measures the machine (times, speeds, memory), and so differs between equal runs."""
     return name in _OF_THE_MACHINE or name.startswith(PREFIX)
 
 
 class Stopwatch:
-    """Adds up the seconds of named pieces of work. A piece within another counts for itself alone.
+    """Adds up the seconds of named pieces of work. The time of a nested piece is not counted in the outer piece.
 
-    On a GPU the pieces lie between events on its stream: nothing waits for them, and pieces that it has not come to the
-    end of are part of what is read next.
+    On a GPU, CUDA events on the current stream mark the pieces, without synchronisation. `drain` leaves out the pieces
+    that the GPU has not finished; the next call returns them.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._gpu = device is not None and device.type == "cuda"
         self._device = device
         self._names: list[str] = []
-        self._last: Any = None  # the mark at which the innermost piece began, or went on
+        self._last: Any = None  # the last mark, where the innermost piece began or resumed
         self._seconds: dict[str, float] = defaultdict(float)
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -62,7 +62,7 @@ class Stopwatch:
             self._names.pop()
 
     def _mark(self) -> None:
-        """End the innermost piece here; whatever is innermost after this begins here."""
+        """Add the time since the last mark to the innermost piece."""
         if not self._gpu:
             now = time.perf_counter()
             if self._names:
@@ -76,7 +76,7 @@ class Stopwatch:
         self._last = event
 
     def drain(self) -> dict[str, float]:
-        """Hand over the seconds since the last call."""
+        """Return the seconds of each piece since the last call, and reset them."""
         waiting = []
         for name, start, end in self._pending:
             if end.query():
@@ -89,7 +89,7 @@ class Stopwatch:
 
 
 class StepTimes:
-    """Collects where the time of a step goes."""
+    """Collects the time of a step by part."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -103,8 +103,8 @@ class StepTimes:
             self._seconds[name] += time.perf_counter() - start
 
     def line(self, step_time: float, waits: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
-        """Word the times of a step that is done, and begin the next. `waits` are the metrics of waiting for documents,
-        and `measured` is what a stopwatch gave."""
+        """Return the `time/NAME` metrics of a finished step, and reset the times. `waits` has the metrics of waiting
+        for documents, and `measured` the seconds of a `Stopwatch`."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         found = {**seconds, **measured}
         found |= {name: waits[f"{name}_time"] for name in ("sampling", "rating") if f"{name}_time" in waits}

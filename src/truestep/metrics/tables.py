@@ -1,4 +1,4 @@
-"""A step's numbers as a table for the terminal."""
+"""A step's metrics as a table for the terminal."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,7 @@
-"""Metrics whose type says how they are reduced: over micro-batches, ranks, chunks and logging intervals alike.
+"""Types of metrics. The type defines the reduction, which is the same over micro-batches, ranks, chunks and intervals.
 
-A mean is a total and a count until it is read, so nothing is ever a mean of means. `value()` is None where there was
-nothing to measure, and such a metric is absent from what is logged.
+A mean is stored as a total and a count, so that no mean of means is computed. `value()` is None if nothing was
+measured; such a metric is not logged.
 """
 
 import math
@@ -13,17 +13,17 @@ import torch
 
 
 class Metric(Protocol):
-    """A dataclass of numbers, tensors and tuples of these that knows how two of its kind are reduced to one."""
+    """A dataclass of numbers, tensors and tuples of these; `merge` reduces two metrics of one type to one."""
 
     def merge(self, other: Any) -> Self: ...
 
     def value(self) -> float | None:
-        """The number to log; None where nothing was measured."""
+        """Return the number to log; None if nothing was measured."""
         ...
 
 
 def _double(value: torch.Tensor | float) -> torch.Tensor:
-    """Convert to float64: an extreme is one of the values, to the last digit."""
+    """Convert to float64, which holds every float32 and integer up to 2**53 exactly."""
     return torch.as_tensor(value, dtype=torch.float64)
 
 
@@ -52,12 +52,12 @@ class Mean:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest of some values; -inf stands for none."""
+    """The largest of some values; -inf if there are none."""
 
     largest: torch.Tensor | float
 
     def merge(self, other: "Max") -> "Max":
-        # Not Python's max(): it drops a NaN or keeps it depending on the order of its arguments.
+        # Not Python's max(), which keeps or drops a NaN depending on the order of its arguments.
         return Max(torch.maximum(_double(self.largest), _double(other.largest)))
 
     def value(self) -> float | None:
@@ -66,7 +66,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """The smallest of some values; +inf stands for none."""
+    """The smallest of some values; +inf if there are none."""
 
     smallest: torch.Tensor | float
 
@@ -79,7 +79,7 @@ class Min:
 
 @dataclass(frozen=True)
 class Derived:
-    """A function of sums, applied after every reduction of them."""
+    """A function of sums, applied when the value is read, after the sums are reduced."""
 
     parts: "tuple[Sum, ...]"
     function: Callable[..., float | None]
@@ -94,7 +94,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts between fixed edges. `value()` is a percentile, interpolated within its bin."""
+    """Counts of values between fixed edges. `value()` is a percentile, interpolated within its bin."""
 
     counts: torch.Tensor  # [edges + 1]: below the first edge, between edges, above the last
     edges: torch.Tensor  # ascending
@@ -115,7 +115,7 @@ class Histogram:
         target = self.percentile / 100 * total
         cumulative = self.counts.cumsum(0)
         index = int(torch.searchsorted(cumulative, cumulative.new_tensor(target)))
-        # The outermost bins are open: their one known edge is all that can be said.
+        # The outermost bins have only one edge: return it.
         if index == 0:
             return float(self.edges[0])
         if index >= len(self.edges):
@@ -125,7 +125,7 @@ class Histogram:
 
 
 def merge(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Unite two sets of metrics. A metric that both have is reduced as its type says."""
+    """Merge two sets of metrics by name."""
     merged = dict(first)
     for name, metric in second.items():
         merged[name] = merged[name].merge(metric) if name in merged else metric
@@ -133,7 +133,7 @@ def merge(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str
 
 
 def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Move every number to the host, where ranks exchange them."""
+    """Move all tensors to the host, where ranks exchange metrics."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -148,6 +148,6 @@ def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Read the numbers to log. A metric that measured nothing is absent."""
+    """Return the numbers to log, without metrics that measured nothing."""
     read = {name: metric.value() for name, metric in metrics.items()}
     return {name: value for name, value in read.items() if value is not None}

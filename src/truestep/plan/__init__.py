@@ -1,8 +1,10 @@
-"""What a configuration needs of each rank's memory and how long a step takes, without a GPU or reading a weight.
+"""Plans a configuration's memory per rank and time per step, without a GPU and without reading a weight.
 
 shape             the sizes of the weights, from config.json
-activations       what a layer saves for its backward pass, by running its code on meta tensors
-memory, time      GiB and seconds by part
-search, advice    the fastest layout that fits, and options that need less; what `auto` becomes
-report            the plan as `truestep plan` prints it; exhausted: the message when the memory runs out
+activations       bytes that a layer saves for its backward pass, from its code on meta tensors
+memory, cost      bytes and seconds by part; rates: the measured speed of the machine
+search, advice    the fastest layout that fits, the values of `auto`, and options that need less memory
+report            the plan as `truestep plan` prints it
+room, exhausted   messages when the plan exceeds the memory, and when a run ran out of memory
+beside            a sink that compares a run with its plan
 """

@@ -1,5 +1,5 @@
-"""Measures what a layer keeps of a token for its backward pass: the model's own code runs without values, and every
-tensor that autograd saves is counted.
+"""Measures the bytes per token that a layer keeps for its backward pass: the model's code runs on meta tensors, and
+all tensors that autograd saves are counted.
 """
 
 import functools
@@ -19,21 +19,21 @@ from truestep.model.heads import HeadSizes
 
 _NAME = "truestep_plan"
 _TOKENS = 32
-# The share that is left where layers are compiled: norms and activations are computed again from their inputs.
+# The fraction that compiled layers keep: they recompute norms and activation functions from their inputs.
 _COMPILED = 0.68
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a token."""
+    """Bytes per token."""
 
-    layer: float  # that a layer keeps
-    boundary: float  # its input, which is all that it keeps where it is recomputed
-    selected: float = 0.0  # what it keeps beside that where it is recomputed in part
+    layer: float  # kept by a layer without recomputation
+    boundary: float  # the layer's input, the only tensor kept with full recomputation
+    selected: float = 0.0  # kept besides the input with selective or elementwise recomputation
 
 
 class _Attention(torch.autograd.Function):
-    """An attention that computes nothing and saves what a fused one does: its inputs, its output, a sum a head."""
+    """A stand-in for fused attention that computes nothing, and saves the same tensors: inputs, output, log-sums."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Products(TorchDispatchMode):
-    """Counts the bytes of products: of those that selective recomputation keeps, and of all."""
+    """Counts the output bytes of matrix products: of those that selective recomputation keeps, and of all."""
 
     kept = every = 0
 
@@ -65,7 +65,7 @@ def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
     repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:  # the kernel has no grouped heads: keys and values are repeated for it
+    if repeats > 1:  # the kernel does not support grouped heads: keys and values are repeated
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
     return _Attention.apply(query, key, value), None
 
@@ -82,9 +82,9 @@ def measure_activations(
     apart: bool = True,
     adapter: Adapter | None = None,
 ) -> Activations:
-    """Count what a layer keeps, as the difference between models of two layers and of one. Every layer is taken to have
-    the adapters that any of them has. Recomputation in part may keep all `products`. Around torch's attention, compiled
-    code is two pieces, and attention, `apart` from both, keeps what it is given."""
+    """Measure the bytes that a layer keeps, as the difference between models of two layers and of one. Every layer is
+    given the adapters that any layer has. With `products`, `selected` counts all matrix products. With `apart`,
+    attention is torch's: compiled code is split around it, and it keeps its own inputs."""
     kind: Any = type(config)
     rank = 0 if adapter is None else adapter.rank
     adapted = frozenset(_within_layer(name) for name in (() if adapter is None else adapter.modules))
@@ -93,41 +93,42 @@ def measure_activations(
     text, size = config.get_text_config(), torch.empty((), dtype=dtype).element_size()
     attended = _attended(text, size)
     every = 0.0
-    if products:  # an adapter adds to a product, and keeps what lies between its two matrices
+    if products:  # an adapter keeps the activation between its two matrices too
         every = _measure(kind, written, dtype, 0, frozenset())[-1] + rank * size * len(adapted)
     if not compiled:
         return Activations(layer, boundary, attended + (every if products else narrow))
-    if products:  # all but the last one, which becomes the next layer's input
+    if products:  # the output of the last product is not counted: it is the next layer's input
         given = 3 * HeadSizes.of(text).width * size if apart else 0
         return Activations(layer * _COMPILED, boundary, attended + given + every - boundary)
-    # Compiled code is made again whole, but for attention, which it calls.
+    # Compiled code is recomputed as a whole, except attention, whose output is kept.
     return Activations(layer * _COMPILED, boundary, attended)
 
 
 def _attended(text: Any, size: int) -> float:
-    """Count what attention gives for a token, and a sum a head."""
+    """Return the bytes per token of attention's output and of its log-sum per head."""
     heads = HeadSizes.of(text)
     return heads.width * size + 4 * heads.queries
 
 
-@functools.lru_cache(maxsize=8)  # a plan asks for many layouts of one model
+@functools.lru_cache(maxsize=8)  # a search plans many layouts of one model
 def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[float, ...]:
-    """Measure what a layer keeps of a token, its input, its products that selective recomputation keeps, and all."""
+    """Measure bytes per token: kept by a layer, of its input, of the products that selective recomputation keeps, and
+    of all products."""
     config = kind.from_dict(json.loads(written))
     text = config.get_text_config()
     size = torch.empty((), dtype=dtype).element_size()
     try:
         one, two = (_saved_bytes(config, layers, dtype, rank, adapted) for layers in (1, 2))
-    except Exception:  # a model whose code looks at values, such as experts
-        layer = _by_formula(text, size)  # of which nobody knows what products are
+    except Exception:  # the model's code reads values, such as the routing of experts
+        layer = _by_formula(text, size)
         return layer, text.hidden_size * size, 4.0 * text.hidden_size * size, layer
     layer, products, every = ((more - less) / _TOKENS for more, less in zip(two, one, strict=True))
     return layer, text.hidden_size * size, products, every
 
 
 def _by_formula(text: Any, size: int) -> float:
-    """Estimate a layer whose code cannot run without values: each matrix's input, and as much again of elementwise
-    work in float32."""
+    """Estimate a layer whose code cannot run on meta tensors: the input of each matrix, and as many numbers of
+    elementwise work in float32."""
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * text.hidden_size)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     numbers = 4 * text.hidden_size + 4 * HeadSizes.of(text).width + 3 * inner * chosen
@@ -135,7 +136,7 @@ def _by_formula(text: Any, size: int) -> float:
 
 
 def _within_layer(name: str) -> str:
-    """Give a module's name without what names its layer: `self_attn.q_proj` of `model.layers.3.self_attn.q_proj`."""
+    """Return a module's name within its layer: `self_attn.q_proj` for `model.layers.3.self_attn.q_proj`."""
     return re.sub(r"^.*?\.\d+\.", "", name)
 
 
@@ -159,7 +160,7 @@ def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapte
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
-            seen[storage._cdata] = (storage.nbytes(), storage)  # kept, or another one might take its address
+            seen[storage._cdata] = (storage.nbytes(), storage)  # a live storage keeps its address
         return tensor
 
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")

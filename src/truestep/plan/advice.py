@@ -1,4 +1,4 @@
-"""Options that need less memory than a configuration does, and what each would save."""
+"""Options that would lower a configuration's memory, and the bytes that each would save."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from truestep.plan.memory import has_reference, offloads_reference, plan_memory,
 from truestep.plan.shape import ModelShape
 from truestep.ranks.axes import RankLayout
 
-FEWEST_TOKENS = 1024  # of a micro-batch that is worth proposing
+FEWEST_TOKENS = 1024  # the smallest micro-batch to propose
 _SMALL_CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Saving:
-    option: str  # as a user would write it
+    option: str  # as on the command line
     saved: float  # bytes, of the rank that needs most
     config: Config  # with the option
 
 
 def layout_of(config: Config, size: int) -> RankLayout:
-    """Lay out so many ranks as the configuration says."""
+    """Return the configuration's layout of `size` ranks."""
     names = RankLayout().by_name
     return RankLayout(**{name: getattr(config.parallel, name) for name in names}).over(size)
 
@@ -73,7 +73,7 @@ def _proposals(config: Config, layout: RankLayout) -> Iterator[tuple[str, Any]]:
 
 
 def changed_plainly(config: Config, name: str, value: Any) -> Config:
-    """Copy a configuration with one option changed; it was checked, and the change is one of ours."""
+    """Copy a configuration with one option changed, without validating it again."""
     if name == "optimizer.type":
         optimizer = AdamW8BitConfig.model_validate(config.optimizer.model_dump() | {"type": value})
         return config.model_copy(update={"optimizer": optimizer})

@@ -1,4 +1,4 @@
-"""Compares a run's measured peak of memory, and its time, with the plan: two lines after three steps."""
+"""A sink that compares a run's measured peak memory and time with the plan, in two lines after three steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,14 +14,14 @@ from truestep.plan.rates import Rates
 from truestep.plan.shape import read_shape
 
 _STEPS = 3
-# What a step computes; sampling, rating and waiting are not planned.
+# The planned parts of a step; the time of sampling, rating and waiting is not planned.
 _PLANNED = ("time/reference", "time/forward", "time/head", "time/backward", "time/reduce", "time/optimizer")
-# Seconds of a step of so many documents, tokens and labels.
+# (documents, tokens, labels of a step) -> seconds.
 TimePlan = Callable[[float, float, float], float]
 
 
 class PlannedBeside:
-    """Says after three steps what was measured, and what was planned."""
+    """Prints the measured and the planned memory and time after three steps."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class PlannedBeside:
 
 
 def planned_beside(config: Config, ranks: int, say: Callable[[str], None], rates: Rates | None) -> PlannedBeside | None:
-    """Compare a run with its plan; None for a model that cannot be planned. Without rates memory alone."""
+    """Make the sink that compares a run with its plan; None if the model cannot be planned. Without rates it compares
+    memory only."""
     try:
         shape, layout = read_shape(config), layout_of(config, ranks)
         planned = most_of(config, shape, layout)

@@ -1,8 +1,8 @@
-"""The seconds of a step: products at a machine's matrix rate, bytes at its copy rate, exchanges at its link's rate, and
-what the host takes to launch it all.
+"""The planned seconds of a step: operations and bytes, divided by the machine's rates, and the host's time to launch
+kernels.
 
-The counts below are of this program's own code: passes over memory, and operations that are launched. They were read
-off runs (benchmarks/RESULTS.md). What a card or a host makes of them is measured on the machine (`plan.rates`).
+The constants below count this program's passes over memory and launched operations. They were derived from runs
+(benchmarks/RESULTS.md). The rates of a machine are measured (`plan.rates`).
 """
 
 import math
@@ -17,31 +17,31 @@ from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape
 from truestep.ranks.axes import RankLayout
 
-_LENGTH = 1000  # of documents, where nothing says how long they are
-# Times that a layer's elementwise work, forward and backward, goes over the numbers of its tokens.
+_LENGTH = 1000  # tokens per document, if no option gives a length
+# Passes of a layer's elementwise work, forward and backward, over its activations.
 _PASSES_EAGER, _PASSES_COMPILED, _PASSES_FLASH, _PASSES_ADAPTER = 100, 20, 12, 6
-_FORWARD = 0.35  # the part of elementwise work that a forward pass has
-_BACKWARD_ATTENTION = 2.5  # operations of attention's backward pass, of its forward's
-_BYTES_SCORE = 170  # of each score that attention with a softcap computes by itself
-_OPERATIONS_EAGER, _OPERATIONS_COMPILED = 800, 300  # launched for a layer of a micro-batch
-_OPERATIONS_WAIT = 2500  # that could be launched while a GPU waits for its host once a micro-batch
-# Bytes a weight of clipping and the update, at the copy rate: kernels over many small tensors reach a part of it.
+_FORWARD = 0.35  # the forward pass's fraction of elementwise work
+_BACKWARD_ATTENTION = 2.5  # attention's operations in the backward pass, relative to the forward pass
+_BYTES_SCORE = 170  # bytes per score of attention with a softcap outside a fused kernel, forward and backward
+_OPERATIONS_EAGER, _OPERATIONS_COMPILED = 800, 300  # operations launched per layer and micro-batch
+_OPERATIONS_WAIT = 2500  # a GPU's wait for its host per micro-batch, in operations that the host could launch meanwhile
+# Bytes per weight of clipping and update. More than are moved: kernels over many small tensors are below the copy rate.
 _BYTES_ADAMW, _BYTES_8BIT, _BYTES_OTHER, _BYTES_ADDED = 38, 98, 84, 20
-_HIDDEN = 0.8  # of the computation beside it, behind which an exchange of weights can hide
-_BACKWARD = 0.67  # the part of a micro-batch's computation that its backward pass has
+_HIDDEN = 0.8  # communication of weights overlaps with this fraction of the computation
+_BACKWARD = 0.67  # the backward pass's fraction of a micro-batch's computation
 
 
 @dataclass(frozen=True)
 class Work:
-    """The documents of a step, over all ranks."""
+    """The size of a step's documents, over all ranks."""
 
     tokens: float
     labels: float
-    length: float  # of the document in which a token is, on average over tokens
+    length: float  # document length, averaged over tokens
 
     @staticmethod
     def of(config: Config, data_ranks: int, length: float | None = None) -> "Work":
-        """Take the size of a step from the options, with documents of so many tokens."""
+        """Compute the size of a step from the options, with documents of `length` tokens."""
         longest = config.data.tokens_per_microbatch
         if length is None:
             new = getattr(config.sampler, "max_new_tokens", None)
@@ -71,16 +71,16 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank has of the work and of the model."""
+    """A rank's share of the work and of the model."""
 
     sizes: Mapping[str, int]  # of the layout
     micro_batches: int
-    tokens: float  # of a step, that its layers compute
-    labels: float  # that its head computes, or that its layers stand for
+    tokens: float  # tokens per step of its layers
+    labels: float  # labels per step, divided among the stages: stages without the head have more layers instead
     layers: float
-    weights: float  # that a token is multiplied with in its layers
-    trained: float  # weights before they are sharded
-    untrained: float  # the part of its layers' products that has no weight gradient
+    weights: float  # weights of its layers that multiply a token
+    trained: float  # trained weights, before sharding
+    untrained: float  # fraction of its layers' products without a weight gradient
     heads: HeadSizes
 
     @property
@@ -91,7 +91,7 @@ class _Rank:
 def plan_time(
     config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, work: Work | None = None
 ) -> StepTime:
-    """Compute the time of a step by part, without sampling and waiting for documents."""
+    """Compute the time of a step by part, without sampling and without waiting for documents."""
     sizes = layout.by_name
     work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
     rank = _rank(config, shape, sizes, work)
@@ -103,8 +103,8 @@ def plan_time(
     bubbles = (sizes["pipeline"] - 1) / (rank.micro_batches * config.parallel.stages_per_rank)
     parts["pipeline that fills and empties"] = beside * bubbles
     parts["optimizer"] = _update(config, shape, rates, rank)
-    # What is on the host goes to the device and back, both ways at once. The last backward pass covers it as far as its
-    # room reaches.
+    # Offloaded state moves to the device and back, in both directions at once. The transfer overlaps with the last
+    # backward pass, up to the size of `optimizer.offload_room`.
     moved = host_bytes(config, shape, shape.part(0, 1, 1, 1, trained=True)) / shape.total * rank.trained / rank.shards
     room = float(getattr(config.optimizer, "offload_room", 0.0)) * 2**30 / rates.bus
     covered = min(room, _BACKWARD * beside / rank.micro_batches)
@@ -120,7 +120,7 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
         sizes,
         max(1, math.ceil(work.tokens / data / config.data.tokens_per_microbatch - 0.05)),
         work.tokens / data / sizes["context"],
-        work.labels / data / sizes["context"] / stages,  # stages are cut so that the head's has fewer layers
+        work.labels / data / sizes["context"] / stages,  # the last stage has fewer layers to make up for the head
         len(shape.layer_names) / stages,
         sum(shape.layer_costs) / stages / tensor,
         float(trained.all),
@@ -143,7 +143,7 @@ def _computation(config: Config, shape: ModelShape, rates: Rates, work: Work, ra
         "elementwise work": elementwise,
         "adding up gradients": _BYTES_ADDED * rank.trained * rank.micro_batches / rates.copy,
     }
-    if again != "none":  # compiled kernels make elementwise work again beside what reads the same
+    if again != "none":  # compiled kernels fuse the recomputation into kernels that read the same tensors
         parts["recomputation"] = _FORWARD * elementwise * (0.4 if remakes(config) else 1.0)
     if again in ("selective", "full"):
         kept = again == "selective" and not rates.uses_flash(config.model.attention)
@@ -160,7 +160,7 @@ def _attention(config: Config, shape: ModelShape, rates: Rates, work: Work, rank
     rate = rates.of_attention(config.model.attention)
     if getattr(text, "attn_logit_softcapping", None) and not rates.uses_flash(
         config.model.attention
-    ):  # all scores of a document, one by one
+    ):  # no fused kernel: the scores are written to memory
         scores = rank.tokens * work.length * rank.heads.queries * rank.layers / tensor
         return _BYTES_SCORE * scores / rates.copy / (1 + _BACKWARD_ATTENTION)
     reach = min(work.length, getattr(text, "sliding_window", None) or math.inf)
@@ -168,7 +168,7 @@ def _attention(config: Config, shape: ModelShape, rates: Rates, work: Work, rank
 
 
 def _elementwise(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> float:
-    """Compute the time of passes over a layer's hidden states, queries, keys, values and neurons."""
+    """Compute the time of elementwise passes over hidden states, queries, keys, values and MLP neurons."""
     text, heads = shape.config.get_text_config(), rank.heads
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * text.hidden_size)
     neurons = inner * (getattr(text, "num_experts_per_tok", None) or 1)
@@ -180,16 +180,16 @@ def _elementwise(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -
 
 
 def _waiting(config: Config, rates: Rates, rank: _Rank, busy: float) -> float:
-    """Compute the time in which a GPU waits for its host, which bounds small micro-batches."""
+    """Compute the time in which a GPU waits for its host. It dominates with small micro-batches."""
     each: float = _OPERATIONS_COMPILED if config.model.compile else _OPERATIONS_EAGER
-    each *= 1.6 if rank.sizes["context"] * rank.sizes["tensor"] > 1 else 1  # exchanges are launched too
+    each *= 1.6 if rank.sizes["context"] * rank.sizes["tensor"] > 1 else 1  # communication is launched too
     each *= 1.4 if recomputes(config) in ("selective", "full") else 1
     launched = rates.launch * each * rank.layers * rank.micro_batches
     return rates.launch * _OPERATIONS_WAIT * rank.micro_batches + max(0.0, launched - busy)
 
 
 def _exchange(config: Config, shape: ModelShape, rates: Rates, rank: _Rank, beside: float) -> float:
-    """Compute what exchanges between ranks add: those within a layer wait, those of weights run beside it."""
+    """Compute the time of communication: within a layer it blocks, and that of weights overlaps with computation."""
     sizes, size = rank.sizes, computed_size(config)
     if math.prod(sizes.values()) == 1:
         return 0.0
@@ -208,7 +208,7 @@ def _exchange(config: Config, shape: ModelShape, rates: Rates, rank: _Rank, besi
 
 
 def _update(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> float:
-    """Compute the time of the gradient's norm and of the optimizer."""
+    """Compute the time of gradient clipping and of the optimizer."""
     optimizer = config.optimizer
     each = _BYTES_8BIT if isinstance(optimizer, AdamW8BitConfig) else _BYTES_OTHER
     each = _BYTES_ADAMW if type(optimizer) is AdamWConfig else each
@@ -220,7 +220,7 @@ def _update(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> flo
 
 
 def _iteration(shape: ModelShape) -> float:
-    """Count the operations of one of Muon's iterations over all matrices between embedding and head."""
+    """Count the operations of one Newton-Schulz iteration of Muon over all matrices between embedding and head."""
     total = 0.0
     for name, size in shape.weights.items():
         if len(size) >= 2 and name not in (shape.embedding, shape.head) and name not in shape.frozen:

@@ -1,4 +1,4 @@
-"""The message of a run that ran out of memory: what outgrew its plan, and what would help."""
+"""The message of a run that ran out of GPU memory: the part that exceeded its plan, and options that need less."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,12 +19,13 @@ _SHOWN = 3
 
 
 class MemoryExhaustedError(TruestepError):
-    """A GPU whose memory ran out."""
+    """The GPU's memory ran out."""
 
 
 @contextmanager
 def exhaustion_explained(config: Config, ranks: int, phase: Callable[[], str]) -> Iterator[None]:
-    """Turn the allocator's error into one that says what outgrew its plan. `phase` tells what the run is doing."""
+    """Replace the allocator's error by one that names the part that exceeded its plan. `phase` returns the current
+    phase of the run."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -33,7 +34,7 @@ def exhaustion_explained(config: Config, ranks: int, phase: Callable[[], str]) -
 
 
 def explain_exhausted(config: Config, ranks: int, phase: str, peak: float, error: torch.OutOfMemoryError) -> str:
-    """Say in which phase memory ran out, what the plan has for it, and which options need less."""
+    """Return the message: the phase in which memory ran out, the plan for it, and options that need less."""
     said = printable(str(error).split(". ")[0], 300)
     problem = f"the GPU's memory ran out while {phase}: {said}."
     try:
@@ -49,7 +50,7 @@ def explain_exhausted(config: Config, ranks: int, phase: str, peak: float, error
 
 
 def _outgrown(phase: str, peak: float, kinds: Mapping[str, float]) -> str:
-    """Name the part that the memory went to, beside its plan."""
+    """Describe the part that used the memory, with its planned size."""
     lasting = sum(kinds.get(kind, 0.0) for kind in _LASTING)
     passing = sum(size for kind, size in kinds.items() if kind not in _LASTING)
     if "loading" in phase:
@@ -57,7 +58,7 @@ def _outgrown(phase: str, peak: float, kinds: Mapping[str, float]) -> str:
     if "documents" in phase or "evaluating" in phase:
         return f"{_SAMPLING}, beside {lasting / GIB:.2f} GiB that training keeps: lower sampler.batch_size"
     over = (peak - lasting) / GIB
-    if peak and over < 0:  # not all of it was there yet: the state is made at the first update
+    if peak and over < 0:  # memory ran out before all lasting parts were allocated, such as the optimizer's state
         return (
             f"what training keeps (weights, gradients, the optimizer's state), planned with {lasting / GIB:.2f} GiB, "
             f"of which {peak / GIB:.2f} GiB had room"

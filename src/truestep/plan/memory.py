@@ -1,4 +1,4 @@
-"""The memory of each rank, by what it is for. Everything is arithmetic on the model's shape and the options."""
+"""The planned memory of each rank by kind, computed from the model's shape and the options."""
 
 import math
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from truestep.weights.blocks import Blocks
 
 GIB = 2**30
 _FLOAT32 = 4
-# Rows of logits take at most so many bytes for each word of the vocabulary: see `head.logits`.
+# A chunk of logits has at most this many bytes per word of the vocabulary: see `head.logits`.
 _MOST_ROW_BYTES, _BYTES_PER_LOGIT = 32768, 2
-LABELS = 0.5  # the share of a micro-batch's tokens that the plan takes for labels
+LABELS = 0.5  # the assumed fraction of tokens that are labels
 
 WEIGHTS, MASTERS, GRADIENTS = "weights as they compute", "float32 weights", "gradients"
 UNREDUCED, STATES, REFERENCE = "gradients until they are reduced", "optimizer's state", "reference model"
@@ -27,7 +27,7 @@ MOVING = "what moves between host and device"
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What the ranks of one pipeline stage need, in bytes, by what it is for."""
+    """The memory of a rank of one pipeline stage, in bytes by kind."""
 
     stage: int
     kinds: Mapping[str, float]
@@ -38,7 +38,7 @@ class RankMemory:
 
 
 def plan_memory(config: Config, shape: ModelShape, layout: RankLayout) -> list[RankMemory]:
-    """Compute the memory of a rank of each stage, at the peak of a step."""
+    """Compute the peak memory of a step, for a rank of each stage."""
     dtype = getattr(torch, config.model.dtype)
     activations = measure_activations(
         shape.config,
@@ -55,7 +55,7 @@ def plan_memory(config: Config, shape: ModelShape, layout: RankLayout) -> list[R
 def _kinds(
     config: Config, shape: ModelShape, layout: RankLayout, stage: int, activations: Activations
 ) -> dict[str, float]:
-    """Compute each kind's bytes on a rank of a stage."""
+    """Compute the bytes of each kind on a rank of a stage."""
     sizes = layout.by_name
     size = computed_size(config)
     shards = sizes["data_shard"] * sizes["context"]
@@ -76,7 +76,7 @@ def _kinds(
     if moving := min(_room(config, shape, trained), host_bytes(config, shape, trained) / shards):
         kinds[MOVING] = moving
     last = stage == sizes["pipeline"] - 1
-    # One forward, one backward: a stage keeps the activations of as many micro-batches as stages come behind it.
+    # The 1F1B schedule: a stage holds activations of one micro-batch for itself and one for each later stage.
     under_way = sizes["pipeline"] - stage
     kept, recomputed = _kept(config, activations, len(part.layers))
     kinds[ACTIVATIONS] = under_way * (kept + size * shape.hidden) * tokens
@@ -84,7 +84,7 @@ def _kinds(
     kinds[AT_ONCE] = max(logits, recomputed * tokens)
     if has_reference(config):
         whole = size * part.all / shards
-        # An offloaded one is gone when the step's own passes begin: what counts is what its pass needs beyond theirs.
+        # An offloaded reference is freed before the step's passes: only its excess over their memory counts.
         during = whole + activations.layer * tokens + logits
         step = sum(kinds.get(kind, 0.0) for kind in (UNREDUCED, ACTIVATIONS, AT_ONCE))
         kinds[REFERENCE] = max(0.0, during - step) if offloads_reference(config) else whole
@@ -92,24 +92,24 @@ def _kinds(
 
 
 def _kept(config: Config, activations: Activations, layers: int) -> tuple[float, float]:
-    """Compute the bytes of a token that layers keep, and those of the layer that is being recomputed."""
+    """Compute bytes per token: kept by all layers, and of the layer that is being recomputed."""
     how = recomputes(config)
     if how == "none":
         return activations.layer * layers, 0.0
     beside = 0.0 if how == "full" else activations.selected * layers
-    # On the host, but for the one that goes or is used and the one that comes.
+    # With inputs on the host, the device holds two: the input in use and the one in transfer.
     inputs = activations.boundary * (min(2, layers) if config.model.activation_offload is True else layers)
     return inputs + beside, 0.0 if remakes(config) else activations.layer
 
 
 def recomputes(config: Config) -> str:
-    """Tell what is recomputed: none, elementwise, selective or full. What `auto` would choose is not known here."""
+    """Return the kind of recomputation: none, elementwise, selective or full; `auto` counts as none."""
     how = config.model.activation_checkpointing
     return how if how in ("elementwise", "selective", "full") else "none"
 
 
 def remakes(config: Config) -> bool:
-    """Tell whether compiled layers make elementwise work again where it is needed: none runs once more as a whole."""
+    """Tell whether compiled kernels recompute elementwise work themselves, so that no layer runs again as a whole."""
     return config.model.compile and recomputes(config) == "elementwise"
 
 
@@ -119,9 +119,9 @@ def reduces_each(config: Config) -> bool:
 
 
 def _computed(config: Config, part: Part, trained: int, shards: int, size: int, largest: int) -> float:
-    apart = masters_offloaded(config)  # then what the model computes with is here, and beside it what is gathered
-    kept = part.all if apart else part.all - trained  # frozen weights are here in the compute type alone
-    if shards == 1:  # rounded copies of all weights; float32 computes with the masters themselves
+    apart = masters_offloaded(config)  # then the device holds weights in the compute dtype besides the gathered ones
+    kept = part.all if apart else part.all - trained  # frozen weights exist in the compute dtype only
+    if shards == 1:  # bfloat16: copies of all weights; float32 computes with the master weights
         return size * (part.all if size < _FLOAT32 else kept)
     ends = max(part.embedding, part.head)
     gathered = 2 * largest if config.parallel.reshard_after_forward else sum(part.layers)
@@ -129,30 +129,30 @@ def _computed(config: Config, part: Part, trained: int, shards: int, size: int, 
 
 
 def _several(config: Config) -> bool:
-    """Tell whether a step may have several micro-batches a rank: it has unless it is one of a fixed number."""
+    """Tell whether a step may have several micro-batches per rank: False only for a fixed number of one."""
     schedule = config.schedule
     return bool(schedule.docs_per_step) or schedule.depth_first_micro_batches * schedule.breadth_first_micro_batches > 1
 
 
 def offloaded(config: Config) -> bool:
-    """Tell whether the optimizer's state lies in host memory."""
+    """Tell whether the optimizer's state is in host memory."""
     return getattr(config.optimizer, "offload", "none") != "none"
 
 
 def masters_offloaded(config: Config) -> bool:
-    """Tell whether the float32 weights lie in host memory."""
+    """Tell whether the float32 weights are in host memory."""
     return getattr(config.optimizer, "offload", "none") == "all"
 
 
 def host_bytes(config: Config, shape: ModelShape, trained: Part) -> float:
-    """Count the bytes of a part's trained weights and of their states that lie in host memory."""
+    """Count the bytes of a part's optimizer state and float32 weights in host memory."""
     states = state_bytes(config, shape, trained) if offloaded(config) else 0.0
     return states + (_FLOAT32 * trained.all if masters_offloaded(config) else 0.0)
 
 
 def _room(config: Config, shape: ModelShape, trained: Part) -> float:
-    """Give the bytes by which `optimizer.offload_room` raises a stage's peak. What comes behind a backward pass's last
-    layer has some of it: the gradient of the stage's largest weight, and its sum over ranks."""
+    """Return the bytes by which `optimizer.offload_room` raises a stage's peak. Part of the room is free anyway after
+    the backward pass's last layer: the size of the largest weight's gradient and of its all-reduce."""
     ends = {shape.embedding: trained.embedding, shape.head: trained.head}
     here = (size for name, size in shape.weights.items() if name not in shape.frozen and ends.get(name, 1))
     largest = max(map(math.prod, here), default=0)
@@ -160,7 +160,7 @@ def _room(config: Config, shape: ModelShape, trained: Part) -> float:
 
 
 def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float:
-    """Count the bytes of host memory to which a rank copies its part of a checkpoint, of the rank that has most."""
+    """Count the bytes of the staging buffer for a checkpoint, on the rank with the largest."""
     sizes = layout.by_name
     size = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
     sharing = sizes["data_shard"] * sizes["context"] * sizes["data_replicate"]
@@ -168,7 +168,7 @@ def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float
     def of_stage(stage: int) -> float:
         place = (stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
         part, trained = shape.part(*place), shape.part(*place, trained=True)
-        frozen = 0 if config.adapter is not None else part.all - trained.all  # what an adapter is put on is not saved
+        frozen = 0 if config.adapter is not None else part.all - trained.all  # an adapter's base weights are not saved
         weights = _FLOAT32 * trained.all + size * frozen
         return (weights + state_bytes(config, shape, trained)) / sharing
 
@@ -176,7 +176,8 @@ def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float
 
 
 def state_bytes(config: Config, shape: ModelShape, part: Part) -> float:
-    """Count the bytes of the optimizer's state of a part's trained weights: a user's own is taken for one moment."""
+    """Count the bytes of the optimizer's state of a part's trained weights. A user's own optimizer is assumed to have
+    one float32 moment."""
     ends = (shape.embedding, shape.head)
     inner = {name: size for name, size in shape.weights.items() if name not in ends and name not in shape.frozen}
     of_inner = _mean_bytes(config, inner, at_end=False)
@@ -185,7 +186,7 @@ def state_bytes(config: Config, shape: ModelShape, part: Part) -> float:
 
 
 def _mean_bytes(config: Config, weights: Mapping[str, tuple[int, ...]], *, at_end: bool) -> float:
-    """Compute the mean over weights of the bytes that each number's state takes."""
+    """Compute the mean bytes of optimizer state per weight."""
     total = sum(math.prod(shape) * _number_bytes(config, shape, at_end) for shape in weights.values())
     return total / max(1, sum(map(math.prod, weights.values())))
 
@@ -202,7 +203,7 @@ def _number_bytes(config: Config, shape: tuple[int, ...], at_end: bool) -> float
 
 
 def computed_size(config: Config) -> int:
-    """Count the bytes of a number of the type that the model computes in."""
+    """Return the bytes of a number in the compute dtype."""
     return torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
 
 
@@ -214,12 +215,12 @@ def has_reference(config: Config) -> bool:
     reference = getattr(config.loss, "kl_reference", None)
     if reference is None or reference.path == "records":
         return False
-    # An adapter's first weights are here already: those that it was put on.
+    # With an adapter, the base weights are the reference, and are loaded already.
     return config.adapter is None or reference.path is not None
 
 
 def _logits(config: Config, shape: ModelShape, layout: RankLayout) -> float:
-    """Compute the memory of a chunk of logits, and of the hidden states and their gradients behind the labels."""
+    """Compute the memory of a chunk of logits, and of the labels' hidden states and their gradients."""
     sizes = layout.by_name
     labels = LABELS * config.data.tokens_per_microbatch / sizes["context"]
     wanted = config.model.head.logits_chunk_size

@@ -1,4 +1,4 @@
-"""What a machine sustains: measured once, and kept in the user's cache directory under the card's and torch's names."""
+"""The sustained rates of a machine, measured once and kept in the user's cache directory by card and torch version."""
 
 import json
 import math
@@ -21,53 +21,53 @@ from truestep.ranks.group import ALONE, Ranks
 from truestep.text import printable
 
 GIB = 2**30
-# GiB that a process can have of a card which a plan may name instead of measuring it.
+# GiB that a process can allocate, by the name of the card. A plan may name a card instead of measuring it.
 CARDS = {
     "H200": 139.0, "H100": 79.0, "B200": 178.0, "A100": 79.0, "A100-40": 39.4, "L40S": 44.4, "A6000": 47.5,
     "4090": 23.5, "5090": 31.3,
 }  # fmt: skip
-_SECONDS = 0.25  # of each measurement: a card reaches its power limit within milliseconds
-_IDLE = 0.9  # of a card's memory is free where nobody else computes on it: then its rates are worth keeping
+_SECONDS = 0.25  # duration of each measurement: a card reaches its power limit within milliseconds
+_IDLE = 0.9  # fraction of free memory from which a card counts as idle; only rates of an idle card are kept
 
 
 class RatesError(TruestepError):
-    """The reason why there is no such card."""
+    """The option --card names no known card and no file of rates."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What holds for seconds, not the peaks of data sheets."""
+    """Rates that a machine sustains for seconds, below the peaks of data sheets."""
 
     card: str
-    memory: float  # GiB that a process can have
+    memory: float  # GiB that a process can allocate
     products: float  # operations a second of large matrix products, in bfloat16
     products32: float  # the same in float32
     attention: float  # operations a second of torch's own attention over long documents
-    flash: float  # the same with FlashAttention 4; 0 where it cannot be used
-    copy: float  # bytes a second, read and written ones together
-    bus: float  # bytes a second to host memory, while as many come back
-    launch: float  # seconds in which the host launches one operation
-    link: float = 0.0  # bytes a second that a rank sends in an all-reduce; 0 where it was not measured
+    flash: float  # the same with FlashAttention 4; 0 if it cannot be used
+    copy: float  # bytes a second on the device, read and written bytes together
+    bus: float  # bytes a second to host memory, while as many bytes are copied back
+    launch: float  # seconds of host time to launch one operation
+    link: float = 0.0  # bytes a second that a rank sends in an all-reduce; 0 if not measured
 
     def among(self, ranks: int) -> "Rates | None":
-        """Give these rates where they are all that so many ranks need: None where their link was not measured."""
+        """Return these rates, or None if there are several ranks and the link between them was not measured."""
         return self if ranks == 1 or self.link else None
 
     def uses_flash(self, wanted: str) -> bool:
-        """Tell whether FlashAttention 4 serves an option `model.attention`."""
+        """Tell whether FlashAttention 4 is used with the value `wanted` of `model.attention`."""
         return self.flash > 0 and wanted != "torch"
 
     def of_attention(self, wanted: str) -> float:
         return self.flash if self.uses_flash(wanted) else self.attention
 
     def attention_slowness(self, wanted: str) -> float:
-        """Give the time of attention's operations, of those of products: in halves, so that two measurements of one
-        machine spread documents alike."""
+        """Return the time of an attention operation relative to one of a matrix product, at least 1. It is rounded to
+        halves, so that two measurements of one machine distribute documents over ranks alike."""
         return max(1.0, round(2 * self.products / self.of_attention(wanted)) / 2)
 
 
 def named_rates(name: str) -> tuple[float, Rates | None]:
-    """Find a card's GiB by its name, or GiB and rates in a file that another machine has kept."""
+    """Return a card's GiB by its name, or the GiB and rates of a file that was measured on another machine."""
     if name.upper() in CARDS:
         return CARDS[name.upper()], None
     if not Path(name).is_file():
@@ -80,16 +80,16 @@ def named_rates(name: str) -> tuple[float, Rates | None]:
 
 
 def rates_file(card: str, ranks: int) -> Path:
-    """Name the file that keeps the rates of a card among so many ranks."""
+    """Return the path of the file of a card's rates among a number of ranks."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    beside = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))  # of one host
+    beside = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))  # ranks per host
     words = (card, f"torch {torch.__version__}", f"{ranks} ranks, {beside} of a host")
     return base / "truestep" / "rates" / f"{'; '.join(words).replace('/', ' ')}.json"
 
 
 def rates_here(ranks: Ranks, notes: list[str], measure: Callable[[], Rates] | None = None) -> Rates | None:
-    """Give the rates of this machine, those of rank 0's card to every rank: kept ones, or measured for two seconds.
-    Every rank calls this. None, and a note, where they cannot be measured."""
+    """Return the rates of rank 0's card, read from the cache or measured in two seconds. Every rank calls this and gets
+    the same rates. If they cannot be measured, return None and append a note to `notes`."""
     if measure is None and not torch.cuda.is_available():
         return None
     file = rates_file(torch.cuda.get_device_name() if measure is None else "a test", ranks.size)
@@ -108,13 +108,13 @@ def rates_here(ranks: Ranks, notes: list[str], measure: Callable[[], Rates] | No
 
 
 def kept_here(ranks: int) -> Rates | None:
-    """Give the rates that this machine's card was found to have among so many ranks; None where none are kept."""
+    """Return the cached rates of this machine's card among a number of ranks; None if there are none."""
     return _kept(rates_file(torch.cuda.get_device_name(), ranks))[0] if torch.cuda.is_available() else None
 
 
 def rates_of_plan(ranks: int) -> tuple[Rates | None, list[str]]:
-    """Give the rates of this machine for a plan of so many ranks, and notes: where those of so many are not kept, those
-    of one card. It is measured where it has to be."""
+    """Return rates of this machine for a plan, and notes. If no rates are cached for this number of ranks, return the
+    rates of one card, and measure them if needed."""
     notes: list[str] = []
     return kept_here(ranks) or rates_here(ALONE, notes), notes
 
@@ -140,14 +140,14 @@ def _read(file: Path) -> Rates:
 
 
 def _measured(measure: Callable[[], Rates]) -> tuple[Rates | None, bool, list[str]]:
-    """Measure the card; tell too whether it was idle."""
+    """Measure the card. Return its rates, whether it was idle, and notes."""
     try:
         idle = not torch.cuda.is_available() or free_memory() > _IDLE * device_memory()
         return measure(), idle, []
-    except Exception as error:  # the card is full, or a kernel is missing: no run ends for it
+    except Exception as error:  # memory is full or a kernel is missing: the run goes on without rates
         return None, False, [f"note: the rates of this machine could not be measured: {printable(str(error), 200)}"]
     finally:
-        if torch.cuda.is_available():  # neither the run's memory nor its peak has any of it
+        if torch.cuda.is_available():  # leave no trace in the run's memory and peak statistics
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
@@ -166,7 +166,7 @@ def measure_here(device: str = "cuda") -> Rates:
     """Measure a card for about two seconds."""
     place, on_gpu = torch.device(device), device == "cuda"
     side, numbers, tokens = (8192, 2**28, 8192) if on_gpu else (256, 2**20, 256)
-    own = torch.Generator(place).manual_seed(0)  # the run's own random numbers stay as they are
+    own = torch.Generator(place).manual_seed(0)  # keeps the run's random state unchanged
     a, b = (torch.randn(side, side, device=place, generator=own) for _ in range(2))
     products32 = 2 * side**3 / _seconds(lambda: a @ b, place)
     a, b = a.bfloat16(), b.bfloat16()
@@ -183,7 +183,7 @@ def measure_here(device: str = "cuda") -> Rates:
 
 
 def _attention(place: torch.device, tokens: int, own: torch.Generator) -> tuple[float, float]:
-    """Measure the forward pass of torch's attention and of FlashAttention 4 over one causal document."""
+    """Measure operations a second of torch's attention and of FlashAttention 4, forward, over one causal document."""
     heads = flash.Heads(16, 8, 128, 128, 128**-0.5)
     q = torch.randn(1, 16, tokens, 128, device=place, dtype=torch.bfloat16, generator=own)
     operations = 2 * 16 * 128 * tokens**2
@@ -199,18 +199,18 @@ def _attention(place: torch.device, tokens: int, own: torch.Generator) -> tuple[
 
 
 def measure_link(ranks: Ranks) -> float:
-    """Measure the bytes a second that each rank sends in an all-reduce among the largest group of its ranks."""
+    """Measure the bytes a second that each rank sends in an all-reduce over the largest group of ranks."""
     counts = {name: math.prod(ranks.size_of(axis) for axis in axes) for name, axes in MESH.items()}
     name = max(counts, key=lambda group: counts[group])
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     value, count = torch.zeros(2**26 if place.type == "cuda" else 2**16, device=place), counts[name]
-    # As often on every rank: none may stop by its own clock.
+    # A fixed number of runs: ranks that stop by their own clocks would make different numbers of calls.
     spent = _seconds(lambda: ranks.sum_over(name, value), place, runs=10)
     return 2 * (count - 1) / count * value.nbytes / spent
 
 
 def _both_ways(source: torch.Tensor, there: torch.Tensor) -> Callable[[], None]:
-    """Copy a tensor to the host while another one comes from there."""
+    """Return work that copies a tensor to the host and another one to the device at the same time."""
     host = [zeros_on_host(source.shape, source.dtype, pinned=True) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
 
@@ -226,7 +226,7 @@ def _both_ways(source: torch.Tensor, there: torch.Tensor) -> Callable[[], None]:
 
 
 def _seconds(work: Callable[[], Any], place: torch.device, runs: int | None = None) -> float:
-    """Measure the seconds of one run of some work: over so many runs, or a quarter of a second, after a first one."""
+    """Return the mean seconds of `work` after a warm-up: over `runs` runs, or over a quarter of a second."""
 
     def wait() -> None:
         if place.type == "cuda":

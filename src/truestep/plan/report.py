@@ -1,4 +1,4 @@
-"""The plan as a user reads it: memory by kind, time by part, a verdict, and what would fit."""
+"""The plan as text: memory by kind, time by part, whether it fits, and layouts and options that fit."""
 
 import json
 from collections.abc import Sequence
@@ -35,16 +35,16 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What a configuration takes on so many ranks, and what is known of them."""
+    """The planned memory and time of a configuration on a number of ranks."""
 
     given: Config
-    config: Config  # with what `auto` became
+    config: Config  # `given` with values for the options that say `auto`
     shape: ModelShape
     layout: RankLayout
     ranks: int
-    memory: float | None  # GiB of a rank
-    rates: Rates | None  # None where they are not known for so many ranks: the time is not planned then
-    length: float | None  # tokens of a document
+    memory: float | None  # GiB per rank
+    rates: Rates | None  # None if not known for this number of ranks; then no time is planned
+    length: float | None  # tokens per document
     switched_on: dict[str, Any]
 
     @staticmethod
@@ -127,7 +127,7 @@ class Plan:
         return lines
 
     def _ways(self) -> list[str]:
-        """Show the fastest ways to run the same steps, as lines of a configuration."""
+        """Return the fastest ways to run the same steps, as lines of a configuration."""
         assert self.memory is not None
         ranks = f"{self.ranks} GPU" + ("s" if self.ranks > 1 else "")
         room = self.memory * GIB * ROOM
@@ -157,7 +157,8 @@ def make_plan_report(
     rates: Rates | None = None,
     length: float | None = None,
 ) -> tuple[str, bool]:
-    """Write out the plan for so many ranks with so many GiB each, and tell whether it fits (without GiB: it does)."""
+    """Return the plan as text, and whether it fits `memory` GiB per rank (True without `memory`). With `output`, also
+    write plan.json there."""
     plan = Plan.of(config, ranks, memory, rates, length)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The memory that there is here beside the memory that is planned, and what to do where that is less."""
+"""The warning that a plan needs more memory than this machine has, with options that need less."""
 
 import os
 
@@ -16,7 +16,7 @@ _SHOWN = 3
 
 
 def memory_here(config: Config, ranks: int) -> tuple[float, str]:
-    """Give the bytes that a rank may use here, and what they are of."""
+    """Return the bytes that a rank may use on this machine, and the words for their place in a message."""
     if config.model.device != "cpu" and torch.cuda.is_available():
         return float(device_memory()), "this GPU"
     beside = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
@@ -25,8 +25,8 @@ def memory_here(config: Config, ranks: int) -> tuple[float, str]:
 
 
 def too_small(config: Config, ranks: int) -> str | None:
-    """Say that the planned memory is more than there is here, and which options need less; None where it fits, or where
-    the model cannot be planned."""
+    """Return a warning if the planned memory is more than this machine has, with options that need less. None if the
+    plan fits, or if the model cannot be planned."""
     try:
         shape, layout = read_shape(config), layout_of(config, ranks)
         planned, (there, whose) = most_of(config, shape, layout), memory_here(config, ranks)

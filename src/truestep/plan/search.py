@@ -1,11 +1,12 @@
-"""The options that fit so many GPUs, and what the options that say `auto` become.
+"""Searches for options and layouts that fit a number of GPUs, and chooses the values of options that say `auto`.
 
-A fixed ladder of options, the fastest first; of each branch of it the first rung that fits:
-1. what layers recompute: nothing, elementwise, selective (then with inputs on the host), full (then the same);
-2. micro-batches as they are, then of half the tokens;
-3. gradients reduced once a step, then after each micro-batch;
-4. the optimizer's state on the device, on the host, and the float32 weights there too.
-Planned times choose among the branches. Without rates the first rung of all is taken, and the fourth point counts most.
+The search tries combinations of these options, each listed from fastest to slowest:
+1. recomputation: none, elementwise, selective, selective with inputs on the host, full, full with inputs on the host;
+2. micro-batches of the given size, then of half the tokens;
+3. gradients reduced once per step, then after each micro-batch;
+4. the optimizer's state on the device, then on the host, then the float32 weights on the host too.
+For each combination of 2 to 4, the first recomputation that fits is taken. Planned times choose among these. Without
+rates, the first combination that fits is taken; option 4 varies slowest.
 """
 
 import itertools
@@ -31,7 +32,7 @@ from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
 
-ROOM = 0.94  # of a card's memory that a plan may fill: the allocator holds a few percent more than the peak
+ROOM = 0.94  # fraction of a card's memory that a plan may fill: the allocator reserves a few percent above the peak
 CHECKPOINTING, OFFLOAD = "model.activation_checkpointing", "model.activation_offload"
 REDUCE, OFFLOAD_ROOM = "parallel.reduce_each_micro_batch", "optimizer.offload_room"
 _TOKENS, _OPTIMIZER = "data.tokens_per_microbatch", "optimizer.offload"
@@ -43,23 +44,23 @@ _RUNGS = (
     ("full", False),
     ("full", True),
 )
-_LARGEST = 8  # ranks of a dimension within a layer, and stages
+_LARGEST = 8  # the most tensor ranks, context ranks and pipeline stages
 _RANKS_OF_A_HOST = 8
 _MOST_LAYOUTS = 64
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a configuration: its layout, the options that are changed for it, and what it takes."""
+    """A way to run a configuration: a layout, changed options, and their memory and time."""
 
     layout: RankLayout
     changes: dict[str, Any]
     config: Config  # with the changes
-    memory: float  # bytes of the rank that has most
+    memory: float  # bytes, of the rank that needs most
     time: StepTime | None = None  # None without rates
 
     def as_yaml(self) -> list[str]:
-        """Write the options as lines of a configuration."""
+        """Return the layout and the changed options as lines of YAML."""
         sections: dict[str, dict[str, Any]] = {}
         sizes = {f"parallel.{name}": size for name, size in self.layout.by_name.items() if size > 1}
         for name, value in {**sizes, **self.changes}.items():
@@ -69,7 +70,7 @@ class Way:
 
 
 def _flow(options: Mapping[str, Any]) -> str:
-    """Write a section on one line."""
+    """Return a section as one line of YAML."""
     text: str = yaml.safe_dump(dict(options), default_flow_style=True, sort_keys=False, width=1000)
     return text.strip()
 
@@ -77,8 +78,8 @@ def _flow(options: Mapping[str, Any]) -> str:
 def fastest(
     config: Config, shape: ModelShape, ranks: int, room: float, rates: Rates | None, length: float | None = None
 ) -> list[Way]:
-    """Find what fits so many ranks with so much room each, one way of each layout: the fastest first. Without rates
-    those first that exchange least within a layer."""
+    """Find the fastest way of each layout that fits `room` bytes per rank, the fastest layout first. Without rates, the
+    layouts with the least communication within a layer come first."""
     found = []
     for layout in _layouts(config, shape, ranks):
         sizes = layout.by_name
@@ -98,7 +99,7 @@ def _slowness(way: Way) -> tuple[float, ...]:
 
 
 def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[RankLayout]:
-    """List the layouts that the options and the model allow."""
+    """Yield the layouts that the options and the model allow."""
     sizes = [size for size in range(1, _LARGEST + 1) if ranks % size == 0]
     listed = 0
     for tensor, context, pipeline in product(sizes, sizes, sizes):
@@ -114,13 +115,13 @@ def _layouts(config: Config, shape: ModelShape, ranks: int) -> Iterator[RankLayo
 
 
 def _replicas(data: int, ranks: int) -> list[int]:
-    """List how many replicas are worth a look: none, one a rank, one a host."""
+    """Return the numbers of replicas to try: one, one per data rank, one per host."""
     hosts = ranks // _RANKS_OF_A_HOST
     return sorted({1, data, *([hosts] if hosts > 1 and data % hosts == 0 else [])})
 
 
 def is_possible(config: Config, shape: ModelShape, layout: RankLayout) -> bool:
-    """Tell whether the model can be laid out so, and the options agree with it."""
+    """Tell whether the model and the options allow a layout."""
     sizes = layout.by_name
     if sizes["pipeline"] * config.parallel.stages_per_rank > len(shape.layer_names):
         return False
@@ -130,15 +131,15 @@ def is_possible(config: Config, shape: ModelShape, layout: RankLayout) -> bool:
         )
         check_heads(HeadSizes.of(shape.config).queries, sizes["context"], sizes["tensor"])
         shape.part(0, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
-    except (TruestepError, ValidationError):  # the model's own plan refuses, or an option does
+    except (TruestepError, ValidationError):  # the model cannot be cut this way, or an option conflicts
         return False
     return True
 
 
 def _ladder(config: Config, shape: ModelShape, layout: RankLayout, length: float) -> list[dict[str, Any]]:
-    """List the options that change no result, the fastest first."""
+    """List combinations of options that do not change the results, the fastest first."""
     tokens = config.data.tokens_per_microbatch
-    # Where a step is so many micro-batches, their size is the step's.
+    # If a step is a fixed number of micro-batches, halving them would halve the step: then keep the size.
     halved = config.schedule.docs_per_step > 0 and tokens // 2 >= max(FEWEST_TOKENS, 2 * length)
     sizes = (tokens, tokens // 2) if halved else (tokens,)
     places = ("none", "states", "all") if hasattr(config.optimizer, "offload") else (None,)
@@ -150,8 +151,8 @@ def _ladder(config: Config, shape: ModelShape, layout: RankLayout, length: float
 
 
 def _rungs(config: Config, shape: ModelShape) -> list[tuple[Any, bool]]:
-    """List what may be recomputed, the least first. Elementwise recomputation keeps the scores of an attention that is
-    made of products."""
+    """List the kinds of recomputation, the least first. Elementwise is left out if attention with a softcap is computed
+    from matrix products, because it would keep all scores."""
     softcap = getattr(shape.config.get_text_config(), "attn_logit_softcapping", None)
     scores = softcap and config.model.attention != "flash"
     return [rung for rung in _RUNGS if not (scores and rung[0] == "elementwise")]
@@ -164,7 +165,7 @@ def _reductions(layout: RankLayout) -> tuple[bool, ...]:
 def _that_fit(
     config: Config, shape: ModelShape, layout: RankLayout, room: float, ladder: Iterable[dict[str, Any]]
 ) -> Iterator[Way]:
-    """Climb the ladder: of all options that differ in their recomputation alone the first that fits."""
+    """Yield the first way that fits, for each set of options that differ only in their recomputation."""
     done = []
     for options in ladder:
         branch = {name: value for name, value in options.items() if name not in (CHECKPOINTING, OFFLOAD)}
@@ -184,7 +185,7 @@ def _way(config: Config, shape: ModelShape, layout: RankLayout, options: Mapping
 
 
 def _with_room(way: Way, shape: ModelShape, room: float) -> Way:
-    """Give what moves between host and device the memory that is left."""
+    """Set `optimizer.offload_room` to the memory that is left, in whole GiB."""
     if not offloaded(way.config):
         return way
     spare = {OFFLOAD_ROOM: float((room - way.memory) // GIB)}
@@ -207,12 +208,12 @@ def _value(config: Config, name: str) -> Any:
 def settle(
     config: Config, shape: ModelShape, layout: RankLayout, room: float, rates: Rates | None
 ) -> tuple[Config, dict[str, Any]]:
-    """Choose the options that say `auto`: the first rung that fits, or where nothing fits what takes least. Planned
-    times choose between gradients that are reduced each time and those that are not; without rates the lower rung
-    does. Give the configuration and those that were switched on."""
+    """Choose values for the options that say `auto`: the least recomputation that fits, or the smallest memory if
+    nothing fits. Planned times choose whether gradients are reduced after each micro-batch; without rates, the first
+    combination that fits is taken. Return the configuration and the options that were switched on."""
     auto = [name for name in (CHECKPOINTING, OFFLOAD, REDUCE) if _value(config, name) == "auto"]
     given = (_value(config, CHECKPOINTING), _value(config, OFFLOAD))
-    # An option that says `auto` may have any value, another one has its own.
+    # Only options that say `auto` may change.
     rungs = [
         (how, host)
         for how, host in _rungs(config, shape)
@@ -228,20 +229,20 @@ def settle(
         best = min((_way(config, shape, layout, options) for options in ladder), key=lambda way: way.memory)
     elif rates is None:
         best = fitting[0]
-    else:  # of equals the one that is not reduced each time
+    else:  # at equal times, prefer one reduction per step
         fitting.sort(key=lambda way: reduces_each(way.config))
         best = min(fitting, key=lambda way: plan_time(way.config, shape, layout, rates).total)
     return best.config, best.changes
 
 
 def settle_on(config: Config, ranks: Ranks, rates: Rates | None) -> tuple[Config, dict[str, Any]]:
-    """Choose the options that say `auto` for the GPUs that are here; every rank calls this with the same rates."""
+    """Choose the options that say `auto` for this machine's GPUs. Every rank calls this with the same rates."""
     asked = any(_value(config, name) == "auto" for name in (REDUCE, CHECKPOINTING, OFFLOAD))
     if not asked or config.model.device == "cpu" or not torch.cuda.is_available():
         return config, {}
     room = ROOM * min(ranks.gather(float(device_memory())))
     try:
         shape = read_shape(config)
-    except TruestepError:  # a model that cannot be planned says so where it is loaded, or runs without
+    except TruestepError:  # loading the model shows the error, or the run needs no plan
         return config, {}
     return settle(config, shape, layout_of(config, ranks.size), room, rates)

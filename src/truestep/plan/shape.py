@@ -1,4 +1,4 @@
-"""The sizes of a model's weights, from its configuration alone."""
+"""The sizes of a model's weights, from its configuration."""
 
 import math
 import re
@@ -22,11 +22,11 @@ from truestep.weights.layers import active_weights, layers_of
 
 @dataclass(frozen=True)
 class Part:
-    """The weights of one rank: numbers, by what they belong to."""
+    """The numbers of weights of one rank, by part of the model."""
 
-    layers: tuple[int, ...]  # of each layer that is here
+    layers: tuple[int, ...]  # weights of each layer of this rank
     embedding: int
-    head: int  # 0 where it is the embedding, or elsewhere
+    head: int  # 0 if tied to the embedding, or on another rank
     others: int  # final norms and the like
 
     @property
@@ -41,7 +41,7 @@ class ModelShape:
     layer_names: tuple[str, ...]
     layer_costs: tuple[float, ...]
     embedding: str
-    head: str  # the embedding's name where it is tied
+    head: str  # the embedding's name if tied
     norm_names: frozenset[str]
     frozen: frozenset[str] = frozenset()  # the names of weights that are not trained
     adapter: Adapter | None = None
@@ -60,10 +60,10 @@ class ModelShape:
         return sum(map(math.prod, self.weights.values()))
 
     def part(self, stage: int, stages: int, per_rank: int, tensor: int, *, trained: bool = False) -> Part:
-        """Find the weights of a rank: those of its stages, cut over tensor ranks; not yet sharded. `trained`: those
-        alone that are."""
+        """Return the numbers of weights of a rank: those of its pipeline stages, divided among tensor ranks, not yet
+        sharded. With `trained`, count trained weights only."""
         place = (stage, stages, per_rank, tensor, trained)
-        if place not in self._parts:  # a search asks for the same ones often
+        if place not in self._parts:  # cached, as a search asks for the same parts often
             self._parts[place] = self._part(*place)
         return self._parts[place]
 
@@ -100,12 +100,12 @@ def _cut_names(config: Any, tensor: int) -> re.Pattern[str] | None:
     def any_of(names: Sequence[str]) -> str:
         return "|".join(re.escape(name).replace(r"\*", r"\d+") for name in names)
 
-    # By columns, an adapter's B is cut and every rank has all of A; by rows it is the other way round.
+    # Column-parallel: an adapter's B is cut and every rank has the whole A. Row-parallel: the reverse.
     return re.compile(rf"({any_of(plan.columns)})\.(weight|bias|{UP})|({any_of(plan.rows)})\.(weight|{DOWN})")
 
 
 def read_shape(config: Config) -> ModelShape:
-    """Make the model without values: config.json alone is read."""
+    """Read a model's shape from config.json: build the model on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     directory, trust = Path(config.model.path), config.model.trust_remote_code
@@ -115,7 +115,7 @@ def read_shape(config: Config) -> ModelShape:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
-    except Exception as error:  # transformers raises whatever an odd config.json leads to
+    except Exception as error:  # transformers raises many kinds of errors for an odd config.json
         raise ModelError(
             f"model.path: {directory} could not be made: {type(error).__name__}: {printable(error, 2000)}"
         ) from error

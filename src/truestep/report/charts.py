@@ -1,4 +1,4 @@
-"""The charts of a page: their lines, those that are constant, and those that lie one upon another."""
+"""The charts of a page: their lines, and which lines are constant or hidden below others."""
 
 import math
 from collections.abc import Sequence
@@ -14,37 +14,37 @@ from truestep.report.series import Series
 from truestep.report.style import COLOURS
 from truestep.report.tables import Table
 
-# Lines that are nowhere further apart than this share of the chart's range look like one.
+# Lines within this fraction of the chart's range of each other look like one line.
 _SAME = 0.004
-# Values that spread over more than this factor are drawn on a logarithmic axis where the plan allows it.
+# The ratio of largest to smallest value from which a chart gets a logarithmic axis, if its plan allows that.
 _LOGARITHMIC_FACTOR = 100.0
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """A series of a chart. `colour` counts through the palette; `dashed` tells lines of one colour apart."""
+    """A line of a chart. `colour` is an index into the palette; `dashed` distinguishes lines of the same colour."""
 
     name: str
     colour: int
     points: Series
-    table: Table  # whose steps the points are of
+    table: Table  # the table with the points' steps
     dashed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """A plan with the lines that it shows."""
+    """A plan with its lines."""
 
     plan: Plan
     title: str
     lines: Sequence[Line]
     wide: bool = False
-    # The lines that are hidden below another one, by the number of each, with the number of the other.
+    # The index of a hidden line -> the index of the line above it.
     below: dict[int, int] = field(default_factory=dict)
 
     @property
     def extremes(self) -> list[float]:
-        """The smallest and the largest values, and the smallest positive ones."""
+        """The smallest, largest and smallest positive value of each line."""
         return [value for line in self.lines for value in line.points.extremes]
 
     @property
@@ -53,7 +53,7 @@ class Chart:
 
     @cached_property
     def constant(self) -> str | None:
-        """The chart as a few words, where every line of it is one value all along; None where one is not."""
+        """The chart's title and values as text, if all lines are constant; else None."""
         found = [_constant(line.points) for line in self.lines]
         if any(value is None for value in found):
             return None
@@ -66,7 +66,7 @@ class Chart:
 
     @property
     def notes(self) -> list[str]:
-        """Say what the lines cannot show."""
+        """Sentences on values that are not drawn: gaps, and zeros on a logarithmic axis."""
         gaps = sum(len(line.points.gaps) for line in self.lines)
         notes = [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite: gaps in the line."] if gaps else []
         if self.logarithmic and (zeros := sum(int((line.points.values == 0).sum()) for line in self.lines)):
@@ -75,7 +75,7 @@ class Chart:
 
 
 def wants_logarithm(values: Sequence[float]) -> bool:
-    """Tell whether values are positive or zero, and spread so far that a linear axis would flatten most of them."""
+    """Tell whether no value is negative, and the positive values spread over more than a factor of 100."""
     positive = [value for value in values if math.isfinite(value) and value > 0]
     if len(positive) < 2 or any(value < 0 for value in values):
         return False
@@ -90,10 +90,10 @@ def _constant(points: Series) -> float | None:
 
 
 def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:
-    """Make the charts of a plan that have anything to show."""
+    """Make the charts of a plan, without charts that have no values."""
     metrics = list(plan.metrics.items())
     if len(runs) == 1 or plan.stacked:
-        # Parts of a whole are never lines of several runs.
+        # One chart per run, with a line per metric.
         candidates = [
             (
                 f"{plan.title}, {run.name}" if len(runs) > 1 else plan.title,
@@ -102,7 +102,7 @@ def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:
             for run in runs
         ]
     else:
-        # Colours are for the runs here, so that a chart has one metric.
+        # One chart per metric, with a line per run.
         candidates = [
             (
                 f"{plan.title}, {name}" if plan.compare_each and len(metrics) > 1 else plan.title,
@@ -123,14 +123,14 @@ def _line(run: Run, plan: Plan, key: str, name: str, index: int) -> Line:
 def _chart(plan: Plan, title: str, lines: Sequence[Line], runs: int) -> Chart:
     shown = [line for line in lines if line.points.extremes]
     if plan.stacked:
-        # A part that never takes any time has no area.
+        # Leave out parts that are 0 throughout.
         shown = [line for line in shown if line.points.present.any()]
         return Chart(plan, title, shown, wide=plan.wide)
     return Chart(plan, title, shown, wide=plan.wide and runs == 1, below=_below(shown))
 
 
 def _below(lines: Sequence[Line]) -> dict[int, int]:
-    """Find the lines that another, later one lies upon all along."""
+    """Find the lines that are hidden below a later line over their whole length."""
     values = [value for line in lines for value in line.points.extremes]
     reach = _SAME * (max(values) / 2 - min(values) / 2) * 2 if values else 0.0
     found: dict[int, int] = {}
@@ -138,7 +138,7 @@ def _below(lines: Sequence[Line]) -> dict[int, int]:
         for second in range(first + 1, len(lines)):
             other = lines[second].points
             here, there = _shared(line.points.steps, other.steps)
-            # A run that ended earlier is compared as far as it came.
+            # Compare over the steps of the shorter line.
             if len(here) < max(1, 0.9 * min(len(line.points), len(other))):
                 continue
             apart = np.abs(line.points.values[here] / 2 - other.values[there] / 2) * 2
@@ -148,7 +148,7 @@ def _below(lines: Sequence[Line]) -> dict[int, int]:
 
 
 def _shared(steps: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the places of the steps that both have."""
+    """Return the indices of the common steps in both arrays."""
     if np.array_equal(steps, others):
         return (every := np.arange(len(steps))), every
     _, here, there = np.intersect1d(steps, others, assume_unique=True, return_indices=True)

@@ -1,4 +1,4 @@
-"""A drawing that is a file of its own: SVG with a title, a legend and both colour schemes, as wide as a phone."""
+"""A drawing as an SVG file with a title, a legend and light and dark colours, as wide as a phone."""
 
 from collections.abc import Sequence
 from html import escape
@@ -8,7 +8,7 @@ from truestep.report.style import COLOURS, FONT, palette_css
 WIDTH = 440
 MARGIN = 16
 LEGEND_LINE = 20
-# The width of an average character of 13 pixels; there is nothing to measure text with here.
+# The assumed mean width of a character at 13 pixels: text cannot be measured here.
 CHARACTER = 7.0
 
 CSS = """
@@ -44,7 +44,7 @@ class Drawing:
         self._parts.append(f'<path class="{kind}" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>')
 
     def path(self, places: Sequence[tuple[float, float]], colour: int, *, dashed: bool = False) -> None:
-        """Draw a line through places."""
+        """Draw a line through points."""
         way = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         self._parts.append(f'<path class="line colour-{colour % COLOURS}{" dashed" if dashed else ""}" d="M{way}"/>')
 
@@ -54,14 +54,14 @@ class Drawing:
         self._parts.append(f'<circle class="dot colour-{colour % COLOURS}" {place}>{inside}</circle>')
 
     def box(self, x: float, y: float, width: float, height: float, shade: float, title: str) -> None:
-        """Draw a cell of a map, the darker the nearer its shade is to 1."""
+        """Draw a cell of a heat map; `shade` is its opacity, from 0 to 1."""
         place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill-opacity="{shade:.2f}"'
         self._parts.append(f'<rect class="box colour-0" {place}><title>{escape(title)}</title></rect>')
 
     def legend(
         self, names: Sequence[tuple[str, int]], y: float, *, dots: bool = False, dashed: Sequence[int] = ()
     ) -> int:
-        """Write names with their colours from a height on; give the number of rows that they need."""
+        """Draw names with their colours, the first row at `y`; return the number of rows."""
         x, row = float(MARGIN), 0
         longest = int((self.width - 2 * MARGIN - 28) / CHARACTER)
         for number, (name, colour) in enumerate(names):
@@ -81,7 +81,7 @@ class Drawing:
         return row + 1 if names else 0
 
     def svg(self) -> str:
-        """Write the drawing as a file. It fills a narrow screen and does not grow beyond what reads well."""
+        """Return the drawing as SVG. It fills a narrow screen, and grows to at most 1.6 times its width."""
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" width="100%" '

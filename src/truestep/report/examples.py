@@ -12,12 +12,12 @@ LONGEST_TEXT = 4000
 
 
 def examples_html(runs: Sequence[Run]) -> str:
-    """Write the section with the examples of every run that has any."""
+    """Return the section with the examples of all runs; an empty string if there are none."""
     html = ""
     for run in runs:
         if examples := _examples(run):
             shown = f'<div class="examples">{"".join(examples)}</div>'
-            # One run's examples stay open; several runs have a block each, of which the first is open.
+            # With several runs, each has a block that can be folded; the first is open.
             if len(runs) == 1:
                 html = f'<div class="card">{shown}</div>\n'
             else:
@@ -30,7 +30,7 @@ def _examples(run: Run) -> list[str]:
     if not run.examples:
         return []
     first, last = run.examples
-    # Examples of the same prompt are a pair; a prompt that was drawn only once stands alone.
+    # Examples of the same prompt form a pair.
     later = [] if first is last else _listed(last)
     rows: list[tuple[str, list[tuple[Record, Record]]]] = []
     for example in _listed(first):
@@ -41,7 +41,7 @@ def _examples(run: Run) -> list[str]:
             later.remove(match)
             rows[-1][1].append((last, match))
     rows += [(_text(example, "prompt"), [(last, example)]) for example in later]
-    # Pairs show the most.
+    # Pairs first.
     rows.sort(key=lambda row: -len(row[1]))
     return [_row(prompt, cells) for prompt, cells in rows[:MOST_EXAMPLES]]
 

@@ -1,4 +1,4 @@
-"""The numbers of a run that matter, as its tiles or its column of the comparison."""
+"""The key numbers of a run, for its tiles or its column of the comparison."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ RATIO_KEYS = ("ratio_new_old", "min_ratio_new_old", "max_ratio_new_old")
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its name, and a note beside it."""
+    """A number with a label and a note."""
 
     label: str
     value: str
@@ -25,19 +25,19 @@ class Figure:
 
 @dataclass(frozen=True)
 class FirstRatio:
-    """The distance of new from old probabilities at the first step, where no update has come between."""
+    """The ratio of new to old probabilities at the first step, before any update."""
 
     step: float
     ratio: float
-    # The worst deviation from 1 among the ratios the step logs.
+    # The largest deviation from 1 of the step's mean, smallest and largest ratio.
     worst: float
-    # The root mean square over tokens of ratio - 1. The mean ratio alone proves little: its expectation is 1
-    # for tokens sampled from the old policy, however far the two policies are apart.
+    # The root mean square over tokens of ratio - 1. The mean ratio is not enough: for tokens sampled from the old
+    # policy its expectation is 1, however different the two policies are.
     spread: float | None
 
 
 def first_ratio(run: Run) -> FirstRatio | None:
-    """Find the ratio at the first step that has one (NaN where that is what was logged)."""
+    """Return the ratio of the first step that logs one, also if it is NaN."""
     places, values = run.metrics.column("ratio_new_old")
     if not len(places):
         return None
@@ -53,7 +53,7 @@ def _ratio_spread(table: Table, place: int) -> float | None:
     total, squares, count = (table.value(place, key) for key in keys)
     if not (is_finite(total) and is_finite(squares) and is_finite(count)) or count <= 0:
         return None
-    # The sums are over tokens if they agree with their number; under another normalization nothing can be said.
+    # The sums must be over tokens, near their number; under another normalization the spread is unknown.
     if not 0.5 < total / count < 2:
         return None
     return math.sqrt(max(0.0, (squares - 2 * total + count) / count))
@@ -65,7 +65,7 @@ def held_out_rewards(run: Run, key: str) -> list[float]:
 
 
 def facts(run: Run) -> list[Figure]:
-    """List the numbers that say how large the run is."""
+    """List the numbers on the size of the run: steps, documents, tokens, time."""
     tokens, rates, times = run.values("num_tokens"), run.values("tokens_per_second"), run.values("step_time")
     seconds = run.evaluations.column("seconds")[1]
     evaluation = seconds[np.isfinite(seconds)].tolist()
@@ -80,7 +80,7 @@ def facts(run: Run) -> list[Figure]:
 
 
 def tiles(run: Run) -> list[Figure]:
-    """List the numbers by which a run is judged."""
+    """List the numbers on the result of the run: rewards, ratios, gradient norm, rejected records."""
     recent = run.values("reward")[-10:]
     rejected = run.rejected.total
     clipped, norms = run.values("clipped_ratio_fraction"), run.values("grad_norm")
@@ -135,17 +135,17 @@ def _last_step(run: Run) -> str:
 
 
 def format_reward(value: float) -> str:
-    """Write a reward with three decimals, whatever its size."""
+    """Format a reward with three decimals."""
     return f"{value:.3f}" if abs(value) < 1e6 else format_number(value)
 
 
 def format_ratio(value: float | None) -> str:
-    """Write a ratio near one, whose digits beyond the third are the ones that matter."""
+    """Format a ratio with five decimals, as it is near 1."""
     return f"{value:.5f}" if is_finite(value) and abs(value) < 1000 else format_number(value)
 
 
 def format_deviation(value: float | None) -> str:
-    """Write a deviation with two digits; below a millionth it is a matter of rounding."""
+    """Format a deviation with two digits; below 1e-6 it is rounding."""
     if not is_finite(value):
         return format_number(value)
     return "< 1e-6" if 0 < value < 1e-6 else format_number(value, 2)

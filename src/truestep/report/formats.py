@@ -1,16 +1,16 @@
-"""Numbers as people read them."""
+"""Formats of numbers and durations."""
 
 import math
 
 
 def _short_exponent(text: str) -> str:
-    """Write `1e-06` as `1e-6`."""
+    """Shorten `1e-06` to `1e-6`."""
     mantissa, mark, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if mark else text
 
 
 def format_number(value: float | None, significant: int = 4) -> str:
-    """Write a number with thousands separators and about `significant` digits; None as a dash."""
+    """Format a number with thousands separators and about `significant` digits; None as a dash."""
     if value is None:
         return "\N{EN DASH}"
     if not math.isfinite(value):
@@ -27,18 +27,18 @@ def format_number(value: float | None, significant: int = 4) -> str:
 
 
 def format_compact(value: float | None) -> str:
-    """Write a count with k, M or B: `18.2M`."""
+    """Format a count with k, M, B or T: `18.2M`."""
     if value is None or not math.isfinite(value):
         return format_number(value)
     for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(value) >= unit:
             return f"{value / unit:.1f}{suffix}"
-    # A number of five digits stays exact.
+    # Numbers below 100,000 stay exact.
     return f"{value / 1e3:.0f}k" if abs(value) >= 1e5 else f"{value:,.0f}"
 
 
 def format_duration(seconds: float | None) -> str:
-    """Write seconds in the two largest units that matter: `3 h 12 min`."""
+    """Format seconds in at most two units: `3 h 12 min`."""
     if seconds is None or not math.isfinite(seconds):
         return format_number(None)
     if seconds < 60:

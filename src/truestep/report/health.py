@@ -1,4 +1,4 @@
-"""What a run shows: the verdicts on it, and facts of its files, in plain words."""
+"""The verdicts on a run, and notes on its files, as sentences."""
 
 import math
 import statistics
@@ -19,9 +19,9 @@ from truestep.text import printable
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good", "note")
 
-# Sampler and trainer hold the same weights at step 1: only rounding is left between them.
+# At step 1 sampler and trainer have the same weights, so their ratio differs from 1 by rounding only.
 LARGEST_FIRST_DEVIATION = 1e-3
-# The same bound for single tokens, where the rounding of bfloat16 shows.
+# The bound for the RMS over tokens, which is larger because of bfloat16 rounding.
 LARGEST_FIRST_SPREAD = 0.1
 SPIKE_FACTOR = 10.0
 
@@ -34,26 +34,26 @@ class Note:
 
 @dataclass(frozen=True)
 class Health:
-    """What a run shows. `learns` is the first of its verdicts."""
+    """The verdicts on a run and the notes on its files."""
 
-    verdicts: list[Verdict]
-    notes: list[Note]  # facts of its files, the most serious first
+    verdicts: list[Verdict]  # the first is the verdict on what the policy learns
+    notes: list[Note]  # the most serious first
 
     @property
     def well(self) -> bool:
-        """True where something was learnt and nothing is wrong."""
+        """True if the policy learned and there is no warning."""
         levels = {*(verdict.level for verdict in self.verdicts), *(note.level for note in self.notes)}
         return self.verdicts[0].level == "good" and not levels & {"bad", "warning"}
 
 
 def health(run: Run) -> Health:
-    """Judge a run by all that its files say."""
+    """Judge a run from its files."""
     verdicts = judge(evidence_of(run))
     notes = [Note("warning", problem) for problem in run.problems]
     if len(run.metrics):
         for check in (_ratio, _loss, _other_values, _batch_sizes, _steps):
             notes += check(run)
-        if verdicts[0].level != "bad":  # a policy that goes wrong has gradients of any size
+        if verdicts[0].level != "bad":  # a failing policy has gradients of any size
             notes += _gradients(run)
     notes += _ledger(run)
     if not any(verdict.kind == "rejected" for verdict in verdicts):
@@ -63,7 +63,7 @@ def health(run: Run) -> Health:
 
 def evidence_of(run: Run) -> Evidence:
     passes, updates = run.option("evaluation", "pass_reward"), run.option("schedule", "updates_per_batch")
-    # Records of files that are rejected before the first step are another matter: nothing was sampled for them.
+    # Records rejected when rollout files are read do not count here: they are not completions of this run.
     sampled = bool(run.by_step("num_rejected")[1].any())
     return Evidence(
         run.by_step,
@@ -77,7 +77,7 @@ def evidence_of(run: Run) -> Evidence:
 
 
 def _most_common_lately(run: Run) -> str | None:
-    """Quote the most common completion of the last step that was kept."""
+    """Quote the most common completion of the last kept step."""
     files = list_files(run.path / FOLDER)
     rows = read_rows(files[-1], ("step", "completion", "rejected")) if files else None
     last = max((row["step"] for row in rows or ()), default=0)
@@ -85,7 +85,7 @@ def _most_common_lately(run: Run) -> str | None:
 
 
 def _listed(steps: Sequence[float] | np.ndarray, limit: int = 5) -> str:
-    """Write `step 3`, `steps 3, 5 and 8`, or the first few with the number of the others."""
+    """Return `step 3`, `steps 3, 5 and 8`, or `steps 1, 2, 3, 4, 5 and 7 more`."""
     names = [format_number(float(step)) for step in steps[:limit]]
     if len(steps) == 1:
         return f"step {names[0]}"
@@ -129,7 +129,7 @@ def _loss(run: Run) -> Iterator[Note]:
 
 def _other_values(run: Run) -> Iterator[Note]:
     keys = sorted(set(run.metrics.names) - {"loss", "step"})
-    # Only numbers can fail to be finite; null stands for NaN where a metric is a number elsewhere.
+    # A null counts as NaN if the metric is a number at other steps.
     series = ((key, run.points(key)) for key in keys)
     broken = {key: points.gaps for key, points in series if 0 < len(points.gaps) < len(points)}
     if broken:
@@ -197,7 +197,8 @@ def _ledger(run: Run) -> Iterator[Note]:
 
 
 def _disagreeing(run: Run) -> np.ndarray:
-    """List the steps whose number of documents is not the same in the metrics, as the ledger states it and lists it."""
+    """Return the steps whose number of documents differs between the metrics, the ledger's num_documents, and the
+    ledger's list of documents."""
     sizes = run.ledger.sizes
     places, counts = run.by_step("num_documents")
     logged = np.full(len(sizes), np.nan)
@@ -205,12 +206,12 @@ def _disagreeing(run: Run) -> np.ndarray:
     logged[at] = counts[among]
     stated, listed = sizes.column("stated")[1], sizes.column("listed")[1]
     numbers = np.array([stated, logged, np.where(listed > 0, listed, np.nan)])
-    # NaN, for what is not said, agrees with everything.
+    # fmin and fmax ignore NaN, which stands for a missing number.
     return sizes.steps[np.fmin.reduce(numbers) < np.fmax.reduce(numbers)]
 
 
 def _times_each(run: Run) -> int:
-    """Compute how often the configuration trains on each document."""
+    """Return the number of times that the configuration trains on each document."""
     factors = (run.option("data", "epochs"), run.option("schedule", "updates_per_batch"))
     return math.prod(value for value in factors if isinstance(value, int) and value > 0)
 

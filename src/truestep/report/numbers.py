@@ -1,4 +1,4 @@
-"""The metrics of a page as a table, which is read without a script too."""
+"""The metrics of a page as a table, which needs no script."""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,7 +12,7 @@ MOST_ROWS = 400
 
 
 def numbers_html(runs: Sequence[Run]) -> str:
-    """Write a row for each metric: the first, last, smallest and largest value, or of several runs the last ones."""
+    """Return a table with a row per metric: the first, last, smallest and largest value, or each run's last value."""
     rows = [
         *((f"evaluation: {key}", [run.evaluation_points(key) for run in runs]) for key in _names(runs, True)),
         *((key, [run.points(key) for run in runs]) for key in _names(runs, False)),

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no other."""
+"""The report as one self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -30,12 +30,12 @@ MARKS = {
 
 
 def write_report(runs: Sequence[Path], output: Path, *, title: str | None = None) -> Path:
-    """Write the page of one run, or of several compared, and return its path."""
+    """Write the page of one run, or of a comparison of several runs, and return its path."""
     return write_text_whole(Path(output), page_html(runs, title))
 
 
 def page_html(paths: Sequence[Path], title: str | None = None) -> str:
-    """Make the page."""
+    """Return the page as HTML."""
     if not paths:
         raise ValueError("a report needs at least one run")
     runs = read_runs(paths)
@@ -65,7 +65,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
             '<meta name="color-scheme" content="light dark">\n'
-            # Whatever a completion contains, the page loads nothing from anywhere and runs its own script only.
+            # A completion may contain anything: the policy lets the page load nothing, and run only its own script.
             f'<meta http-equiv="Content-Security-Policy" content="{policy()}">\n'
             f"<title>{escape(title)}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
             *sections,
@@ -76,7 +76,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
 
 
 def _group_html(title: str, charts: Sequence[Chart], drawn: Sequence[Chart]) -> str:
-    """Write the places of a group's charts, and those that are constant as a line of text."""
+    """Return the containers of a group's charts. Charts with constant values become a line of text."""
     if not charts:
         return ""
     figures = "".join(_figure_html(chart, number) for number, chart in enumerate(drawn) if chart in charts)
@@ -113,7 +113,7 @@ def _header(runs: Sequence[Run], title: str) -> str:
         versions = " \N{MIDDLE DOT} ".join(f"{name} {version}" for name, version in run.versions.items())
         names_by_versions.setdefault(versions, []).append(run.name)
     for versions, names in names_by_versions.items():
-        # Runs of the same versions need no telling apart.
+        # Name the runs only if their versions differ.
         prefix = f"{', '.join(names)}: " if len(names_by_versions) > 1 else ""
         if versions:
             html += f'<p class="versions">{escape(prefix + versions)}</p>\n'
@@ -121,7 +121,7 @@ def _header(runs: Sequence[Run], title: str) -> str:
 
 
 def _signed(text: str) -> str:
-    # A minus sign is as wide as a plus sign; a hyphen is not.
+    # A minus sign is as wide as a plus sign; a hyphen is narrower.
     return escape(text).replace("-", MINUS)
 
 
@@ -136,13 +136,13 @@ def _tiles(run: Run) -> str:
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    """Write the tiles of several runs as a table with a column for each run."""
+    """Return the tiles of several runs as a table with a column for each run."""
     head = "<td></td>"
     for index, run in enumerate(runs):
         head += f'<th scope="col">{_swatch(index)}{escape(run.name)}<small>{escape(str(run.path))}</small></th>'
     body = ""
     for row in zip(*([*tiles(run), *facts(run)] for run in runs), strict=True):
-        # The step of the first ratio is part of its tile's label, and may differ.
+        # The label of the first ratio's tile contains its step, which may differ between runs.
         label = row[0].label if len({cell.label for cell in row}) == 1 else row[0].label.split(" at step")[0]
         body += f'<tr><th scope="row">{escape(label)}</th>'
         for cell in row:
@@ -153,7 +153,7 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 
 def _shows(runs: Sequence[Run]) -> str:
-    """Write what the runs show: what each one learnt, what is wrong, and facts of its files."""
+    """Return the section of verdicts: for each run its verdicts, its earlier warnings, and notes on its files."""
     html = '<h2 id="what-this-run-shows">What this run shows</h2>\n<div class="healths">\n'
     for run in runs:
         found = health(run)
@@ -186,7 +186,7 @@ def _item(level: str, html: str) -> str:
 
 
 def _said_and_gone(found: Health, run: Run) -> list[str]:
-    """List what the run said while it went on and what holds no more."""
+    """List the warnings of the run whose verdict does not hold any more."""
     standing = [verdict.kind for verdict in found.verdicts]
     gone = [warning for warning in run.warnings if warning.get("kind") not in standing]
     return [
@@ -195,7 +195,7 @@ def _said_and_gone(found: Health, run: Run) -> list[str]:
 
 
 def _bar(runs: Sequence[Run], groups: Mapping[str, Sequence[Chart]], parts: Mapping[str, str]) -> str:
-    """Write the bar that stays in sight: links to the page's parts, the legend of the runs, a place for switches."""
+    """Return the sticky bar: links to the page's parts, the legend of the runs, a container for switches."""
     if not any(groups.values()):
         empty = '<p class="card empty">Nothing to draw: no step and no evaluation has been logged.</p>'
         return f"<h2>Charts</h2>\n{empty}\n"

@@ -1,4 +1,4 @@
-"""What is put into a page: its scripts and styles, which are files of `static`, and the data that the scripts read."""
+"""The scripts and styles of a page, from the files of `static`, and the encoding of data for the scripts."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ def _read(name: str) -> str:
 
 
 def packed(value: Any) -> str:
-    """Pack a value as compressed JSON in letters that are no markup and end no script element."""
+    """Encode a value as compressed JSON in base64, which is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode("ascii")
 
@@ -38,7 +38,7 @@ def style() -> str:
 
 
 def policy() -> str:
-    """Write the page's content security policy: load nothing, and run only the page's own script, named by its hash."""
+    """Return the page's content security policy: load nothing, and run only the script with this hash."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "

@@ -1,7 +1,7 @@
-"""What the page's script draws the charts from: the numbers of their lines, packed.
+"""The data from which the page's script draws the charts.
 
-Lines of one run share the places of their points: a table of the steps that any line of the run shows, with the
-documents seen and the seconds by then, and lists of rows of it. A list that several lines have is there once.
+The x coordinates (step, documents seen, seconds) are stored once per run, in a table of all steps that a line of the
+run has. A line refers to a list of rows of this table; lines with the same steps share a list.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ AXES: dict[Axis, tuple[str, str]] = {
     "step": ("Steps", "step"),
     "clock": ("Time", "time in steps, evaluations and saves"),
 }
-# A chart's arithmetic is safe within these; a value beyond them is drawn at the edge.
+# The script's arithmetic does not overflow within these bounds; other values are clamped.
 LARGEST, SMALLEST = 1e30, 1e-30
 
 
 class Payload:
-    """The charts of a page, as the script reads them."""
+    """The charts of a page, in the format of the script."""
 
     def __init__(self, runs: Sequence[Run], charts: Sequence[Chart]) -> None:
         self._tables = [table for run in runs for table in (run.metrics, run.evaluations)]
@@ -39,7 +39,7 @@ class Payload:
         return bool(np.isfinite(self._axes[table][axis]).any())
 
     def value(self) -> dict[str, Any]:
-        """Give what is packed. The rows of a list count from the first row that the page has of its table."""
+        """Return the data as JSON. Lists hold indices into the rows of a table that the page has."""
         rows: dict[int, list[np.ndarray]] = {}
         for table, steps in self._steps:
             rows.setdefault(table, []).append(np.searchsorted(self._tables[table].steps, steps))
@@ -97,7 +97,7 @@ class Payload:
 
 
 def _places(run: Run, table: Table) -> dict[Axis, np.ndarray]:
-    """Give where each record of a table lies on each axis; NaN where no file says it."""
+    """Return the coordinate of each record of a table on each axis; NaN if unknown."""
     return {"documents": run.documents_seen(table), "step": table.steps, "clock": run.seconds_by(table)}
 
 
@@ -106,7 +106,7 @@ def _values(points: Series) -> list[float | int | None]:
 
 
 def _short(value: float, digits: int = 6) -> float | int | None:
-    """Cut a number to the digits that anyone reads, which halves the page."""
+    """Round a number to `digits` significant digits, which halves the size of the page."""
     if value != value:
         return None
     if abs(value) < SMALLEST:

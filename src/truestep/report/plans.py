@@ -1,4 +1,4 @@
-"""The charts of a report before they have data: which metrics each shows, and how."""
+"""The plans of a report's charts: their metrics and how they are drawn."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,24 +10,24 @@ from truestep.text import printable
 
 @dataclass(frozen=True)
 class Plan:
-    """A chart before it has data: its metrics by key, with the names they get there, and how it is drawn."""
+    """The plan of a chart, without data: its metrics by key, with the names of their lines, and how it is drawn."""
 
     title: str
     metrics: Mapping[str, str]
     unit: str = ""
     from_evaluation: bool = False
-    # Several runs are compared by one metric a chart: by the first only, or by each in a chart of its own.
+    # In a comparison of runs a chart shows one metric. True: a chart for each metric; False: only the first metric.
     compare_each: bool = False
     from_zero: bool = False
     logarithmic_if_wide: bool = False
     reference: float | None = None
-    # The least range of the vertical axis, so that rounding is not blown up to a mountain range.
+    # The least range of the vertical axis, so that rounding errors are not magnified.
     least_range: float = 0.0
-    # A metric that follows a schedule has no noise to smooth away.
+    # False for a metric without noise, such as the learning rate.
     smoothed: bool = True
-    # The parts of a whole are areas, one on the other.
+    # True for parts of a whole: they are drawn as stacked areas.
     stacked: bool = False
-    # The chart a run is judged by gets the most room; among several runs there are several of it.
+    # True for a chart of full width, if the page has one run.
     wide: bool = False
 
 
@@ -129,19 +129,19 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
     ),
 }
 
-# The parts of a step's time, from the bottom of the chart to its top; then those between two steps.
+# The parts of a step's time, from the bottom of the chart to its top; the last two are between steps.
 _TIMES = (
     *("sampling", "rating", "waiting", "reference", "forward", "head", "backward", "reduce", "check", "optimizer"),
     *("sync", "other", "evaluation", "save"),
 )
-# Runs of before have these instead; the first contains the others.
+# Older runs log these metrics instead; data_wait_time contains the other two.
 _OLD_TIMES = {
     "data_wait_time": "waiting for data",
     "sampling_time": "sampling",
     "rating_time": "waiting for rewards",
 }
 
-# These are logged for other programs, or stand in a chart above as a part of another number.
+# Metrics without a chart of their own: they are for other programs, or part of a chart above.
 _NOT_DRAWN = re.compile(
     r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss|kl_cov"
     r"|zero_advantage_fraction|effective_sample_size|min_response_length|(?:max|min)_(?:reward|staleness|ratio_new_old)"
@@ -150,7 +150,7 @@ _NOT_DRAWN = re.compile(
 
 
 def groups_for(runs: Sequence[Run]) -> dict[str, tuple[Plan, ...]]:
-    """List our charts, and one for each metric that has none, such as a user's own."""
+    """Return the plans by group, with an additional plan for each other metric, such as a user's own."""
     drawn = {key for plans in GROUPS.values() for plan in plans for key in plan.metrics}
     logged = dict.fromkeys(key for run in runs for key in run.metrics.names)
     own = [key for key in logged if key not in drawn and not _NOT_DRAWN.fullmatch(key)]
@@ -159,7 +159,7 @@ def groups_for(runs: Sequence[Run]) -> dict[str, tuple[Plan, ...]]:
 
 
 def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Plan]:
-    """Make the plans whose metrics the run names: the parts of the reward and of the time, pass@k."""
+    """Make the plans that depend on the logged metrics: parts of the reward and of the time, pass@k, held-out loss."""
     if group == "Reward":
         parts = {key: printable(key.partition("/")[2], 60) for key in logged if key.startswith("rewards/")}
         evaluated = dict.fromkeys(key for run in runs for key in run.evaluations.names)

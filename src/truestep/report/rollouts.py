@@ -1,7 +1,7 @@
-"""The rollouts viewer of the page: the numbers of all rollouts that were kept, and as many of their texts as fit.
+"""The rollouts viewer of the page: the numbers of all kept rollouts, and as many of their texts as fit.
 
-Texts come from all over the runs: the first and the last steps, the middle, the quarters and so on, until the room is
-full. A model wrote them, so they stand in compressed JSON, and the page's script shows them as text and never as HTML.
+Texts are taken from the first and the last step, the middle, the quarters and so on, until `ROOM` is full. A model
+wrote them, so they are stored as compressed JSON, and the page's script shows them as text, not as HTML.
 """
 
 import json
@@ -18,8 +18,8 @@ from truestep.rollouts.kept.files import FOLDER, list_files
 from truestep.text import printable
 
 MOST_ROWS = 100_000
-ROOM = 4_600_000  # letters of all that is packed, so that a page of one run has at most six million
-LARGEST_RAW = 40_000_000  # characters of texts, which a browser reads at once
+ROOM = 4_600_000  # characters of packed data, so that a page of one run has at most six million
+LARGEST_RAW = 40_000_000  # characters of unpacked texts, which a browser parses at once
 LONGEST_TEXT = 20_000
 NUMBERS = ("reward", "advantage", "log_ratio", "largest_log_ratio", "entropy")
 COUNTS = ("length", "staleness")
@@ -30,17 +30,17 @@ _TOKENS = ("token_texts", "token_logprobs", "token_log_ratios", "token_advantage
 
 @dataclass
 class Browser:
-    """All that the page has of kept rollouts."""
+    """The kept rollouts in the page."""
 
     columns: dict[str, list[Any]]
-    packed: dict[str, str] = field(default_factory=dict)  # what the page's script reads, by name
-    num_rows: int = 0  # kept by the runs
+    packed: dict[str, str] = field(default_factory=dict)  # encoded data for the page's script, by name
+    num_rows: int = 0  # rollouts that the runs kept
     num_texts: int = 0
     problems: list[str] = field(default_factory=list)
 
     @property
     def note(self) -> str:
-        """Say what of the rollouts is not in the page."""
+        """A sentence on the rollouts that are not in the page, and the problems."""
         shown = len(self.columns["step"])
         parts = []
         if shown < self.num_rows:
@@ -52,7 +52,7 @@ class Browser:
 
 
 def rollouts_html(runs: Sequence[Run]) -> str:
-    """Write the section with the rollouts that the runs kept; an empty string where they kept none."""
+    """Return the section with the kept rollouts; an empty string if there are none."""
     browser = collect(runs)
     if browser is None:
         return ""
@@ -69,7 +69,7 @@ def rollouts_html(runs: Sequence[Run]) -> str:
 
 
 def collect(runs: Sequence[Run]) -> Browser | None:
-    """Read what the runs kept; None where they kept nothing."""
+    """Read the kept rollouts; None if there are none."""
     sources = [(number, file) for number, run in enumerate(runs) for file in list_files(run.path / FOLDER)]
     browser = Browser({name: [] for name in ("run", "file", "row", *_NAMES)})
     _add_numbers(sources, browser)
@@ -81,8 +81,7 @@ def collect(runs: Sequence[Run]) -> Browser | None:
 
 
 def _add_numbers(sources: Sequence[tuple[int, Path]], browser: Browser) -> None:
-    """Read the numbers of all files. Where there are more rows than a page should have, every second one is left out,
-    as often as it takes."""
+    """Read the numbers of all files. While there are more than `MOST_ROWS` rows, drop every second row."""
     stride, columns = 1, browser.columns
     for place, (run, file) in enumerate(sources):
         rows = read_rows(file, _NAMES)
@@ -101,27 +100,27 @@ def _add_numbers(sources: Sequence[tuple[int, Path]], browser: Browser) -> None:
 
 
 def read_rows(file: Path, names: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Read some columns of a file; None where it is damaged, or has other columns."""
+    """Read some columns of a file; None if the file is damaged or lacks a column."""
     from pyarrow import parquet
 
     try:
-        # One file after another, each by one thread: of small files that takes a third of `read_table`'s time.
+        # Without threads: for small files this takes a third of the time of `read_table`.
         with parquet.ParquetFile(file) as opened:
             found: list[dict[str, Any]] = opened.read(columns=list(names), use_threads=False).to_pylist()
         return found if all(isinstance(row.get("step", 0), int) for row in found) else None
-    except Exception:  # a file that was written by another version, cut off or flipped: pyarrow raises many kinds
+    except Exception:  # pyarrow raises many kinds of errors for a damaged file or one of another version
         return None
 
 
 def spread(count: int) -> list[int]:
-    """Order places so that however many are taken, they lie all over the range: the ends, the middle, the quarters."""
+    """Return the indices below `count` in an order whose every prefix covers the range: ends, middle, quarters, ..."""
     bits = max(1, (count - 1).bit_length())
     inner = sorted(range(1, count - 1), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
     return [*range(min(1, count)), *([count - 1] if count > 1 else []), *inner]
 
 
 def _add_texts(browser: Browser, files: Sequence[Path], room: int) -> None:
-    """Add the texts of whole files while there is room for so many letters."""
+    """Add the texts of whole files while they fit in `room` characters."""
     by_file: dict[int, dict[int, int]] = {}
     for at, (file, row) in enumerate(zip(browser.columns["file"], browser.columns["row"], strict=True)):
         by_file.setdefault(file, {})[row] = at
@@ -139,14 +138,14 @@ def _add_texts(browser: Browser, files: Sequence[Path], room: int) -> None:
             of_tokens += 0 if tokens is None else len(_json(tokens))
         text = _json(listed)
         compressed, raw = compressed + len(zlib.compress(text.encode(), 1)), raw + len(text)
-        if chosen and (compressed > room or raw > LARGEST_RAW):  # together they take three quarters of it, as base64
+        if chosen and (compressed > room or raw > LARGEST_RAW):  # estimated size; `_fit` measures it
             break
         chosen.append(listed)
     _fit(browser, chosen, room)
 
 
 def _fit(browser: Browser, chosen: list[list[Any]], room: int) -> None:
-    """Take as many of the files' texts, the first ones, as fit the room together."""
+    """Pack the texts of the first files, as many as fit in `room` characters."""
     while True:
         prompts: dict[str | None, int] = {}
         rows = sorted((list(row) for listed in chosen for row in listed), key=lambda row: row[0])
@@ -168,7 +167,7 @@ def _parts(values: dict[str, Any]) -> list[list[Any]]:
 
 
 def _tokens(values: dict[str, Any]) -> list[Any] | None:
-    """Give the texts of the tokens with whole numbers: log-probs in hundredths, log-ratios in thousandths."""
+    """Return the tokens' texts, log-probs in hundredths, log-ratios in thousandths, and advantages in hundredths."""
     pieces = values["token_texts"]
     if not pieces:
         return None
@@ -189,7 +188,7 @@ def _short(value: float | None, digits: int = 4) -> float | None:
 
 
 def _index(browser: Browser, names: Sequence[str]) -> dict[str, Any]:
-    """Give the numbers of all rollouts, a list for each column."""
+    """Return the numbers of all rollouts, a list per column."""
     columns = browser.columns
     groups: dict[str | None, int] = {}
     reasons: dict[str | None, int] = {None: 0}

@@ -1,6 +1,6 @@
-"""Reads the directory of a run. Any file may be missing, damaged or cut off: the rest is read, and the fault noted.
+"""Reads the directory of a run. If a file is missing, damaged or cut off, the rest is read, and a problem is noted.
 
-Each file is read once, a line at a time. What is kept of it does not grow with the number of documents.
+Each file is read once, line by line, into compact tables.
 """
 
 import math
@@ -19,25 +19,26 @@ from truestep.report.tables import Reasons, Repeats, Table, finite, first_of, nu
 from truestep.text import printable, redacted
 
 Record = dict[str, Any]
-MOST_WARNINGS = 1000  # that are read
-LONGEST_CONFIG = 200_000  # characters that are shown
+MOST_WARNINGS = 1000  # warnings to read
+LONGEST_CONFIG = 200_000  # characters of config.yaml to show
 __all__ = ["Record", "Run", "finite", "is_finite", "number", "read_run", "read_runs", "run_names"]
 
 
 @dataclass
 class Ledger:
-    """What the ledger says: which documents repeat, and how many each step had."""
+    """The contents of the ledger: repeated documents, and the number of documents of each step."""
 
     path: Path
     repeats: Repeats = field(default_factory=Repeats)
-    # The steps of its lines, and how many documents each states and lists.
+    # By step: num_documents of its line ("stated"), and the length of the line's list of documents ("listed").
     sizes: Table = field(default_factory=Table)
 
     def repeated(self, allowed: int) -> tuple[int, int, int, list[str]]:
-        """Count all documents, those named more often than allowed, and the most times; name three of them."""
+        """Return the number of documents, the number named more than `allowed` times, the largest number of times, and
+        three names."""
         distinct, repeated, largest, wanted = self.repeats.count(allowed)
         documents = (document for line in scan_lines(self.path, lenient=True) for document in _documents(line.value))
-        # The file is read again only where something is wrong.
+        # The file is read again for the names, only if documents are named too often.
         return distinct, repeated, largest, first_of(documents, wanted, 3) if wanted else []
 
 
@@ -49,28 +50,28 @@ class Run:
     path: Path
     metrics: Table = field(default_factory=Table)
     evaluations: Table = field(default_factory=Table)
-    # Of the first and of the last evaluation that has examples, perhaps the same one.
+    # The first and the last evaluation with examples; they may be the same.
     examples: list[Record] = field(default_factory=list)
     ledger: Ledger = field(default_factory=lambda: Ledger(Path()))
     rejected: Reasons = field(default_factory=Reasons)
-    warnings: list[Record] = field(default_factory=list)  # that were said while the run went on
+    warnings: list[Record] = field(default_factory=list)  # of warnings.jsonl
     config_text: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     # A sentence for each file that is missing or unreadable.
     problems: list[str] = field(default_factory=list)
-    # The documents seen once each step is done, as far as any file says.
+    # The documents seen after each step, where a file has the number.
     documents_at: dict[float, float] = field(default_factory=dict)
-    # The documents seen by each record of a table, by the table's identity.
+    # A cache of `documents_seen`, by the id of the table.
     _seen: dict[int, np.ndarray] = field(default_factory=dict)
 
     def option(self, section: str, name: str) -> Any:
-        """Look up an option of the run's configuration; None where that says nothing."""
+        """Return an option of the run's configuration; None if it is not set."""
         inside = self.config.get(section)
         return inside.get(name) if isinstance(inside, dict) else None
 
     def points(self, key: str) -> Series:
-        """Collect the series of a metric. A line without the key is left out, one without a finite value is a gap."""
+        """Return the series of a metric. Lines without the key are left out; a value that is not finite is a gap."""
         return self._points(self.metrics, key)
 
     def evaluation_points(self, key: str) -> Series:
@@ -82,13 +83,13 @@ class Run:
         return Series(table.steps[places], seen, np.where(np.isfinite(values), values, np.nan))
 
     def documents_seen(self, table: Table) -> np.ndarray:
-        """Find the documents seen by each record of a table; NaN where no file says it."""
+        """Return the documents seen at each record of a table; NaN if unknown."""
         if id(table) not in self._seen:
             self._seen[id(table)] = self._find_documents_seen(table)
         return self._seen[id(table)]
 
     def seconds_by(self, table: Table) -> np.ndarray:
-        """Add up the seconds of steps, evaluations and saves by each record of a table; NaN where none are known."""
+        """Return the total seconds of steps, evaluations and saves up to each record of a table; NaN if unknown."""
         spent = np.zeros(len(self.metrics))
         for key in ("step_time", "time/evaluation", "time/save"):
             places, values = self.metrics.column(key)
@@ -107,7 +108,7 @@ class Run:
         return seen
 
     def by_step(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Collect the finite values of a metric, with their steps."""
+        """Return the steps and the values of a metric, where it is finite."""
         return finite_column(self.metrics, key)
 
     def values(self, key: str) -> list[float]:
@@ -115,13 +116,13 @@ class Run:
         return values
 
     def last(self, key: str) -> float | None:
-        """Find the value on the last line that has the metric; a run that ends in NaN must not hide it."""
+        """Return the last value of a metric, also if that is NaN."""
         _, values = self.metrics.column(key)
         return float(values[-1]) if len(values) else None
 
 
 def finite_column(table: Table, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Collect the steps of a table's records that have a finite value, and the values."""
+    """Return the steps and the values of a table's records with a finite value."""
     places, values = table.column(key)
     there = np.isfinite(values)
     return table.steps[places[there]], values[there]
@@ -132,12 +133,12 @@ def is_finite(value: float | None) -> TypeGuard[float]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read every run, under names that tell them apart."""
+    """Read all runs, with distinct names."""
     return [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Name runs by their directories, with the parent's name or else a number where two are the same."""
+    """Name runs by their directories. Equal names get the parent's name in front, or else a number."""
     resolved = [path.resolve() for path in paths]
     names = [path.name or str(path) for path in resolved]
     longer = [f"{path.parent.name}/{path.name}" for path in resolved]
@@ -155,11 +156,11 @@ def read_run(path: Path, name: str | None = None) -> Run:
         return run
     _read_config(run)
     run.metrics = _one_per_step(run, "metrics.jsonl", "no training metrics")
-    # Only a run that was to be evaluated lacks an evaluation.
+    # A missing evaluation.jsonl is a problem only if the configuration has an evaluation.
     asked = not run.config or run.config.get("evaluation") is not None
     run.evaluations = _one_per_step(run, "evaluation.jsonl", "no held-out reward" if asked else None, examples=True)
     seen = _read_ledger(run)
-    # A run that rejected nothing has no such file.
+    # A run without rejected records has no such file.
     for record in _read_lines(run, "rejected.jsonl", None):
         run.rejected.add(record.get("reason", "no reason given"))
     run.warnings = list(islice(_read_lines(run, "warnings.jsonl", None), MOST_WARNINGS))
@@ -175,8 +176,8 @@ def _documents(record: Record | None) -> list[Any]:
 
 
 def _read_ledger(run: Run) -> dict[float, float]:
-    """Read the ledger, and give the documents seen after each step. It keeps its repeated steps: it is there to show a
-    document that was trained twice."""
+    """Read the ledger, and return the documents seen after each step. Lines that repeat a step count too, so that a
+    document trained twice is found."""
     run.ledger = Ledger(run.path / "ledger.jsonl")
     seen: dict[float, float] = {}
     for record in _read_lines(run, "ledger.jsonl", "documents trained twice cannot be found"):
@@ -207,7 +208,8 @@ def _read_text(run: Run, file: str) -> str | None:
 
 
 def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
-    """Give the objects of a file, one by one, and note its damage. `without`: what is lost where there is no file."""
+    """Yield the objects of a file, and note its damage. `without` names the information that is lost if the file is
+    missing or empty; None if that is no problem."""
     count = bad = 0
     first, cut = "", False
     try:
@@ -235,7 +237,7 @@ def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
 
 
 def _one_per_step(run: Run, file: str, without: str | None, *, examples: bool = False) -> Table:
-    """Read the numbers of records by step. A run resumed from a checkpoint repeats steps: the later counts."""
+    """Read a file into a table by step. A later line of the same step, of a resumed run, replaces the earlier one."""
     table, left_out = Table(), 0
     for record in _read_lines(run, file, without):
         step = finite(record, "step")
@@ -287,7 +289,7 @@ def _read_config(run: Run) -> None:
 
 
 def _documents_at(run: Run, ledger: dict[float, float]) -> dict[float, float]:
-    """Find the documents seen by each step: what the files say, else the sum over the steps so far."""
+    """Return the documents seen by each step: documents_seen of the files, or else the sum of num_documents."""
     result = dict(ledger)
     for table in (run.metrics, run.evaluations):
         places, documents = table.column("documents_seen")
@@ -298,6 +300,6 @@ def _documents_at(run: Run, ledger: dict[float, float]) -> dict[float, float]:
         result |= dict(zip(steps, accumulate(counts), strict=True))
         if sum(counts) <= 0:
             return {}
-        # The evaluation before training has seen none.
+        # The evaluation before training.
         result.setdefault(0.0, 0.0)
     return result

@@ -1,4 +1,4 @@
-"""The points of a line, and what a page keeps of them: the extremes, and means over stretches of the run."""
+"""The points of a line, and their reduction for the page: the extremes and the means of stretches of the run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 
 Axis = Literal["documents", "step", "clock"]
 
-# A series longer than this is thinned out.
+# A longer series is thinned.
 LONGEST_SERIES = 1000
 BUCKETS = 300
 
@@ -18,25 +18,25 @@ BUCKETS = 300
 class Series:
     """The points of a line."""
 
-    steps: np.ndarray  # [P] float64, growing
-    documents: np.ndarray  # [P] seen by then; NaN where no file says it
-    values: np.ndarray  # [P] NaN where the run wrote null, NaN or an infinity: the line has a gap there
+    steps: np.ndarray  # [P] float64, increasing
+    documents: np.ndarray  # [P] documents seen; NaN if unknown
+    values: np.ndarray  # [P] NaN, a gap in the line, where the run wrote null, NaN or an infinity
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def chosen(self, indices: Sequence[int] | np.ndarray) -> "Series":
-        """Give the points of some indices."""
+        """Return the points at some indices."""
         return Series(self.steps[indices], self.documents[indices], self.values[indices])
 
     @cached_property
     def thinned(self) -> "Series":
-        """The points that a long line keeps."""
+        """The points that are drawn: all, or a selection of a long line."""
         return downsample(self)
 
     @cached_property
     def means(self) -> "Series":
-        """The means of a long line over stretches, each at the middle of its stretch."""
+        """The means of a long line over buckets, each at the middle of its bucket."""
         return bucket_means(self)
 
     @property
@@ -46,12 +46,12 @@ class Series:
 
     @property
     def gaps(self) -> np.ndarray:
-        """The steps that have a gap instead of a value."""
+        """The steps without a finite value."""
         return self.steps[np.isnan(self.values)]
 
     @cached_property
     def extremes(self) -> list[float]:
-        """The smallest, the largest and the smallest positive value: all that an axis depends on."""
+        """The smallest, the largest and the smallest positive value, which determine the axis."""
         present = self.present
         if not len(present):
             return []
@@ -60,7 +60,7 @@ class Series:
 
 
 def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> Series:
-    """Keep the smallest and the largest of each bucket, the first gap in it, and both ends."""
+    """Keep the smallest and the largest value and the first gap of each bucket, and both ends of the series."""
     count = len(series)
     if count <= limit:
         return series
@@ -71,7 +71,7 @@ def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKE
     for bucket in range(buckets):
         start, end = bucket * count // buckets, (bucket + 1) * count // buckets
         if not gaps or not gap[start:end].all():
-            # Of equal values the first is the smallest, and the last the largest.
+            # Among equal values, take the first as the smallest and the last as the largest.
             kept.update((start + int(low[start:end].argmin()), end - 1 - int(high[start:end][::-1].argmax())))
         if gaps and gap[start:end].any():
             kept.add(start + int(gap[start:end].argmax()))
@@ -79,13 +79,13 @@ def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKE
 
 
 def bucket_means(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> Series:
-    """Take the mean of each bucket of a long series; a bucket without a value is a gap."""
+    """Compute the mean of each bucket of a long series; NaN for a bucket without values."""
     count = len(series)
     if count <= limit:
         return series
     bounds = np.arange(buckets + 1) * count // buckets
     there = ~np.isnan(series.values)
-    # Divided before they are added, so that huge values do not overflow.
+    # Divide before adding, so that huge values do not overflow.
     sizes = np.add.reduceat(there.astype(np.float64), bounds[:-1])
     shares = np.where(there, series.values, 0.0) / np.repeat(np.maximum(sizes, 1), np.diff(bounds))
     means = np.where(sizes > 0, np.add.reduceat(shares, bounds[:-1]), np.nan)

@@ -1,12 +1,12 @@
-"""The style sheet of the page, and the colours of charts."""
+"""The colours of the page and of its charts."""
 
-# Okabe and Ito's palette, told apart by colour-blind readers too; yellow is left out, being faint on white.
-# The order puts the two that differ the most first. The second set is lighter, for dark pages.
+# Okabe and Ito's palette for colour-blind readers, without yellow, which is faint on white. The two colours that differ
+# most come first. The second palette is lighter, for dark pages.
 LIGHT_PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b5568f", "#b98500", "#3d9bd6", "#5b5b5b")
 DARK_PALETTE = ("#56a8e8", "#ff8f4d", "#35c79a", "#e093bd", "#e3b341", "#9fd4f5", "#b0b0b0")
 COLOURS = len(LIGHT_PALETTE)
 
-# The other colours, for light and for dark pages.
+# The other colours, for light and dark pages.
 SHADES = {
     "page": ("#f7f7f5", "#121314"),
     "card": ("#ffffff", "#1a1b1d"),
@@ -23,7 +23,7 @@ SHADES = {
 
 
 def palette_css(root: str = ":root") -> str:
-    """Write the colours as custom properties, for light and for dark."""
+    """Return the colours as CSS custom properties, for light and dark pages."""
     light, dark = (
         "".join(f"--{name}:{shades[index]};" for name, shades in SHADES.items())
         + "".join(f"--c{number}:{colour};" for number, colour in enumerate(palette))

@@ -1,4 +1,4 @@
-"""What a report keeps of a run's files: columns of numbers, counts of reasons, and eight bytes for each document."""
+"""Compact forms of a run's files: columns of numbers, counts of reasons, and eight bytes for each document."""
 
 import math
 from array import array
@@ -11,22 +11,22 @@ import numpy as np
 from truestep.text import printable
 
 LARGEST_VALUE = 1e300
-MOST_COLUMNS = 1000  # a damaged file must not make a chart for each of its lines
+MOST_COLUMNS = 1000  # a limit for damaged files, which could name a new metric on each line
 MOST_REASONS = 1000
 LONGEST_REASON = 120
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """Read the number under `key`; None for anything that is no number."""
+    """Return the number under `key`; None for NaN and for any other value."""
     value = _as_number(record.get(key))
     return None if math.isnan(value) else value
 
 
 def _as_number(value: Any) -> float:
-    """Give a number as float64; NaN for anything that is no number."""
+    """Convert a number to float; NaN for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    # A value this large is an overflow, and a sum over it would be one.
+    # Such a value comes from an overflow, and a sum with it would overflow.
     if abs(value) > LARGEST_VALUE:
         return math.inf if value > 0 else -math.inf
     return float(value)
@@ -38,18 +38,18 @@ def finite(record: Mapping[str, Any], key: str) -> float | None:
 
 
 class Table:
-    """The numbers of records that have a step, a column for each name. Of records of one step the last counts."""
+    """The numbers of records with a step, a column per name. A later record of a step replaces an earlier one."""
 
     def __init__(self) -> None:
-        self.repeated = 0  # records that a later one of the same step replaces
-        self.left_out = 0  # names beyond the most that are kept
-        self.steps = np.empty(0)  # [R] growing
+        self.repeated = 0  # replaced records
+        self.left_out = 0  # names beyond `MOST_COLUMNS`
+        self.steps = np.empty(0)  # [R] increasing
         self._rows = array("d")
         self._columns: dict[str, array[float]] = {}
-        # Lines mostly have the names of the line before: where they change, the first row and the names from there on.
+        # Runs of consecutive records with the same names: the first row and the names of each run.
         self._runs: list[tuple[int, tuple[str, ...]]] = []
-        self._filled: list[array[float]] = []  # the columns of these names
-        self._order = np.empty(0, dtype=np.int64)  # [R] the rows that count, by step
+        self._filled: list[array[float]] = []  # the columns of the last run's names
+        self._order = np.empty(0, dtype=np.int64)  # [R] the rows that were not replaced, sorted by step
 
     def add(self, record: Mapping[str, Any], step: float) -> None:
         names = tuple(record)
@@ -58,7 +58,7 @@ class Table:
         row = record.values() if len(names) == len(record) else [record[name] for name in names]
         self._rows.append(step)
         for column, value in zip(self._filled, row, strict=True):
-            # The second test is for values that a sum over them would not overflow by.
+            # Most values pass this test; `_as_number`, which is slower, handles the rest.
             plain = type(value) is float and -LARGEST_VALUE < value < LARGEST_VALUE
             column.append(value if plain else _as_number(value))
 
@@ -77,7 +77,7 @@ class Table:
         return True
 
     def finish(self) -> None:
-        """Sort by step; of rows of one step keep the last."""
+        """Sort by step, and keep the last row of each step."""
         rows = np.frombuffer(self._rows) if self._rows else np.empty(0)
         order = np.argsort(rows, kind="stable")
         last = np.append(rows[order][1:] != rows[order][:-1], True) if len(rows) else np.empty(0, dtype=bool)
@@ -93,7 +93,7 @@ class Table:
         return list(self._columns)
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Give the places in `steps` of the records that have a name, and their values; NaN for what is no number."""
+        """Return the indices into `steps` of the records with this name, and their values; NaN if not a number."""
         if name not in self._columns:
             return np.empty(0, dtype=np.int64), np.empty(0)
         values = np.frombuffer(self._columns[name]) if self._columns[name] else np.empty(0)
@@ -109,19 +109,19 @@ class Table:
         return there, values[found[there]]
 
     def value(self, place: int, name: str) -> float | None:
-        """Give a number of the record at a place in `steps`; None where it has none, NaN where it is no number."""
+        """Return a value of the record at an index into `steps`; None if missing, NaN if not a number."""
         places, values = self.column(name)
         index = int(np.searchsorted(places, place))
         return float(values[index]) if index < len(places) and places[index] == place else None
 
 
 class Reasons:
-    """How often each reason was given, for no more reasons than anyone reads."""
+    """Counts of at most `MOST_REASONS` reasons; other reasons are counted together."""
 
     def __init__(self) -> None:
         self.total = 0
         self.counts: Counter[str] = Counter()
-        self._shown: dict[str, str] = {}  # reasons as they are shown, most of which come again and again
+        self._shown: dict[str, str] = {}  # a cache of printable reasons, as most are repeated
 
     def add(self, given: object) -> None:
         self.total += 1
@@ -135,23 +135,24 @@ class Reasons:
 
 
 def fingerprint(document: object) -> int:
-    """Give 64 bits that tell documents apart. An identifier is the same only within its kind: "1" is not 1."""
+    """Return a 64-bit hash of a document's identifier. Identifiers of different types differ: "1" is not 1."""
     return hash(document if type(document) is str else (type(document).__name__, repr(document)))
 
 
 class Repeats:
-    """Finds the documents that are named more than once."""
+    """Finds documents that are named more than once, by their fingerprints."""
 
     def __init__(self) -> None:
         self._fingerprints = array("q")
 
     def add(self, documents: list[Any]) -> None:
-        # Nearly all identifiers are text, whose hashes are quick to take together.
+        # Nearly all identifiers are text, which is hashed faster without a call per identifier.
         of_text = set(map(type, documents)) <= {str}
         self._fingerprints.extend(map(hash if of_text else fingerprint, documents))
 
     def count(self, allowed: int, most: int = 100_000) -> tuple[int, int, int, set[int]]:
-        """Count the documents, those named more often than allowed, and the most; give some of their fingerprints."""
+        """Return the number of documents, the number named more than `allowed` times, the largest number of times, and
+        at most `most` fingerprints of the documents named too often."""
         named = np.frombuffer(self._fingerprints, dtype=np.int64) if self._fingerprints else np.empty(0, dtype=np.int64)
         fingerprints, counts = np.unique(named, return_counts=True)
         often = counts > allowed
@@ -160,7 +161,7 @@ class Repeats:
 
 
 def first_of(documents: Iterable[Any], wanted: set[int], most: int) -> list[str]:
-    """Name the first few documents whose fingerprints are wanted."""
+    """Return the names of the first `most` documents with fingerprints in `wanted`."""
     names: dict[str, None] = {}
     for document in documents:
         if len(names) == most:

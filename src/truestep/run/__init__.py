@@ -1,11 +1,11 @@
 """A run, from its configuration to its end.
 
-train             makes a trainer, puts it where its last checkpoint left it, and starts its loop
+train             builds a trainer, restores its last checkpoint, and runs its loop
 trainer           the loop over steps
-assemble          options become parts
+assemble          makes the parts of a run from its options
 checkpoint        checkpoints, each complete or absent
 directory         the run's files: metrics, ledger, evaluations, rejected records
-callbacks         a user's own code that is told how a run goes
-notes             what a run prints before its first step and after its last
-terminal          what a person at a terminal sees
+callbacks         the user's own code, called on events of a run
+notes             messages before the first step and after the last
+terminal          the display of a run on a terminal
 """

@@ -1,7 +1,6 @@
-"""Callbacks: a user's own code that is told how a run goes, and may stop it or change its learning rate.
+"""Callbacks: the user's own code, called on events of a run. A callback may stop the run or change its learning rate.
 
-They are called on the first rank. What they ask for is agreed on by all ranks before the next step, so that every rank
-does the same.
+Callbacks are called on the first rank only. Before the next step, all ranks receive their requests.
 """
 
 import json
@@ -19,33 +18,32 @@ from truestep.types import Rollout
 
 
 class CallbackError(TruestepError):
-    """What a callback did wrong. The exception that it raised is the cause."""
+    """The error of a callback; its `__cause__` is the exception that the callback raised."""
 
 
 @dataclass
 class Run:
-    """A run as a callback sees it."""
+    """The state of a run that callbacks read, and its methods for their requests."""
 
     directory: Path
     """The run's directory: metrics.jsonl, ledger.jsonl, checkpoints and the rest."""
     step: int = 0
-    """The number of the last step that was made."""
+    """The number of the last completed step."""
     documents_seen: int = 0
     """The documents that the policy has been trained on."""
     learning_rate_factor: float = 1.0
-    """What the learning rate of the configuration is multiplied by from the next step on."""
+    """The factor on the learning rate of the configuration, from the next step on."""
     stop_reason: str | None = None
-    """Why a callback asked to stop."""
+    """The reason that a callback gave to stop; None if none did."""
 
     def stop(self, reason: str = "a callback asked for it") -> None:
-        """End the run before the next step, with a checkpoint. Started again, the run goes on from there."""
+        """End the run before the next step, with a checkpoint, from which the same command resumes."""
         self.stop_reason = reason
 
     def multiply_learning_rate(self, factor: float) -> None:
-        """Multiply the learning rate by this, from the next step on and for good. Several factors multiply.
+        """Multiply the learning rate by `factor` from the next step on. Factors of several calls multiply.
 
-        The schedule of the configuration (warm-up, cosine) goes on beneath. The factor is part of a checkpoint: a run
-        that goes on has it again.
+        The factor applies on top of the schedule (warm-up, cosine). Checkpoints hold it, so a resumed run keeps it.
         """
         if not 0 <= factor < float("inf"):
             raise CallbackError(f"the learning rate cannot be multiplied by {factor}")
@@ -53,13 +51,13 @@ class Run:
 
 
 class Callback:
-    """A base for callbacks; a method that is not overridden does nothing.
+    """A base class of callbacks whose methods do nothing.
 
     A method that raises ends the run with a CallbackError; the last checkpoint stays.
     """
 
     def on_start(self, run: Run) -> None:
-        """Called before the first step of this start, once what a checkpoint holds is back in place."""
+        """Called before the first step of this start, after the checkpoint is restored."""
 
     def on_rollouts(self, run: Run, rollouts: Sequence[Rollout]) -> None:
         """Called with the documents of a step, in their order, before the step is computed."""
@@ -71,23 +69,22 @@ class Callback:
         """Called after an evaluation, with its line of evaluation.jsonl."""
 
     def on_checkpoint(self, run: Run, checkpoint: Path) -> None:
-        """Called when a checkpoint is complete; the run waits for it. `export` makes a Hugging Face directory of it, or
-        `checkpoint.hugging_face_every` makes it one."""
+        """Called when a checkpoint is complete. A run with this callback waits until each checkpoint is on the disk.
+        To load a checkpoint with Hugging Face, use `truestep export` or `checkpoint.hugging_face_every`."""
 
     def on_end(self, run: Run, ended: str) -> None:
-        """Called at the end of a run, also of one that was stopped, with the sentence that says how it ended."""
+        """Called at the end of a run, stopped or finished, with a sentence that says how it ended."""
 
     def state(self) -> Any:
-        """Give what this callback has to remember, as JSON: a checkpoint holds it. None: nothing."""
+        """Return the state of this callback as JSON, to be saved in a checkpoint; None if there is no state."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Take back what `state` gave, where a run goes on from a checkpoint."""
+        """Restore the value that `state` returned, when a run resumes from a checkpoint."""
 
 
 def _read_only(rollout: Rollout) -> Rollout:
-    """Give a rollout that can be looked at and not written to: only the first rank has callbacks, and all have to train
-    on the same numbers."""
+    """Return a read-only view of a rollout. Only the first rank has callbacks, so a change would make ranks differ."""
     shown: dict[str, Any] = {"rewards": dict(rollout.rewards), "metadata": deepcopy(dict(rollout.metadata))}
     for field in fields(rollout):
         if isinstance(array := getattr(rollout, field.name), np.ndarray):
@@ -98,11 +95,11 @@ def _read_only(rollout: Rollout) -> Rollout:
 
 @dataclass(eq=False)
 class Callbacks(Observer):
-    """The callbacks of a run as one observer, what they asked for, and what of it a checkpoint holds."""
+    """The callbacks of a run as one observer, with their requests and their state in a checkpoint."""
 
     run: Run
     callbacks: Sequence[Callback] = ()
-    applied_factor: float = 1.0  # of the step in hand: the same on all ranks
+    applied_factor: float = 1.0  # the learning rate factor of the current step, the same on all ranks
     _last_checkpoint: Path | None = None
 
     def started(self) -> None:
@@ -121,11 +118,11 @@ class Callbacks(Observer):
 
     @property
     def hear_of_checkpoints(self) -> bool:
-        """True where one of them does something when a checkpoint is complete."""
+        """True if a callback overrides `on_checkpoint`."""
         return any(type(callback).on_checkpoint is not Callback.on_checkpoint for callback in self.callbacks)
 
     def saved(self, checkpoint: Path, step: int, documents_seen: int) -> None:
-        if checkpoint == self._last_checkpoint:  # the run ends after the step that it was saved at
+        if checkpoint == self._last_checkpoint:  # the last step was saved, and the end of the run saves again
             return
         self._last_checkpoint = checkpoint
         self._each("on_checkpoint", lambda callback: callback.on_checkpoint(self.run, checkpoint))
@@ -134,17 +131,17 @@ class Callbacks(Observer):
         self._each("on_end", lambda callback: callback.on_end(self.run, ended))
 
     def agree(self, of_first_rank: tuple[float, str | None]) -> None:
-        """Take over what the first rank's callbacks asked for; from here on it counts."""
+        """Apply the requests of the first rank's callbacks on this rank."""
         self.applied_factor, self.run.stop_reason = of_first_rank
         self.run.learning_rate_factor = self.applied_factor
 
     @property
     def asked(self) -> tuple[float, str | None]:
-        """What the callbacks ask for: the factor of the learning rate, and the reason to stop."""
+        """The requests of the callbacks: the learning rate factor and the reason to stop."""
         return self.run.learning_rate_factor, self.run.stop_reason
 
     def state(self) -> dict[str, Any]:
-        """Describe, as JSON, what a run that goes on needs; {} where nothing was ever asked for."""
+        """Return the callbacks' states and the learning rate factor as JSON; {} if all have their defaults."""
         states = [[type(callback).__qualname__, self._state_of(callback)] for callback in self.callbacks]
         kept = {"callbacks": states} if any(state is not None for _, state in states) else {}
         factor = self.run.learning_rate_factor
@@ -157,7 +154,7 @@ class Callbacks(Observer):
             raise self._failure(callback, "state", error) from error
 
     def restore(self, state: Mapping[str, Any], step: int, documents_seen: int) -> None:
-        """Put back what a checkpoint holds; a callback gets the state of the first one of its class that is left."""
+        """Restore the state of a checkpoint. Each callback takes the first saved state of its class not yet taken."""
         self.run.step, self.run.documents_seen = step, documents_seen
         self.run.learning_rate_factor = self.applied_factor = float(state.get("learning_rate_factor", 1.0))
         states = list(state.get("callbacks", ()))

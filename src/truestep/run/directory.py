@@ -1,7 +1,6 @@
 """The files of a run: metrics, ledger, evaluations, rejected records, configuration, checkpoints.
 
-Lines are appended as steps are made. A restart rolls every file back to the checkpoint that it starts from, so that no
-step stands in them twice.
+Each step appends lines. A restart rolls every file back to its checkpoint, so that no step is in a file twice.
 """
 
 import contextlib
@@ -34,17 +33,17 @@ from truestep.rollouts.rejects import write_rejected
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
 
-_REPLACED = "config-until-"  # what the names of files begin with whose options made the steps up to one
-_END = 1 << 20  # bytes of a file's beginning and of its end
-_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # what flock says where another process has the lock
+_REPLACED = "config-until-"  # config-until-00000012.yaml has the options of the steps up to 12
+_END = 1 << 20  # bytes at a file's beginning and at its end that are hashed
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # the errors of flock when another process holds the lock
 
 
 class RunError(TruestepError):
-    """The error of a run's directory that cannot be used."""
+    """A run's directory cannot be used."""
 
 
 class RunDirectory:
-    """The paths of a run's files, and the one process that writes them; `writes` is False on the other ranks."""
+    """The files of a run. Only the first rank writes them; `writes` is False on the other ranks."""
 
     def __init__(self, path: Path, writes: bool = True, locks: bool = True):
         self.path = path
@@ -61,10 +60,10 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
-        self._coming: str | None = None  # what config.yaml will have once this start has made a step
+        self._coming: str | None = None  # the options of this start, written to config.yaml at its first step
 
     def check(self) -> None:
-        """Refuse a directory that cannot be made or written to, and leave none behind."""
+        """Raise if the directory cannot be made or written to. Directories made for this check are removed."""
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ class RunDirectory:
                     path.rmdir()
 
     def lock(self) -> None:
-        """Keep other processes from writing this run. The lock goes with the process, however that ends."""
+        """Lock the run against other writers. The lock is released when the process ends, even if it is killed."""
         if self._lock is not None or not self.writes or not self._locks:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -113,17 +112,17 @@ class RunDirectory:
             self._lock = None
 
     def roll_back(self, step: int, rejected_bytes: int, ledger_bytes: int | None = None) -> list[str]:
-        """Remove the lines written after the end of `step`; 0 is a run's beginning. Give a sentence for each fault.
+        """Remove the lines written after `step`; 0 is the beginning of the run. Return a sentence for each fault found.
 
-        `ledger_bytes` is the size of the ledger by then, where it is known: behind a step's line there may be one of
-        documents that were put aside later, and a checkpoint of that step may hold them or not.
+        `ledger_bytes`, if known, is the size of the ledger when the checkpoint was written. A line of documents that
+        were put aside can follow the line of `step`, before or after the checkpoint: the size tells which.
         """
         if not self.writes:
             return []
         faults = []
         for file in (self.ledger, self.metrics, self.evaluations, self.warnings):
             if file.is_file():
-                # A run that starts over evaluates its first weights anew.
+                # At step 0 evaluations are removed too: the run evaluates its first weights again.
                 kept_bytes = ledger_bytes if file == self.ledger else None
                 size, last, damaged = _end_of(file, step) if step or kept_bytes else (0, 0, [])
                 if kept_bytes is not None:
@@ -145,11 +144,11 @@ class RunDirectory:
             append_json_line(file, line)
 
     def first_weights(self, model: str) -> str:
-        """Find the directory of the weights that the run began with: `model`, unless the run has noted another."""
+        """Return the directory of the weights that the run began with: `model`, unless the run noted another path."""
         if not self._first_weights.is_file():
             return model
         noted = json.loads(self._first_weights.read_text(encoding="utf-8"))
-        for path in (noted["path"], model):  # they may have been moved
+        for path in (noted["path"], model):  # the weights may have been moved to `model`
             if _describe_weights(Path(path)) == noted["files"]:
                 return str(path)
         raise RunError(
@@ -158,20 +157,20 @@ class RunDirectory:
         )
 
     def note_first_weights(self, model: str) -> None:
-        """Note where the weights are that the run begins with, and what tells them from others."""
+        """Write the path of the run's first weights, and their files' sizes and digests."""
         path = Path(model).resolve()
         write_json(self._first_weights, {"path": str(path), "files": _describe_weights(path)})
 
     def options_of(self, step: int) -> Path:
-        """Give the file of the options that made a step: config.yaml, or what was kept of it when others came."""
+        """Return the file of the options that made a step: config.yaml, or the copy kept when options changed."""
         return min((file for file in self._replaced() if _until(file) >= step), key=_until, default=self.config)
 
     def _replaced(self) -> list[Path]:
         return [file for file in self.path.glob(f"{_REPLACED}*.yaml") if file.stem.removeprefix(_REPLACED).isdecimal()]
 
     def begin_under(self, options: str, step: int) -> None:
-        """Take the options of this start, which goes on after a step, as YAML. config.yaml is put back to those that
-        made this step. It has this start's from its first step on, or at once where there is no step."""
+        """Take the options of this start, as YAML. `step` is the step that the run resumes after. config.yaml gets the
+        options that made this step; the first new step replaces them by `options`. At step 0 it gets `options` now."""
         before = self.options_of(step)
         there = before.read_text(encoding="utf-8") if step and before.is_file() else options
         if not self.config.is_file() or self.config.read_text(encoding="utf-8") != there:
@@ -182,7 +181,7 @@ class RunDirectory:
         self._coming = options if there != options else None
 
     def _note_options(self, step: int) -> None:
-        """Have config.yaml say what made a step, and keep what made those before it."""
+        """Write the options of this start to config.yaml, and keep the options of the steps before in a copy."""
         if self._coming is not None:
             kept = self.path / f"{_REPLACED}{step - 1:08d}.yaml"
             write_whole(kept, self.config.read_bytes())
@@ -201,19 +200,20 @@ class RunDirectory:
         self._append(self.ledger, line | _named(put_aside))
 
     def record_put_aside(self, step: int, documents_seen: int, put_aside: Sequence[PutAside]) -> None:
-        """Write down what was put aside behind the last step, in a line without documents."""
+        """Append a line without trained documents, which names the documents put aside after the last step."""
         if put_aside:
             line = {"step": step, "documents": [], "num_documents": 0, "num_labels": 0}
             self._append(self.ledger, line | {"documents_seen": documents_seen} | _named(put_aside))
 
     def not_in_ledger(self, put_aside: Sequence[PutAside]) -> list[PutAside]:
-        """Select those that no line has: a restart reads files anew, and finds what it had put aside before."""
+        """Select the documents that the ledger does not name. A restart reads the rollout files again, and puts
+        documents aside that the ledger names already."""
         lines = [line.value or {} for line in lines_from_the_end(self.ledger)] if put_aside else []
         known = {document["id"] for line in lines for document in line.get("put_aside", ())}
         return [document for document in put_aside if document.id not in known]
 
     def sync(self) -> None:
-        """Put the lines of all steps on the disk, before a checkpoint of them counts."""
+        """Sync the files to the disk, before a checkpoint of their steps is complete."""
         if self.writes:
             sync_files((self.ledger, self.metrics, self.evaluations, self.rejected, self.warnings))
 
@@ -233,11 +233,11 @@ class RunDirectory:
             write_rejected(self.path, rejected, append=True)
 
     def rejected_bytes(self) -> int:
-        """Give the place in rejected.jsonl that a restart from now on rolls it back to."""
+        """Return the size of rejected.jsonl, which `roll_back` needs."""
         return self.rejected.stat().st_size if self.rejected.is_file() else 0
 
     def ledger_bytes(self) -> int:
-        """Give the size of ledger.jsonl, which `roll_back` needs."""
+        """Return the size of ledger.jsonl, which `roll_back` needs."""
         return self.ledger.stat().st_size if self.ledger.is_file() else 0
 
 
@@ -251,16 +251,16 @@ def _named(put_aside: Sequence[PutAside]) -> dict[str, Any]:
 
 
 def _step_of(line: Line) -> int | None:
-    """Read the step of a line; None where it is damaged."""
+    """Read the step of a line; None if the line is damaged."""
     step = None if line.value is None else line.value.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
-    """Find where the lines up to a step end. Also give the last step found, and the damaged lines behind it that stay.
+    """Return where the lines up to `step` end in the file, the last step found, and the damaged lines after it to keep.
 
-    The file is read from its end, as far as that takes. Steps grow from line to line, so a line whose step is smaller
-    than that of the line before it is damaged too.
+    The file is read backwards, only as far as needed. Steps increase from line to line, so a line with a smaller step
+    than the line before it is damaged too.
     """
     newest: list[tuple[Line, int | None]] = []
     chosen: int | None = None
@@ -280,7 +280,7 @@ def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
         end, last = newest[chosen][0].end, newest[chosen][1] or 0
         newest = newest[:chosen]
     stay: list[Line] = []
-    for line, found in reversed(newest):  # every step has a line: as many stay as there are steps left to name
+    for line, found in reversed(newest):  # every step has a line: keep at most one damaged line for each missing step
         if found is not None or not line.whole or len(stay) == step - last:
             break
         stay.append(line)
@@ -288,8 +288,8 @@ def _end_of(file: Path, step: int) -> tuple[int, int, list[Line]]:
 
 
 def _without_later_put_aside(ledger: Path, size: int, kept_bytes: int) -> int:
-    """Find the end of what stays of a ledger's first `size` bytes, without the lines behind `kept_bytes` that name no
-    trained document."""
+    """Return the size of the ledger without lines after `kept_bytes` that name no trained document. Only its first
+    `size` bytes are looked at."""
     for line in lines_from_the_end(ledger):
         if line.start >= size:
             continue
@@ -300,7 +300,7 @@ def _without_later_put_aside(ledger: Path, size: int, kept_bytes: int) -> int:
 
 
 def _describe_weights(directory: Path) -> dict[str, list[Any]]:
-    """Describe the weights' files by their sizes and a digest of their ends."""
+    """Return the size of each file of weights, and a digest of its first and last bytes."""
     found: dict[str, list[Any]] = {}
     for file in sorted([*directory.glob("*.safetensors"), *directory.glob("truestep/part-*.safetensors")]):
         size = file.stat().st_size

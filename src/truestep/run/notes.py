@@ -1,4 +1,4 @@
-"""What a run prints before its first step (what runs on what, where it goes on, what changed) and after its last."""
+"""The messages of a run before its first step (model, device, data, memory, changed options) and after its last."""
 
 import math
 import shlex
@@ -39,7 +39,8 @@ def run_notes(
     step: int,
     before: Config | None,
 ) -> list[str]:
-    """Say where the run goes on, what changed since `before`, the options of the steps so far, and what is odd."""
+    """Return messages on the checkpoint that the run resumes from, on options that differ from `before` (the options of
+    the steps so far), on rejected records, and on options that look like mistakes."""
     notes = []
     if latest is not None:
         notes += [f"going on after step {step} of {latest}", *_changes_since(before, config)]
@@ -67,7 +68,7 @@ def run_notes(
 
 
 def options_before(directory: RunDirectory, step: int) -> Config | None:
-    """Read the options that made a step; None where another version wrote them, or nobody."""
+    """Read the options that made a step; None if there are none, or if another version wrote them."""
     try:
         return load_config(directory.options_of(step))
     except ConfigError:
@@ -75,11 +76,11 @@ def options_before(directory: RunDirectory, step: int) -> Config | None:
 
 
 def _changes_since(made_by: Config | None, config: Config) -> list[str]:
-    """Name the options that differ from those that made the run's steps. That is allowed, but should not surprise."""
+    """Return a message for each option that differs from the options of the run's last step, `made_by`."""
     if made_by is None:
         return []
     before = _flat(redacted_options(made_by.model_dump()))
-    now = _flat(redacted_options(config.model_dump()))  # a secret that changed is no one's business
+    now = _flat(redacted_options(config.model_dump()))  # redacted: a message must not show a secret
     notes = [
         f"{name} is now {_plain(now.get(name))}; before it was {_plain(before.get(name))}"
         for name in dict.fromkeys((*before, *now))
@@ -105,7 +106,7 @@ def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def what_runs(config: Config, policy: Policy, directory: RunDirectory, source: Source, ranks: int) -> list[str]:
-    """Say what runs on what, before the first step."""
+    """Describe the loss, model, device, documents and planned memory of a run, one line each."""
     pieces = policy.weights.pieces.values()
     weights = sum(math.prod(piece.shape) for piece in pieces)
     trained = sum(math.prod(piece.shape) for piece in pieces if piece.trained)
@@ -170,15 +171,15 @@ def _memory(config: Config, ranks: int) -> str:
 
 
 def longer_by(config: Config, steps_made: int) -> str | None:
-    """Name the option that makes a finished run longer. None: its documents were sent, and their sender ended them."""
+    """Return the option that makes a finished run longer; None if a stream was the source and its sender ended it."""
     if config.schedule.steps is not None and steps_made >= config.schedule.steps:
         return "schedule.steps"
     return "data.epochs" if config.data.path is not None else None
 
 
 def what_next(directory: Path, finished: bool, longer: str | None, command: Sequence[str]) -> list[str]:
-    """Name the commands that come after a run; `command` is the one that trained it, word by word, and `longer` the
-    option that makes it longer once it has finished."""
+    """List the commands that are useful after a run. `command` is the training command as a list of words, and `longer`
+    the option that makes a finished run longer."""
     run = str(directory)
     rows = {
         "the page of this run": ["truestep", "report", run],
@@ -193,7 +194,7 @@ def what_next(directory: Path, finished: bool, longer: str | None, command: Sequ
 
 
 def _without(option: str, command: Sequence[str]) -> list[str]:
-    """Leave an override out of a command, written as `option value` or as `option=value`."""
+    """Remove an override from a command, written as `option value` or as `option=value`."""
     kept: list[str] = []
     words = iter(command)
     for word in words:

@@ -1,4 +1,4 @@
-"""Makes a trainer of a configuration, puts it where its last checkpoint left it, and starts its loop."""
+"""Builds a trainer from a configuration, restores its last checkpoint, and runs its loop."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,7 +61,8 @@ from truestep.types import Rejected
 from truestep.weights.errors import ModelError
 from truestep.weights.tensor_parts import StoredTensors
 
-# All that reading files of any content raises; with checksums only one written by an earlier version gets this far.
+# The exceptions that a damaged checkpoint can raise when it is read. Only a checkpoint without checksums, written by an
+# earlier version, is read without being compared first.
 _ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
@@ -72,8 +73,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     sinks: Sequence[Sink] = (),
 ) -> Trainer:
-    """Train to the end, and return the trainer that did it. Callbacks are called, and sinks written, by the first rank
-    alone."""
+    """Train to the end and return the trainer. Only the first rank calls callbacks and writes to sinks."""
     ranks = join_ranks(config)
     notes: list[str] = []
     rates = _rates(config, ranks, notes)
@@ -103,7 +103,8 @@ def train(
 
 
 def _rates(config: Config, ranks: Ranks, notes: list[str]) -> Rates | None:
-    """Give the rates of the machine. Two measurements differ a little, and with `deterministic` two runs must not."""
+    """Return the measured rates of the machine. None with `deterministic`: two measurements differ a little, and a
+    choice made from them would differ between two runs."""
     return None if config.deterministic or config.model.device == "cpu" else rates_here(ranks, notes)
 
 
@@ -139,7 +140,7 @@ def make_trainer(
         sinks = make_sinks(config, directory, display, title, progress.step)
         begun = _begin(directory, config, policy, source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
-    if latest is not None:  # a kill may have come after its completion, and before the source was told
+    if latest is not None:  # the run may have been killed before it told the source of this checkpoint
         source.checkpointed(queue.documents_seen)
         if supply.publication is not None:
             supply.publication.saved(latest, progress.step, queue.documents_seen)
@@ -180,7 +181,7 @@ def _make_data(
 
 
 def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], None]) -> Raters:
-    """Make the reward services; the first rank says what is to be said of them, and keeps what its rewards print."""
+    """Make the reward services. Only the first rank shows their messages and keeps the output that rewards print."""
     return Raters(say, PrintedLog(directory.printed, say)) if ranks.first else Raters()
 
 
@@ -199,7 +200,8 @@ def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
 
 
 def _check(config: Config, ranks: Ranks) -> RunDirectory:
-    """Find what is wrong before the model is loaded, which can take minutes; name the run's directory."""
+    """Check the configuration and its inputs before the model is loaded, which can take minutes; return the run's
+    directory."""
     keep_secrets_of(config.model_dump())
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -212,7 +214,8 @@ def _check(config: Config, ranks: Ranks) -> RunDirectory:
 
 
 def _annotators(config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None) -> Annotators:
-    """Make what fills a step's plan in; a run that goes on finds the weights that it began with again."""
+    """Make the annotators of a step's plan. In a resumed run the reference model is loaded from the run's first
+    weights."""
     ranks = runner.policy.weights.ranks
 
     def make_reference(path: str | None) -> Policy:
@@ -227,7 +230,7 @@ def _annotators(config: Config, runner: StepRunner, directory: RunDirectory, che
 def _policy_of(
     config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory, rates: Rates | None
 ) -> Policy:
-    if checkpoint is not None and config.adapter is not None:  # which is of no use on other weights
+    if checkpoint is not None and config.adapter is not None:  # an adapter fits only the base model it was trained on
         base = ranks.share(lambda: directory.first_weights(config.model.path))
         config = config if base == config.model.path else config.changed({"model.path": base})
     try:
@@ -241,14 +244,14 @@ def _policy_of(
 
 def _save_rule(config: Config) -> SaveRule:
     given, source = config.checkpoint, config.data.source
-    announced = source is not None and source.type != "custom"  # others load the checkpoints
-    announced &= config.adapter is None  # whose checkpoints they load as they are
+    announced = source is not None and source.type != "custom"  # rollout workers load the announced checkpoints
+    announced &= config.adapter is None  # a checkpoint of an adapter is in peft's format already
     nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
     return SaveRule(given.every, nth, given.grace)
 
 
 def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint that is what was written; put aside newer ones, and say so, a sentence each."""
+    """Find the newest undamaged checkpoint. Rename newer, damaged checkpoints and return a warning for each."""
     ranks.share(lambda: directory.lock() if directory.path.exists() else None)
     said: list[str] = []
     while (latest := ranks.share(store.latest)) is not None:
@@ -267,7 +270,7 @@ def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) ->
 
 
 def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
-    """Compare a checkpoint with its checksums, each rank a part of it."""
+    """Compare a checkpoint with its checksums; each rank reads a part."""
     found = ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size))
     return next((damage for damage in found if damage is not None), None)
 
@@ -275,7 +278,7 @@ def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
 def _restore(
     checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy, callbacks: Callbacks
 ) -> Progress:
-    """Put the run back to where the checkpoint left it."""
+    """Restore the plan queue, the optimizer and the callbacks from a checkpoint; return its progress."""
     try:
         progress = read_progress(checkpoint, policy.weights.ranks.rank)
         queue.restore(progress.queue, list(progress.carried))
@@ -309,18 +312,18 @@ def _begin(
     progress: Progress,
     damaged: Sequence[str],
 ) -> list[str]:
-    """Roll the run's files back to where the checkpoint left them. Nothing is written before everything else could be
-    built. Give what there is to say, a sentence each: what runs, what changed, and what is damaged in the files."""
+    """Roll the run's files back to the checkpoint. Called after all other parts are built, so that a start that fails
+    writes nothing. Return notes, a sentence each: what runs, what changed, and which files are damaged."""
     before = None if latest is None else options_before(directory, progress.step)
     notes = what_runs(_as_it_runs(config, latest), policy, directory, source, policy.weights.ranks.size)
     notes += [*damaged, *run_notes(directory, config, policy, source, rejected, latest, progress.step, before)]
     directory.lock()
     notes += directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
     if config.data.path is not None:
-        write_rejected(directory.path, rejected)  # of the whole data, read anew at every start
+        write_rejected(directory.path, rejected)  # every start reads and checks all rollout files again
     if progress.step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
         directory.note_first_weights(config.model.path)
-    if before is not None and config.adapter is None:  # whose model.path is read at a run's beginning only
+    if before is not None and config.adapter is None:  # the weights come from the checkpoint: keep the old model.path
         config = _with_model(config, before.model.path)
     directory.begin_under(dump_config(config, without_secrets=True), progress.step)
     return notes
@@ -332,7 +335,7 @@ def _latest(config: Config) -> Path | None:
 
 
 def _as_it_runs(config: Config, checkpoint: Path | None) -> Config:
-    """Name the model that runs, as a plan of memory needs it: a run that goes on has that of its checkpoint."""
+    """Return the configuration with the model that is loaded: in a resumed run, the checkpoint."""
     whole = checkpoint is not None and config.adapter is None
     return _with_model(config, str(checkpoint)) if whole else config
 

@@ -1,4 +1,4 @@
-"""The training loop: it joins the parts of a run and computes nothing of its own."""
+"""The training loop. It calls the parts of a run in order; the computation is in those parts."""
 
 import math
 import signal
@@ -41,12 +41,12 @@ from truestep.weights.finite import UpdateCheck, some
 
 
 class TrainingError(TruestepError):
-    """The reason why a run cannot go on."""
+    """The run cannot go on."""
 
 
 class Evaluates(Protocol):
     def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool]) -> dict[str, Any]:
-        """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
+        """Evaluate the policy and return a line of evaluation.jsonl; raise `Interrupted` if asked to stop."""
         ...
 
     def close(self) -> None: ...
@@ -54,15 +54,15 @@ class Evaluates(Protocol):
 
 @dataclass
 class RunState:
-    """The state of a run: all that its steps change, besides the weights and the optimizer."""
+    """The state that steps change, besides the weights and the optimizer."""
 
-    step: int = 0  # done so far
+    step: int = 0  # completed steps
     documents_seen: int = 0
-    last_evaluated: int | None = None  # after which step
-    saved: int | None = None  # the step of the last checkpoint that this start made or went on from
-    planned: Planned | None = None  # of the step that was made last
-    stopped_by: int | None = None  # the signal that asked
-    asked_at: float = math.inf  # to stop, by the clock `time.monotonic`
+    last_evaluated: int | None = None  # the step before the last evaluation
+    saved: int | None = None  # the step of the last checkpoint that this start wrote or resumed from
+    planned: Planned | None = None  # the plan of the last completed step
+    stopped_by: int | None = None  # the number of the signal that asked the run to stop
+    asked_at: float = math.inf  # `time.monotonic` when the run was first asked to stop
 
 
 @dataclass
@@ -88,14 +88,14 @@ class Trainer:
     save_rule: SaveRule = field(default_factory=SaveRule)
     state: RunState = field(default_factory=RunState)
     callbacks: Callbacks = field(default_factory=lambda: Callbacks(Run(Path())))
-    put_aside: list[PutAside] = field(default_factory=list)  # since the last step's line of the ledger
+    put_aside: list[PutAside] = field(default_factory=list)  # documents not in the ledger yet
     annotators: Annotators = field(default_factory=Annotators)
     check: SamplerCheck | None = None
     times: StepTimes = field(default_factory=StepTimes)
     ended: str = "not run yet"  # how the run ended, as a sentence
-    finished: bool = False  # it was not stopped
+    finished: bool = False  # all steps were made or the data ended: the run was not stopped
     update_check: UpdateCheck = field(init=False)
-    _num_rejected: int = 0  # records, since the last step
+    _num_rejected: int = 0  # records rejected since the last step
     _long_lived: LongLived = field(default_factory=LongLived)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Trainer:
 
     @property
     def sinks(self) -> list[Sink]:
-        """The places that the run's numbers go to; the list may be added to."""
+        """The sinks of the run's metrics; a caller may append to this list."""
         return self.observers.of(Sinks).sinks
 
     @property
@@ -115,12 +115,12 @@ class Trainer:
         return self.state.stopped_by
 
     def ask_to_stop(self, number: int) -> None:
-        """End the run after the step in hand, as the signal of that number does."""
+        """End the run after the current step, as the signal with this number does."""
         self.state.stopped_by = number
         self.state.asked_at = min(self.state.asked_at, time.monotonic())
 
     def run(self) -> str:
-        """Train until the steps or the data end, or a signal asks to stop; say how it ended."""
+        """Train until the steps or the data end, or until asked to stop; return a sentence that says how it ended."""
         try:
             self.ended, self.finished = self._run()
             return self.ended
@@ -133,7 +133,7 @@ class Trainer:
 
     def _close(self) -> None:
         self.directory.unlock()
-        if self.ranks.size == 1 or self.finished:  # ranks that end apart must not wait for one another
+        if self.ranks.size == 1 or self.finished:  # after an error on one rank, the ranks must not wait for each other
             self.plans.close()
         self.source.close(self.finished)
         if self.evaluator is not None:
@@ -145,19 +145,19 @@ class Trainer:
         self.source.put_rejected = self._put_rejected
         self.observers.started()
         with self._stop_between_steps():
-            if self.state.last_evaluated is None or self._evaluation_due():  # due: it was interrupted
+            if self.state.last_evaluated is None or self._evaluation_due():  # or an evaluation was interrupted
                 self._evaluate()
             ended = self._steps()
             if ended is not None and self.state.last_evaluated != self.step:
                 self._evaluate()
                 if self._lacks_evaluation() and self._asked_to_stop():
-                    ended = None  # the run that goes on from here makes it
-            # Where one rank was interrupted in a wait the others know of no signal; and one may have come here since.
+                    ended = None  # the resumed run makes this evaluation
+            # Agree again: a signal may have interrupted the wait of one rank alone, or come after the last agreement.
             signalled = ended is None and self._agree() is not None
             grace = self.save_rule.grace
             self._save_last(self.state.asked_at + grace if signalled and grace is not None else None)
         if ended is not None:
-            self.state.stopped_by = None  # it came too late to stop anything
+            self.state.stopped_by = None  # the signal came after the last step
         ended_by = ended or self._stopped()
         self.observers.ended(ended_by, ended is not None)
         return ended_by, ended is not None
@@ -173,7 +173,7 @@ class Trainer:
         return f"{by} after step {self.step}; the same command goes on from here"
 
     def _steps(self) -> str | None:
-        """Make the steps and say how they ended; None where a signal asked to stop before that."""
+        """Make the steps; return a sentence that says how they ended, or None if the run was asked to stop."""
         while self.steps is None or self.step < self.steps:
             self.watch.phase(f"agreeing whether to make step {self.step + 1}")
             if self._asked_to_stop():
@@ -183,7 +183,7 @@ class Trainer:
             try:
                 planned = self.plans.next()
             except Interrupted:
-                self.state.planned = self.plans.snapshot()  # what was read meanwhile is part of where the run stands
+                self.state.planned = self.plans.snapshot()  # the checkpoint must hold the documents read meanwhile
                 return None
             waited = time.perf_counter() - start
             self.state.planned = planned
@@ -210,12 +210,12 @@ class Trainer:
             self.observers.rejected(rejected)
 
     def _asked_to_stop(self) -> bool:
-        """Agree with all ranks, so that they end after the same step, whichever of them was asked."""
+        """Tell whether any rank was asked to stop. All ranks get the same answer, and end after the same step."""
         return self._agree() is not None or self.callbacks.run.stop_reason is not None
 
     def _agree(self) -> int | None:
-        """Have all ranks know the signal that asked one of them to stop, and go on with the same learning rate and the
-        same save. A signal that comes while they tell each other is for the next time."""
+        """Gather stop signals, callback requests and save reports from all ranks, and act on them alike. Return the
+        number of the signal that asked a rank to stop. A signal that comes during the gather counts at the next one."""
         told = self.ranks.gather((self.stopped_by, self.callbacks.asked, self.saves.report()))
         agreed = next((number for number, *_ in told if number is not None), None)
         if agreed is not None and self.stopped_by is None:
@@ -237,7 +237,7 @@ class Trainer:
         if (fault := self._fault(plan, accumulated)) is not None:
             raise self._unusable(number, fault)
         norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
-        # Ruined weights make such a gradient: the documents are innocent then.
+        # Weights that are not finite also make an unusable gradient: check them before the documents are blamed.
         if self.update_check.costs_nothing or not usable(norm, self.gradient_clip):
             self._check_weights()
         if not usable(norm, self.gradient_clip):
@@ -253,7 +253,7 @@ class Trainer:
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
-        if not self.source.plans_ahead:  # its documents may depend on the weights, or it sends them to others
+        if not self.source.plans_ahead:  # such a source samples from the new weights or publishes them
             self._check_weights()
         with self.times.measure("sync"):
             self.observers.updated(number, self.state.documents_seen)
@@ -280,7 +280,7 @@ class Trainer:
         self.observers.step(line)
 
     def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
-        """Compute the step's metrics and gradient, and keep the scores that are wanted later."""
+        """Compute the step's metrics and gradient, and keep the scores that annotators and observers need."""
         wanted = self.observers.wanted(plan)
         runner = self.runner
         if self.annotators.needs_scores or (wanted and runner.keep_scores is not True):
@@ -291,7 +291,7 @@ class Trainer:
         return accumulated
 
     def _fault(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
-        """Say what is wrong with the sampler's log-probs or draws, if anything is."""
+        """Describe a fault in the sampler's log-probs or draws; None if there is none."""
         if self.check is None:
             return None
         with self.times.measure("check"):
@@ -305,7 +305,7 @@ class Trainer:
         )
 
     def _useless(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
-        """Explain a gradient that no update may use."""
+        """Make the error of a gradient that no update may use, and name its cause."""
         self.watch.phase(f"looking for what makes the gradient of step {number} {norm}")
         cause = find_cause(self.runner, plan, self.gradient_clip)
         why = explain_useless(norm, self.gradient_clip)
@@ -313,8 +313,8 @@ class Trainer:
         return self._unusable(number, f"{why} (loss {accumulated.line()['loss']}); {cause}")
 
     def _check_weights(self) -> None:
-        """End the run if its last update ruined weights, before they are saved, published, evaluated or trained. Every
-        rank calls this."""
+        """Raise if the last update left weights that are not finite. Called before weights are saved, published,
+        evaluated or trained, on every rank."""
         if not (ruined := self.update_check.ruined()):
             return
         self._finish_save()
@@ -341,14 +341,14 @@ class Trainer:
         try:
             with self.times.measure("evaluation"):
                 line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
-        except Interrupted:  # the run that goes on from here makes this evaluation first
+        except Interrupted:  # the resumed run makes this evaluation first
             return
         self.state.last_evaluated = self.step
         self.directory.record_evaluation(line)
         self.observers.evaluated(line)
 
     def _save(self) -> None:
-        """Begin to save; a save that is under way is waited for first."""
+        """Begin a save, after the save that is under way has finished."""
         self._check_weights()
         if self.save_rule.never:
             return
@@ -356,7 +356,7 @@ class Trainer:
         self.watch.phase(f"saving after step {self.step}")
         with self.times.measure("save"):
             self._saved(self._begin_save())
-        # What callbacks do then must not depend on how fast a disk is.
+        # Callbacks must be called after the same step in every run, however fast the disk is.
         if self.ranks.share(lambda: self.callbacks.hear_of_checkpoints or self.source.waits_for_checkpoints):
             self._finish_save()
 
@@ -383,7 +383,7 @@ class Trainer:
         return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face, sync)
 
     def _save_last(self, deadline: float | None) -> None:
-        """Save where the run ends, by a deadline if there is one."""
+        """Save at the end of the run, by the deadline if there is one."""
         self._finish_save(deadline)
         if deadline is not None and any(self.ranks.gather(time.monotonic() > deadline)):
             return
@@ -391,7 +391,7 @@ class Trainer:
         self._finish_save(deadline)
 
     def _finish_save(self, deadline: float | None = None) -> None:
-        """Wait for the save that is under way, but no longer than the deadline."""
+        """Wait for the save that is under way, at most until the deadline."""
         if not self.saves.under_way:
             return
         self.watch.phase(f"saving after step {self.step}")
@@ -407,7 +407,7 @@ class Trainer:
 
     @contextmanager
     def _stop_between_steps(self) -> Iterator[None]:
-        """Let the first interrupt or termination end the run after the step in hand; a second ends it at once."""
+        """Handle SIGINT, SIGTERM and SIGHUP: the first ends the run after the current step, a second at once."""
 
         def ask(number: int, frame: object) -> None:
             self.ask_to_stop(number)
@@ -419,7 +419,7 @@ class Trainer:
         try:
             for kind in kinds:
                 signal.signal(kind, ask)
-        except ValueError:  # not the main thread: a caller who runs us there handles its own signals
+        except ValueError:  # not the main thread: only that one may set signal handlers
             before = {}
         try:
             yield

@@ -1,4 +1,10 @@
-"""The judgement of a run, from its numbers alone: the same for a run that goes on and for its report."""
+"""Verdicts on a run, from its metrics. A running run and its report use the same verdicts.
+
+evidence          the metrics of a run as verdicts use them: trends, windows, held-out rewards
+state             the verdict on what the policy learns, exactly one
+beside            further verdicts, such as slow rewards or cut-off completions
+watching          a sink that judges a run while it trains, and warns
+"""
 
 import numpy as np
 
@@ -10,7 +16,7 @@ __all__ = ["Evidence", "Level", "Verdict", "judge"]
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
-    """Give the verdict on what is learnt, and behind it those that stand beside it."""
-    with np.errstate(all="ignore"):  # numbers may be of any size; those that overflow show nothing
+    """Return the verdict on what the policy learns, followed by the other verdicts."""
+    with np.errstate(all="ignore"):  # metrics of any size may overflow here; then no verdict follows from them
         learns = state(evidence)
         return [learns, *beside(evidence, learns)]

@@ -1,4 +1,4 @@
-"""Verdicts that may stand beside any state of a run, as far as that state does not already say them."""
+"""Verdicts in addition to the state of a run. A verdict that the state implies is left out."""
 
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -9,16 +9,16 @@ from truestep.report.verdicts.evidence import FEWEST_STEPS, Evidence, Verdict, s
 from truestep.report.verdicts.state import CUT_OFF, zero_parts
 from truestep.text import printable
 
-_FEW = 0.01  # of the completions
-_FAR = 0.1  # nats a token between the policy and the one that sampled
-_CLIPPED = 0.3
-_SLOW, _SLOW_SECONDS = 0.5, 1.0  # of a step's time, and at least so long
-_REPEATS = 0.5
-_SILENT = 0.1  # of the first entropy
-_EMPTY, _NEARLY_ALL = 0.5, 0.8  # of the groups
-# States in which groups have no difference, so that nothing else needs to say it.
+_FEW = 0.01  # rejected fraction of completions: below it a note, else a warning
+_FAR = 0.1  # nats per token between the policy and the sampler
+_CLIPPED = 0.3  # fraction of tokens whose ratio is clipped
+_SLOW, _SLOW_SECONDS = 0.5, 1.0  # waiting for rewards: fraction of a step's time, and seconds
+_REPEATS = 0.5  # last share of distinct completions, relative to the first
+_SILENT = 0.1  # last entropy, relative to the first
+_EMPTY, _NEARLY_ALL = 0.5, 0.8  # fraction of groups without advantages: above it a note, a warning
+# States that imply groups without advantages.
 _WITHOUT_DIFFERENCE = ("collapse", "constant reward", "too hard", "too easy", "lost", "rate", "entropy", "length")
-# States in which the reward rises: who knows what is paid need not explore.
+# States in which the reward rises, so that less exploration is no fault.
 _RISING = ("learned", "hacked")
 
 
@@ -60,7 +60,7 @@ def _rejected(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 def _best_is_past(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     for one in evidence.held_out if state.level != "bad" else ():
         best, step = one.best
-        # The best of many evaluations is above the others by chance.
+        # 1.5 margins, because the best of many evaluations is high by chance.
         if one.margin is not None and best - one.last > 1.5 * one.margin and best > one.first:
             yield Verdict(
                 "best is past",
@@ -112,7 +112,7 @@ def _cut_off(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     cut = evidence.recent_mean("truncated_fraction")
     if cut is None or state.kind in ("length", "collapse", "rate", "entropy", "lost"):
         return
-    # Where completions have grown, the verdict on their length says so.
+    # Only if most were cut off from the start; growth is judged by the verdict "length".
     if min(cut, float(evidence.values("truncated_fraction")[: evidence.window].mean())) < CUT_OFF:
         return
     yield Verdict(
@@ -143,7 +143,7 @@ def _empty_groups(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
         return
     yield Verdict(
         "groups without a difference",
-        "warning" if share > _NEARLY_ALL else "note",  # of hard prompts half are usual
+        "warning" if share > _NEARLY_ALL else "note",  # with hard prompts, half of the groups are usual
         "Most groups teach nothing",
         f"in {evidence.since()} {format_percent(share)} of the groups have no advantage.",
         "The prompts are too easy or too hard: take others, or let data.zero_advantage: replace draw them.",

@@ -1,4 +1,4 @@
-"""What verdicts are made of: the numbers of a run's steps and evaluations, as far as there are any."""
+"""The data of verdicts: the metrics of a run's steps and evaluations, with trends and windows."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -11,24 +11,24 @@ import numpy as np
 from truestep.report.formats import format_number
 
 Level = Literal["bad", "warning", "note", "good"]
-# Metrics by name: the steps that have a finite value, and the values.
+# Maps a metric's name to the steps with a finite value, and the values.
 Column = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
-FEWEST_STEPS = 3  # that show a state
-FEWEST_DOCUMENTS = 128  # that show a state: three small steps without a reward are no sign yet
-_LONGEST_WINDOW = 20  # steps that "the last steps" are
-_FIRST_STEPS = 5  # that "the first steps" are at most
-_FEWEST_FOR_TREND = 6
-_CERTAIN = 3.0  # standard errors of a difference that noise does not explain
-_SMALLEST_CHANGE = 0.02  # of the range of the rewards: a smaller change is not spoken of
+FEWEST_STEPS = 3  # the fewest steps in the window of "the last steps"
+FEWEST_DOCUMENTS = 128  # the fewest documents in this window: three small steps without a reward prove little
+_LONGEST_WINDOW = 20  # the most steps in this window, unless they have too few documents
+_FIRST_STEPS = 5  # the most steps in "the first steps" of a trend
+_FEWEST_FOR_TREND = 6  # steps
+_CERTAIN = 3.0  # standard errors: a larger difference is not noise
+_SMALLEST_CHANGE = 0.02  # fraction of the range of rewards: a smaller change is ignored
 _HELD_OUT_MARGIN = 1.96  # standard errors: 95 %
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judgement of a run: what is so, by which numbers, and what to do."""
+    """A judgement of a run: a title, the numbers that show it, and advice."""
 
-    kind: str  # names it for programs; of one kind there is one at a time
+    kind: str  # an identifier; a run has at most one verdict of a kind
     level: Level
     title: str
     evidence: str
@@ -45,13 +45,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trend:
-    """How a metric changed from the first steps to the last ones."""
+    """The change of a metric from the first steps to the last steps."""
 
     first: float
     last: float
-    rose: bool  # by more than noise explains
+    rose: bool  # by more than noise
     fell: bool
-    spans: tuple[int, int]  # the numbers of steps that these are means of
+    spans: tuple[int, int]  # the numbers of steps whose means are `first` and `last`
 
     @property
     def text(self) -> str:
@@ -65,14 +65,14 @@ class Trend:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How a held-out reward changed from the first evaluation to the last one."""
+    """The change of a held-out reward from the first to the last evaluation."""
 
     name: str  # greedy or sampled
     first: float
     last: float
     prompts: float | None
-    margin: float | None  # what chance explains; None where it is not known how far the rewards spread
-    best: tuple[float, float]  # the largest of all evaluations, and its step
+    margin: float | None  # a change within the margin may be chance; None if the spread of rewards is unknown
+    best: tuple[float, float]  # the largest reward of all evaluations, and its step
 
     @property
     def rose(self) -> bool:
@@ -89,16 +89,16 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that is known of a run. What a run does not log is absent here, and no verdict speaks of it."""
+    """The metrics of a run. Verdicts on metrics that the run does not log are left out."""
 
     metric: Column
     evaluated: Column
     names: Collection[str]  # of metrics
-    rejected: Mapping[str, int] = field(default_factory=dict)  # completions, by the reason
+    rejected: Mapping[str, int] = field(default_factory=dict)  # numbers of rejected completions, by reason
     rejected_in: str = "rejected.jsonl"
-    pass_reward: float | None = None  # the reward from which on an answer passes, where the run declares one
-    updates: int = 1  # on each batch: so many steps have the same documents, and are one observation
-    quote: Callable[[], str | None] = lambda: None  # the most common completion among those that were kept lately
+    pass_reward: float | None = None  # the smallest reward that passes, if the run declares one
+    updates: int = 1  # updates per batch: these steps have the same documents, and count as one observation
+    quote: Callable[[], str | None] = lambda: None  # returns the most common of the last kept completions
 
     @cached_property
     def steps(self) -> np.ndarray:
@@ -109,7 +109,7 @@ class Evidence:
 
     @cached_property
     def window(self) -> int:
-        """The number of steps that "the last steps" are; 0 while there are too few to say anything."""
+        """The number of "the last steps"; 0 while the run has too few steps."""
         sizes = self.observations("num_documents")
         count = len(sizes)
         steps = min(_LONGEST_WINDOW, max(FEWEST_STEPS, count // 5))
@@ -117,11 +117,11 @@ class Evidence:
         return steps * self.updates if steps * self.updates <= len(self.steps) else 0
 
     def observations(self, name: str) -> np.ndarray:
-        """Give the values of steps that have documents of their own."""
+        """Return a metric's values at the first step of each batch."""
         return self.values(name)[:: self.updates]
 
     def recent(self, name: str) -> np.ndarray:
-        """Give a metric of the last steps; nothing where one of them lacks it."""
+        """Return a metric's last `window` values; an empty array if there are fewer."""
         found = self.values(name)[-self.window :] if self.window else np.empty(0)
         return found if len(found) == self.window else np.empty(0)
 
@@ -130,13 +130,13 @@ class Evidence:
         return float(found.mean()) if len(found) else None
 
     def since(self) -> str:
-        """Name the last steps."""
+        """Return the last steps as text: `steps 81 to 100`."""
         first, last = self.steps[-self.window], self.steps[-1]
         return f"steps {format_number(float(first))} to {format_number(float(last))}"
 
     @cached_property
     def range(self) -> tuple[float, float]:
-        """The smallest and the largest reward that was seen of any document: not those that there can be."""
+        """The smallest and the largest reward of any document so far, not the bounds of the reward function."""
         rewards = self.values("reward")
         low, high = self.values("min_reward"), self.values("max_reward")
         ends = np.concatenate([rewards, low, high])
@@ -149,7 +149,7 @@ class Evidence:
         early = min(_FIRST_STEPS, len(values) // 3)
         late = min(self.window // self.updates or FEWEST_STEPS, len(values) // 3)
         first, last = float(values[:early].mean()), float(values[-late:].mean())
-        # The scatter from step to step: half the mean square of differences of neighbours.
+        # The noise from step to step: the root of half the mean squared difference of neighbours.
         scatter = math.sqrt(float(np.square(np.diff(values)).mean()) / 2)
         margin = _CERTAIN * scatter * math.sqrt(1 / early + 1 / late)
         if name == "reward":
@@ -169,7 +169,7 @@ class Evidence:
 
     @cached_property
     def held_out(self) -> list[HeldOut]:
-        """How the held-out rewards changed; nothing before there are two evaluations."""
+        """The changes of the held-out rewards; empty before the second evaluation."""
         found = []
         for name in ("greedy", "sampled"):
             steps, rewards = self.evaluated(f"{name}_reward")
@@ -178,7 +178,7 @@ class Evidence:
             prompts, spreads = (self.evaluated(key)[1] for key in ("num_prompts", f"{name}_reward_std"))
             count = float(prompts[-1]) if len(prompts) else None
             if len(spreads) != len(rewards) and min(self.range) >= 0 and max(self.range) <= 1:
-                spreads = np.sqrt(np.clip(rewards * (1 - rewards), 0, None))  # no rewards of 0 to 1 spread further
+                spreads = np.sqrt(np.clip(rewards * (1 - rewards), 0, None))  # the most for rewards from 0 to 1
             margin = None
             if count and len(spreads) == len(rewards):
                 margin = _HELD_OUT_MARGIN * math.sqrt((spreads[0] ** 2 + spreads[-1] ** 2) / count)
@@ -189,7 +189,7 @@ class Evidence:
 
     @property
     def early(self) -> bool:
-        """True while there are too few steps to tell a trend from noise."""
+        """True while the run has too few steps for a trend."""
         return len(self.steps) < _FEWEST_FOR_TREND * self.updates
 
     @property

@@ -1,5 +1,5 @@
-"""The verdict on what a policy learns. There is one: the first that holds in the order below, so that none contradicts
-another."""
+"""The verdict on what a policy learns: the first judgement in `_IN_ORDER` that holds. Only one is returned, because
+several could contradict each other."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,31 +11,31 @@ from truestep.report.formats import format_number
 from truestep.report.verdicts.evidence import Evidence, HeldOut, Trend, Verdict, short
 from truestep.text import printable
 
-# Of the completions of different prompts, so many are one and the same.
+# The share of the most common completion, over different prompts, from which the policy counts as collapsed.
 COLLAPSED = 0.9
-# The entropy of neighbouring steps differs by this factor only where an update was far too large.
+# A change of entropy between two steps, as a factor and in nats, which only a much too large update causes.
 _JUMP, _SMALLEST_JUMP = 3.0, 0.3
-_LOST = 0.5  # of a reward: what is left is less
-_ENTROPY_GROWTH, _SMALLEST_GROWTH = 2.0, 0.5
-_LENGTH_GROWTH = 1.5
-CUT_OFF = 0.5  # of the completions
-_EMPTY = 0.9  # of the groups
-_USUAL = 0.7  # of the steps before
-_RISE = 0.02  # of a held-out loss
+_LOST = 0.5  # last reward relative to an earlier one, below which the reward counts as lost
+_ENTROPY_GROWTH, _SMALLEST_GROWTH = 2.0, 0.5  # a factor, and nats
+_LENGTH_GROWTH = 1.5  # a factor
+CUT_OFF = 0.5  # fraction of completions
+_EMPTY = 0.9  # fraction of groups without advantages
+_USUAL = 0.7  # fraction of earlier steps with a higher reward
+_RISE = 0.02  # relative rise of a held-out loss
 _ROUNDING = 1e-9
-_NEAR = 0.1  # of the range of the rewards
-# Parts whose fall is a loss, whatever they add to the reward; and parts that are well at 0.
+_NEAR = 0.1  # fraction of the range of rewards
+# Names of parts of the reward that measure success, and of penalties, for which 0 is good.
 _SUCCESS = re.compile(r"correct|accura|right|solved|success|pass|exact", re.IGNORECASE)
 _PENALTY = re.compile(r"penal|cost|fine|length|repet|overlong|error|toxic|unsafe", re.IGNORECASE)
 
 
 def state(evidence: Evidence) -> Verdict:
-    """Say what the policy learns, or why it learns nothing."""
+    """Return the verdict on what the policy learns."""
     return next(verdict for judge in _IN_ORDER if (verdict := judge(evidence)) is not None)
 
 
 def _broken(evidence: Evidence) -> Verdict | None:
-    """Find the step at which an update changed the policy beyond recognition."""
+    """Find a step at which the entropy jumped and the reward fell for good."""
     steps, entropies = evidence.metric("entropy")
     rewards = evidence.values("reward")
     if len(entropies) < 3 or len(rewards) != len(entropies):
@@ -83,7 +83,7 @@ def _listed(facts: Sequence[str]) -> str:
 
 
 def _passes(evidence: Evidence) -> bool:
-    """True where the run declares which reward passes, and nearly all held-out answers do."""
+    """Tell whether nearly all held-out answers pass; False if the run declares no pass_reward."""
     passed = evidence.evaluated("pass@1")[1]
     return len(passed) > 0 and float(passed[-1]) >= COLLAPSED
 
@@ -111,14 +111,15 @@ def _hacked(evidence: Evidence) -> Verdict | None:
 
 
 def _wanted(evidence: Evidence, part: str) -> bool:
-    """True for a part that is meant to be large: it counts in the reward and is no penalty, or its name says so."""
+    """Tell whether a part of the reward should be large: its name says success, or it is added to the reward and its
+    name says no penalty."""
     if _SUCCESS.search(part):
         return True
     return _adds_up(evidence) and not _PENALTY.search(part)
 
 
 def _adds_up(evidence: Evidence) -> bool:
-    """True where the reward is the sum of its parts, and not a number beside them."""
+    """Tell whether the reward is the sum of its parts."""
     rewards, parts = evidence.values("reward"), [evidence.values(f"rewards/{part}") for part in evidence.parts]
     if not parts or any(len(part) != len(rewards) for part in parts):
         return False
@@ -126,7 +127,7 @@ def _adds_up(evidence: Evidence) -> bool:
 
 
 def zero_parts(evidence: Evidence) -> list[str]:
-    """Name the parts of the reward that should pay and are 0 in every document so far."""
+    """Return the parts of the reward that should be large and are 0 in all documents so far."""
     if not evidence.window or len(evidence.values("reward")) < evidence.window:
         return []
     means = {part: evidence.values(f"rewards/{part}") for part in evidence.parts}
@@ -139,7 +140,7 @@ def zero_parts(evidence: Evidence) -> list[str]:
 
 def _random(evidence: Evidence) -> Verdict | None:
     entropy = evidence.trend("entropy")
-    if entropy is None or not entropy.rose or "entropy_bonus_weight" in evidence.names:  # which steers to a target
+    if entropy is None or not entropy.rose or "entropy_bonus_weight" in evidence.names:  # loss.entropy_target is set
         return None
     grew = entropy.last - entropy.first > _SMALLEST_GROWTH and entropy.last > _ENTROPY_GROWTH * entropy.first
     if not grew or (evidence.reward is not None and evidence.reward.rose):
@@ -176,7 +177,7 @@ def _longer(evidence: Evidence) -> Verdict | None:
 
 
 def _one_reward(evidence: Evidence) -> Verdict | None:
-    """Judge steps in which every document had the same reward."""
+    """Judge a run whose documents of the last steps all have the same reward."""
     low, high = evidence.recent("min_reward"), evidence.recent("max_reward")
     if not len(low) or len(low) != len(high) or low.min() != high.max():
         return None
@@ -191,7 +192,7 @@ def _one_reward(evidence: Evidence) -> Verdict | None:
     if value == largest:
         return _highest(evidence)
     earlier = evidence.values("max_reward")[: -evidence.window]
-    if not len(earlier) or float((earlier > value).mean()) < _USUAL:  # that more was earned was an exception
+    if not len(earlier) or float((earlier > value).mean()) < _USUAL:  # higher rewards were exceptions
         return None
     return Verdict(
         "lost",
@@ -255,8 +256,8 @@ def _worse(facts: str, advice: str = _LOWER) -> Verdict:
 
 
 def find_fall(rewards: np.ndarray) -> tuple[int, float, int, float] | None:
-    """Find a fall of the reward that noise does not explain: the number of steps of a mean, the best such mean, the
-    place where it ends, and the last mean."""
+    """Find a fall of the reward that is larger than noise, between means over windows of steps. Return the size of the
+    window, the best mean, the index where its window ends, and the last mean."""
     window = max(5, len(rewards) // 10)
     if len(rewards) < 2 * window:
         return None
@@ -264,17 +265,17 @@ def find_fall(rewards: np.ndarray) -> tuple[int, float, int, float] | None:
     means = (sums[window:] - sums[:-window]) / window
     best = int(means.argmax())
     last = rewards[-window:]
-    with np.errstate(over="ignore"):  # rewards of any size: those whose square is none have a spread that hides all
+    with np.errstate(over="ignore"):  # the variance of huge rewards overflows to inf, and no fall is found
         spread = float(np.sqrt((rewards[best : best + window].var(ddof=1) + last.var(ddof=1)) / window))
     drop = float(means[best] - means[-1]) - _ROUNDING * abs(float(means[best]))
-    # The best of many windows is above the others by chance, by two or three times the spread.
+    # 4 spreads, because the best of many windows is two or three spreads high by chance.
     if best + window > len(rewards) - window or drop <= 4 * spread or drop <= _NEAR * float(np.ptp(means)):
         return None
     return window, float(means[best]), best + window - 1, float(means[-1])
 
 
 def _highest(evidence: Evidence) -> Verdict | None:
-    """Judge a reward that is near the largest one seen: whether there can be a larger one, nobody has said."""
+    """Judge a mean reward near the largest reward seen. The largest possible reward is not known."""
     empty, mean = evidence.recent_mean("zero_advantage_groups"), evidence.recent_mean("reward")
     smallest, largest = evidence.range
     near = largest - _NEAR * (largest - smallest)
@@ -294,7 +295,7 @@ def _highest(evidence: Evidence) -> Verdict | None:
 
 
 def _rare(evidence: Evidence) -> Verdict | None:
-    """Judge groups without a difference that earn next to nothing."""
+    """Judge a mean reward near the smallest, with nearly all groups without advantages."""
     empty, mean = evidence.recent_mean("zero_advantage_groups"), evidence.recent_mean("reward")
     smallest, largest = evidence.range
     if empty is None or mean is None or empty < _EMPTY or mean > smallest + _NEAR * (largest - smallest):
@@ -343,7 +344,7 @@ def _unchanged(evidence: Evidence) -> Verdict | None:
 
 
 def _supervised(evidence: Evidence) -> Verdict | None:
-    """Judge the losses where no reward is logged and none is asked for."""
+    """Judge the held-out loss, and the training loss if the run logs no reward or advantage."""
     losses = evidence.evaluated("loss")[1]
     trend = evidence.trend("loss") if not {"reward", "advantage"} & set(evidence.names) else None
     if len(losses) >= 2:

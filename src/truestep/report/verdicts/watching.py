@@ -1,4 +1,4 @@
-"""Judges a run while it goes on: a sink that says each warning once, and again only if it went away and came back."""
+"""A sink that judges a run while it trains. It prints a warning once, and again only if it has gone and come back."""
 
 import math
 from array import array
@@ -13,13 +13,13 @@ from truestep.report.verdicts import judge
 from truestep.report.verdicts.evidence import Evidence, Verdict
 from truestep.text import printable
 
-_GONE = 10  # steps without a verdict after which it is said again
-_EACH, _OFTEN = 10, 1.0  # so many steps are each judged, then once in so many seconds: it takes a millisecond
-LONGEST_QUOTE = 60  # characters of a completion
+_GONE = 10  # steps without a verdict after which it counts as gone
+_EACH, _OFTEN = 10, 1.0  # each of the first steps is judged, then one a second; a judgement takes a millisecond
+LONGEST_QUOTE = 60  # characters of a quoted completion
 
 
 class Lines:
-    """The numbers of lines that have a step, as they come."""
+    """The numbers of lines with a step, a column per name, in the order of the lines."""
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self._steps: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -32,7 +32,7 @@ class Lines:
         if step is None:
             return
         for name, value in line.items():
-            # Here and not by `finite`: a step has a hundred of them.
+            # Inlined instead of `finite`, for speed: a line has a hundred values.
             if type(value) in (float, int) and -LARGEST_VALUE < value < LARGEST_VALUE:
                 self._steps[name].append(step)
                 self._values[name].append(value)
@@ -48,7 +48,7 @@ class Lines:
 
 
 def most_common(completions: Iterable[object]) -> str | None:
-    """Quote the most common of some completions, cut short."""
+    """Quote the most common completion, cut to `LONGEST_QUOTE` characters."""
     counts = Counter(text for text in completions if isinstance(text, str))
     if not counts:
         return None
@@ -70,16 +70,17 @@ class Watching:
         evaluations: Iterable[Mapping[str, Any]] = (),
         warnings: Iterable[Mapping[str, Any]] = (),
     ):
-        """Take whom to tell, what writes a warning down, and the lines that earlier starts of the run left."""
+        """Make the sink. `say` prints a warning and `record` writes it to warnings.jsonl. `steps`, `evaluations` and
+        `warnings` are the lines of earlier starts."""
         self._say, self._record = say, record
         self._rejected_in, self._pass_reward, self._updates = rejected_in, pass_reward, updates
         self._steps, self._evaluations, self._rejected = Lines(steps), Lines(evaluations), Reasons()
         self._completions: list[object] = []
-        # Verdicts that were said, and the step of the last judgement that had each.
+        # The kinds of verdicts that were printed -> the last step at which each held.
         self._standing = {str(warning.get("kind")): math.inf for warning in warnings}
         self._count = 0  # steps since the start
         self._unjudged = 0.0  # seconds of the steps since the last judgement
-        self._fault: str | None = None  # of the judgement, which is said once
+        self._fault: str | None = None  # the error of a judgement, printed once
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._steps.add(line)
@@ -104,7 +105,7 @@ class Watching:
     def close(self) -> None: ...
 
     def judged(self) -> list[Verdict]:
-        """Judge what there is by now."""
+        """Return the verdicts on the lines so far."""
         return judge(
             Evidence(
                 self._steps.column,
@@ -120,7 +121,7 @@ class Watching:
 
     @property
     def sentence(self) -> str:
-        """The verdict on what was learnt, and what else is wrong; empty where nothing can be said."""
+        """The verdict on what the policy learned, and the titles of warnings; empty if nothing is known."""
         if self._fault is not None:
             return ""
         learnt, *others = self.judged()
@@ -131,7 +132,7 @@ class Watching:
     def _tell(self, step: int) -> None:
         try:
             self._tell_of(step)
-        except Exception as error:  # no run ends for what is said of it
+        except Exception as error:  # an error of a judgement must not end the run
             if self._fault is None:
                 self._fault = printable(f"{type(error).__name__}: {error}")
                 self._say(f"warning: after step {step}: the run cannot be judged: {self._fault}; training goes on")

@@ -1,10 +1,11 @@
-"""Makes the parts of a run from its configuration. Only here do options meet parts that know no configuration.
+"""Makes the parts of a run from its configuration. The parts themselves do not read the configuration.
 
-policy            the ranks and the policy on them
+policy            the ranks and the policy
 step              objective, runner, plans, optimizer, learning rate
-sources           where documents come from: files, streams, the policy, servers
-check             what compares a sampler's tokens with the policy's
+sources           sources of documents: files, streams, the policy, servers
+check             the check of a sampler's log-probs and tokens
 rewards           the reward service
-evaluation        held-out prompts or documents
-sinks             what metrics and kept rollouts go to
+evaluation        the evaluation of held-out prompts or documents
+sinks             the sinks of metrics and kept rollouts
+observers         sinks, kept rollouts, callbacks and publication in their order
 """

@@ -1,4 +1,4 @@
-"""Makes the check of what a sampler gives: its log-probs are the policy's, and its tokens are draws of it."""
+"""Makes the check that a sampler's log-probs equal the policy's, and that its tokens are draws from the policy."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,12 @@ from truestep.step.compute.runner import StepRunner
 def make_check(
     config: Config, runner: StepRunner, servers: SharedServers | None, say: Callable[[str], None]
 ) -> SamplerCheck | None:
-    """Make the check; None where no sampler makes the documents. `say` is told what is wrong with sampling in process,
-    which ends no run."""
+    """Make the check; None without a sampler. A fault of in-process sampling goes to `say` and does not end the run."""
     sampler, data = config.sampler, config.data
     if sampler is None:
         return None
     rule, served = make_rule(config, runner.policy), isinstance(sampler, ServerSampler)
-    # Draws that are chosen by what they are, or cut by top_p, are not those of the policy.
+    # Draws are not tested if completions are selected: the remaining tokens are not plain draws from the policy.
     chosen = data.zero_advantage == "replace" or data.truncated != "keep"
     judge = Judge(tolerance_of(config), runner.policy.vocabulary_size, draws=served and not chosen)
     if not isinstance(sampler, ServerSampler):

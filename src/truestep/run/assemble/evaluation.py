@@ -1,4 +1,4 @@
-"""Makes the evaluation of held-out prompts, or of held-out documents."""
+"""Makes the evaluation of held-out prompts or of held-out documents."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def make_evaluator(
             top_k=evaluation.top_k,
             min_p=evaluation.min_p,
             engine=evaluation.engine,
-            exact=getattr(sampler, "exact", False),  # one engine serves both
+            exact=getattr(sampler, "exact", False),  # sampling and evaluation share one engine
             stop=tuple(evaluation.stop or ()),
         ),
         samples_per_prompt=evaluation.samples_per_prompt,

@@ -1,4 +1,4 @@
-"""Makes the observers of a run: what is told how it goes, in the order in which they are called."""
+"""Makes the observers of a run, in the order in which they are called."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,8 +20,8 @@ def make_observers(
     publication: Observer | None,
     say: Callable[[str], None],
 ) -> Observers:
-    """Make the observers. Sinks show what was kept of a step; callbacks come before others are told of a checkpoint or
-    of the end."""
+    """Make the observers. The keeper comes before the sinks, which show the kept rollouts; callbacks come before the
+    publication of a checkpoint or of the end."""
     keeper = make_keeper(config, directory, policy, say)
     shown = Sinks(sinks) if keeper is None else Sinks(sinks, lambda: keeper.latest)
     observers = (keeper, shown, callbacks, publication)
@@ -29,7 +29,7 @@ def make_observers(
 
 
 def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Callable[[str], None]) -> Keeper | None:
-    """Make what keeps rollouts; a model without a tokenizer has them without text."""
+    """Make the keeper of rollouts. Without a tokenizer it keeps no text."""
     options, tokenizer = config.logging.rollouts, policy.tokenizer
     if options is None:
         return None
@@ -47,4 +47,4 @@ def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Ca
 
 
 def _nowhere(text: str) -> None:
-    """Say nothing, as the run was asked to."""
+    """Discard a message."""

@@ -1,4 +1,4 @@
-"""Makes the ranks of a run, and the policy on them."""
+"""Makes the ranks of a run and its policy."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ def join_ranks(config: Config) -> Ranks:
 
 
 def chosen(value: Any) -> Any:
-    """Give an option's value; `auto` is false for what does not train, and `train` chooses before it loads."""
+    """Return an option's value, and False for `auto`. `train` replaces `auto` before it loads the policy; models that
+    are not trained do not need the option."""
     return False if value == "auto" else value
 
 
 def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen: bool = False) -> Policy:
-    """Load the policy, or with `frozen` a model beside it whose weights are never trained. `path`: that model, or the
-    checkpoint that the policy comes from."""
+    """Load the policy, or with `frozen` a model that is not trained, such as the reference. `path` is the checkpoint of
+    the policy, or the directory of the frozen model."""
     model, head = config.model, config.model.head
     adapter = None if frozen else adapter_source(config.adapter, config.seed, None if path is None else Path(path))
     chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size

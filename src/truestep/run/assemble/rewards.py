@@ -1,4 +1,4 @@
-"""Makes the reward service of a run: one for sampling and evaluation where they have the same reward and options."""
+"""Makes the reward services of a run. Sampling and evaluation share one if their reward and options are the same."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ _GIBIBYTE = 2**30
 
 @dataclass
 class Raters:
-    """The reward services of one rank, by their options. They start no process before there is something to rate."""
+    """The reward services of one rank, by their options. They start processes when the first completion is rated."""
 
-    say: Callable[[str], None] | None = None  # whom to tell of a reward that fails on its first completion
-    printed: PrintedLog | None = None  # where what rewards print is kept
+    say: Callable[[str], None] | None = None  # shows a message if a reward fails on its first completion
+    printed: PrintedLog | None = None  # keeps the output that rewards print
     made: dict[tuple[WorkerOptions, int], Rater] = field(default_factory=dict)
 
     def of(self, options: tuple[WorkerOptions, int]) -> Rater:
@@ -33,11 +33,11 @@ class Raters:
 
     @property
     def notes(self) -> list[str]:
-        """Say of each kind of workers what keeps a reward from reaching the run, or that nothing does."""
+        """A message for each service on the isolation of its reward processes."""
         return list(dict.fromkeys(_isolation_note(options) for options, _ in self.made))
 
 
-_DEFAULTS: dict[str, Any] = {  # of an evaluation without a sampler, and in their order
+_DEFAULTS: dict[str, Any] = {  # used by an evaluation without a sampler; `_rewards` relies on the order of the keys
     "reward_timeout": 60.0,
     "reward_workers": None,
     "reward_memory": None,
@@ -49,13 +49,13 @@ _DEFAULTS: dict[str, Any] = {  # of an evaluation without a sampler, and in thei
 
 
 def sampler_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
-    """Give the options and the number of the workers that rate what is sampled."""
+    """Return the options and the number of the workers that rate sampled completions."""
     sampler = config.sampler
     return None if sampler is None else _rewards("sampler", sampler.reward, _options_of(sampler), ranks)
 
 
 def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
-    """Give the options and the number of the workers that rate evaluations."""
+    """Return the options and the number of the workers that rate evaluations."""
     evaluation, sampler = config.evaluation, config.sampler
     if evaluation is None or evaluation.prompts is None:
         return None
@@ -81,7 +81,7 @@ def _rewards(section: str, reward: str, given: dict[str, Any], ranks: Ranks) -> 
 
 
 def check_rewards(config: Config, ranks: Ranks) -> None:
-    """Refuse rewards that cannot be imported, and variables that are not there, before the model is loaded."""
+    """Raise if a reward cannot be imported or an environment variable is missing, before the model is loaded."""
     sections = (
         (config.sampler, sampler_rewards(config, ranks)),
         (config.evaluation, evaluation_rewards(config, ranks)),
@@ -125,5 +125,5 @@ def _isolation_note(options: WorkerOptions) -> str:
 
 
 def ranks_of_machine(ranks: Ranks) -> int:
-    """Count the ranks that share this machine, as the launcher says."""
+    """Return the number of ranks on this machine, from the launcher's LOCAL_WORLD_SIZE."""
     return min(ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))

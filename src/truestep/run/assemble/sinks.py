@@ -1,4 +1,4 @@
-"""Makes the sinks that a run's numbers go to."""
+"""Makes the sinks of a run's metrics."""
 
 from truestep.config.custom import load_custom
 from truestep.config.schema import Config
@@ -35,7 +35,7 @@ def make_sinks(config: Config, directory: RunDirectory, display: Display, title:
 
 
 def make_watching(config: Config, directory: RunDirectory, display: Display) -> Watching:
-    """Make what judges the run while it goes on, with the lines that earlier starts left."""
+    """Make the sink that judges the run at each step. It also reads the lines of earlier starts."""
     return Watching(
         display.say if config.logging.console else _nowhere,
         directory.record_warning,
@@ -49,4 +49,4 @@ def make_watching(config: Config, directory: RunDirectory, display: Display) -> 
 
 
 def _nowhere(text: str) -> None:
-    """Say nothing, as the run was asked to."""
+    """Discard a message."""

@@ -1,4 +1,4 @@
-"""Makes the source of documents: rollout files, documents that are sent, the policy itself, or servers."""
+"""Makes the source of documents: rollout files, a stream, the policy itself, or inference servers."""
 
 import dataclasses
 import os
@@ -59,7 +59,7 @@ IDS_FILE = "stream_ids.bin"  # in the run's directory
 
 
 def check_inputs(config: Config, ranks: Ranks) -> None:
-    """Refuse wrong inputs before the model is loaded, which can take minutes."""
+    """Raise on wrong inputs before the model is loaded, which can take minutes."""
     data, sampler = config.data, config.sampler
     advantage_rule(config)
     declared_fields(config)
@@ -84,7 +84,7 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Supply:
-    """A source of documents, and whoever is told of new weights."""
+    """A source of documents, the observer that publishes new weights, and the inference servers."""
 
     source: Source
     publication: Observer | None = None
@@ -100,7 +100,7 @@ def make_supply(config: Config, policy: Policy, ranks: Ranks, raters: Raters) ->
         return Supply(_make_in_process_source(config, config.sampler, policy, raters))
     sampler, made = config.sampler, list[tuple[ServerSource, Servers]]()
     publisher = _make_publisher(config, sampler)
-    # Only the first rank makes one; what that raises, all raise.
+    # Only the first rank connects to the servers; an error there is raised on all ranks.
     ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher)))
     source, servers = made[0] if made else (None, None)
     shared = SharedServers(servers, policy, publisher)
@@ -134,7 +134,7 @@ def _check_group_size(config: Config, documents: Documents) -> None:
 
 
 def advantage_rule(config: Config) -> AdvantageRule:
-    """Make the rule that rewards become advantages by. This imports a user's own."""
+    """Make the rule that turns rewards into advantages; import it if it is the user's own."""
     data, penalty = config.data, None
     if data.overlong_penalty is not None:
         bounds = data.overlong_penalty.model_dump()
@@ -168,7 +168,7 @@ def declared_fields(config: Config) -> tuple[Field, ...]:
 
 
 def own_part(config: Config) -> bool:
-    """True where each rank reads files of its own."""
+    """True if data.path contains {rank}, so that each rank reads its own files."""
     path = config.data.path
     return path is not None and any("{rank}" in pattern for pattern in ([path] if isinstance(path, str) else path))
 
@@ -188,8 +188,8 @@ def read_documents(
     *,
     as_written: bool = False,
 ) -> Documents:
-    """Read the documents of data.path. Without `tokenizer`, that of the model is loaded where messages need one.
-    `as_written`: they have the rewards and advantages of the files, and truncated ones are as any other."""
+    """Read the documents of data.path. Without `tokenizer`, the model's is loaded if messages need one. With
+    `as_written`, rewards and advantages stay as in the files, and truncated documents are kept."""
     checks = _checks(config, vocabulary_size, tokenizer or tokenizer_of(config))
     if as_written:
         needs = dataclasses.replace(checks.needs, advantages=False)
@@ -215,14 +215,14 @@ def held_out_documents(config: Config, vocabulary_size: int, tokenizer: Callable
 
 
 def make_transport(source: RedisSource | DirectorySource | CustomSource) -> Transport:
-    """Connect to the Redis server, the directory or the user's own source; an error where it cannot be reached."""
+    """Connect to the Redis server, the directory or the user's own source; raise if the connection fails."""
     if isinstance(source, CustomSource):
         function = load_custom("data.source.function", source.function)
         options = check_options("data.source.options", function, source.options or {})
         return GivenTransport(source.function, lambda start: function(start, **options))
     if isinstance(source, DirectorySource):
         return DirectoryTransport(Path(source.directory))
-    from truestep.rollouts.stream.redis import RedisTransport  # an extra
+    from truestep.rollouts.stream.redis import RedisTransport  # needs the optional package redis
 
     return RedisTransport(
         url=source.url, stream=source.stream, group=source.group, consumer=source.consumer, events=source.events
@@ -288,7 +288,7 @@ def _replace_limit(config: Config) -> int:
 
 
 def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
-    """Check the servers' options, and return a function that connects to them, for the event loop to call."""
+    """Check the servers' options, and return a function that connects to the servers. The event loop calls it."""
     server_class, key = _server_class(sampler.protocol), _api_key(sampler.api_key_env)
     shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
     servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]
@@ -298,7 +298,7 @@ def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
 def _server_class(protocol: str) -> Callable[..., InferenceServer]:
     if protocol not in ("vllm", "sglang"):
         return load_custom("sampler.protocol", protocol)
-    try:  # their HTTP client is an extra
+    try:  # the HTTP client is an optional package
         from truestep.generate.servers.sglang import Sglang
         from truestep.generate.servers.vllm import Vllm
     except ImportError as error:

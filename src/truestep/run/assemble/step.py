@@ -1,4 +1,4 @@
-"""Makes the parts of a step: its objective, its runner, its plans, the learning rate, the optimizer."""
+"""Makes the parts of a step: objective, annotators, runner, plan queue, learning rate, optimizer."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -40,14 +40,14 @@ from truestep.weights.errors import ModelError
 from truestep.weights.offloaded import HostCopies
 from truestep.weights.protocol import Weights
 
-# The mean over likely tokens. In float32 two engines differ by rounding alone; bfloat16 keeps three digits.
+# In nats, a mean over likely tokens. In float32 two engines differ by rounding only; bfloat16 has three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-FROM_RECORDS = "records"  # as loss.kl_reference.path: the records' own reference_logprobs
+FROM_RECORDS = "records"  # the value of loss.kl_reference.path for the reference_logprobs of the records
 
 
 def make_objective(config: Config) -> Objective:
     loss = config.loss
-    # A supervised loss has no policy loss that could be corrected, and no such options.
+    # A supervised loss has no policy loss to correct, and lacks these options.
     correction, threshold = getattr(loss, "correction", None), getattr(loss, "off_policy_mask", None)
     choice = _choice(config)
     return Objective(
@@ -68,7 +68,7 @@ def make_objective(config: Config) -> Objective:
 
 
 def _choice(config: Config) -> ClipCov | KlCov | None:
-    """Make the rule by which the loss chooses labels, if it has one."""
+    """Make the rule of loss.clip_cov or loss.kl_cov, if the loss has one."""
     clip, kl = (getattr(config.loss, name, None) for name in ("clip_cov", "kl_cov"))
     if clip is not None:
         return ClipCov(**clip.model_dump())
@@ -76,7 +76,7 @@ def _choice(config: Config) -> ClipCov | KlCov | None:
 
 
 def recomputes(config: Config) -> bool:
-    """Tell whether the old log-probs are the trainer's own."""
+    """Tell whether the trainer computes the old log-probs itself."""
     return getattr(config.loss, "old_logprobs", "sampler") == "recompute"
 
 
@@ -94,7 +94,7 @@ def takes_reference_of_records(config: Config) -> bool:
 
 
 def starts_from_first_weights(config: Config) -> bool:
-    """Tell whether the reference is the run's first weights."""
+    """Tell whether the run's first weights are the reference."""
     options = getattr(config.loss, "kl_reference", None)
     return options is not None and options.path is None
 
@@ -108,8 +108,8 @@ def _kl_reference(config: Config) -> KlReference | None:
 
 
 def make_annotators(config: Config, runner: StepRunner, make_reference: Callable[[str | None], Policy]) -> Annotators:
-    """Make what fills a step's plan in before it is computed. `make_reference` loads the policy of
-    `loss.kl_reference.path`."""
+    """Make the annotators, which add reference log-probs, own log-probs and chosen labels to a step's plan.
+    `make_reference` loads the policy of `loss.kl_reference.path`."""
     annotators: list[Annotator] = []
     if (reference := _reference_logprobs(config, runner, make_reference)) is not None:
         annotators.append(reference)
@@ -126,7 +126,7 @@ def _reference_logprobs(
     options = getattr(config.loss, "kl_reference", None)
     if options is None or takes_reference_of_records(config):
         return None
-    # Of an adapter, the first weights are those without it: they are here already.
+    # With an adapter, the first weights are the base weights, which are loaded already.
     is_here = options.path is None and runner.policy.adapter is not None
     policy = runner.policy.without_adapter() if is_here else make_reference(options.path)
     if policy.vocabulary_size != runner.policy.vocabulary_size:
@@ -134,7 +134,7 @@ def _reference_logprobs(
             f"loss.kl_reference.path: {policy.path} has a vocabulary of {policy.vocabulary_size} tokens, and the "
             f"policy one of {runner.policy.vocabulary_size}: their log-probs cannot be compared"
         )
-    # No part of the step's own passes, and never compared with what a sampler said.
+    # Timed apart from the step's passes, and not compared with the sampler's log-probs.
     reference = replace(runner, policy=policy, stopwatch=Stopwatch(policy.device), exact=False, compares=None)
     at_use: Callable[[], AbstractContextManager[None]] = nullcontext
     if options.offload:
@@ -159,7 +159,7 @@ def make_runner(config: Config, policy: Policy) -> StepRunner:
 
 
 def tolerance_of(config: Config) -> float:
-    """Give how far, in nats, the sampler's log-probs may be from the trainer's."""
+    """Return the allowed difference, in nats, between the sampler's and the trainer's log-probs."""
     return getattr(config.sampler, "tolerance", None) or _TOLERANCE[config.model.dtype]
 
 
@@ -217,7 +217,7 @@ def make_optimizer(config: Config, weights: Weights) -> torch.optim.Optimizer:
     optimizer, kernels = config.optimizer, False
     if not isinstance(optimizer, CustomOptimizer):
         kernels = kernels_serve(weights, eight_bits=isinstance(optimizer, AdamW8BitConfig))
-    if not weights.master:  # everything that this rank of a pipeline has is frozen
+    if not weights.master:  # this pipeline rank holds frozen weights only
         return torch.optim.SGD([{"params": []}], lr=0.0)
     if isinstance(optimizer, CustomOptimizer):
         return make_custom_optimizer(load_optimizer(optimizer.function, optimizer.options), weights)

@@ -1,4 +1,4 @@
-"""Work in a thread of its own."""
+"""A thread for one piece of work."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Task:
-    """Work in a thread, and what became of it."""
+    """Runs work in a thread, and keeps its result or its error."""
 
     def __init__(self, work: Callable[[], Any]):
         self.result: Any = None
@@ -17,7 +17,7 @@ class Task:
     def _run(self, work: Callable[[], Any]) -> None:
         try:
             self.result = work()
-        except BaseException as error:  # also what ends threads: it must not pass for work that is done
+        except BaseException as error:  # also SystemExit: the work did not finish
             self.error = error
 
     def wait(self, seconds: float | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Checksums of a checkpoint's files: a byte that flipped on a disk must not be trained on.
+"""Checksums of a checkpoint's files, so that a run does not resume from a file with a flipped byte.
 
 `truestep/checksums.json` has a CRC-32 of each stretch of each file, so that threads and ranks can check parts of one
-file at a time, and so that the message says where the damage is. The checksum is zlib's, computed by zlib-ng, five
-times as fast.
+file in parallel, and so that the message names the damaged bytes. zlib-ng computes the same CRC-32 as zlib, five times
+as fast.
 """
 
 import os
@@ -20,9 +20,9 @@ from truestep.ranks.processes import usable_cores
 from truestep.text import printable
 
 MANIFEST = "truestep/checksums.json"
-STRETCH = 1 << 26  # bytes that one checksum is of
+STRETCH = 1 << 26  # bytes per checksum
 _READ = 1 << 20  # bytes read at a time
-_MOST_THREADS = 8  # the checksum lets other threads run; more than this wait for the disk
+_MOST_THREADS = 8  # computing a checksum releases the GIL; with more threads the disk is the limit
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class RunningChecksums:
             self._bytes, content = self._bytes + len(content[:room]), content[room:]
 
     def entry(self) -> dict[str, Any]:
-        """Give the file's entry in the manifest."""
+        """Return the file's entry in the manifest."""
         return {"bytes": self._bytes, "crc32": self._crc32 if self._bytes else []}
 
 
 def write_checksums(checkpoint: Path, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Write the checksums of all files of a checkpoint that is complete otherwise. `known`: the entries of files, by
-    name, that were made while they were written."""
+    """Write the manifest of a checkpoint whose other files are complete. `known` has the entries, by file name, of
+    files whose checksums were computed while they were written."""
     names = sorted(str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file())
     sizes = {name: (checkpoint / name).stat().st_size for name in names if name != MANIFEST}
     files: dict[str, dict[str, Any]] = {name: {"bytes": size, "crc32": []} for name, size in sizes.items()}
     for name, entry in (known or {}).items():
-        with (checkpoint / name).open("rb") as file:  # another machine wrote it: opened, it is seen as it is
+        with (checkpoint / name).open("rb") as file:  # opened: on a network disk, stat may show an old size
             if (size := file.seek(0, os.SEEK_END)) != entry["bytes"]:
                 raise OSError(f"{checkpoint / name} has {size} bytes, and {entry['bytes']} were written")
         files[name] = dict(entry)
@@ -76,9 +76,10 @@ def write_checksums(checkpoint: Path, known: Mapping[str, Mapping[str, Any]] | N
 
 
 def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Compare the files with their checksums; say which is damaged, or None. Each of several ranks checks a part.
+    """Compare the files with their checksums; describe the first damage found, or return None. With several ranks, each
+    checks part `part` of `parts`.
 
-    A checkpoint without checksums was written by an earlier version, and nothing can be said of it.
+    A checkpoint without checksums was written by an earlier version and is not checked.
     """
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
@@ -104,7 +105,7 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 class _Mismatch(Exception):  # noqa: N818 - it carries a finding
-    """The finding that a file is missing or has another size."""
+    """A file is missing or has another size."""
 
 
 def _stretches(checkpoint: Path, content: dict[str, Any]) -> Iterator[_Stretch]:

@@ -1,7 +1,7 @@
-"""Saves by all ranks at once: each writes its part in the background, and the first one completes the checkpoint.
+"""Saves by all ranks: each rank writes its part in the background, and the first rank completes the checkpoint.
 
-How far they have come, the ranks tell each other between steps: so every rank learns of a complete checkpoint after the
-same step, and no message is sent while another thread sends one. One save is under way at a time.
+The ranks exchange their progress between steps, in the main thread: so every rank learns of a complete checkpoint after
+the same step, and no two threads communicate at once. One save is under way at a time.
 """
 
 import time
@@ -21,30 +21,30 @@ from truestep.weights.tensor_parts import TensorPart
 
 
 class SaveError(TruestepError):
-    """The reason why a checkpoint is not written."""
+    """A checkpoint is not written."""
 
 
 @dataclass(frozen=True)
 class SaveRule:
-    """When a run is saved, and how."""
+    """The steps after which a run is saved, and the format."""
 
-    every: int = 0  # steps; 0: only at the end
-    hugging_face_every: int = 0  # checkpoints; 0: none of them
-    grace: float | None = None  # seconds in which a run that a signal stops is saved
-    never: bool = False  # the run leaves no checkpoint
+    every: int = 0  # steps between two saves; 0: save only at the end
+    hugging_face_every: int = 0  # every n-th checkpoint is a Hugging Face directory too; 0: none
+    grace: float | None = None  # seconds for the last save after a stop signal
+    never: bool = False  # write no checkpoint
 
     def due(self, step: int) -> bool:
         return not self.never and self.every > 0 and step % self.every == 0
 
     def is_hugging_face(self, step: int) -> bool:
-        """Tell whether the checkpoint after a step is a Hugging Face directory too."""
+        """Tell whether the checkpoint after a step has Hugging Face weights too."""
         nth = self.hugging_face_every
         return nth > 0 and (nth == 1 or self.every == 0 or step % (nth * self.every) == 0)
 
 
 @dataclass(frozen=True)
 class Complete:
-    """A checkpoint that is complete, and where the run stood then."""
+    """A complete checkpoint, with the run's step and documents seen at that time."""
 
     path: Path
     step: int
@@ -53,19 +53,19 @@ class Complete:
 
 @dataclass(frozen=True)
 class Report:
-    """How far a rank has come with the save that is under way."""
+    """The progress of a rank with the save that is under way."""
 
-    done: bool  # with what it has to do at this stage
+    done: bool  # the rank has finished its work of this stage
     error: BaseException | None = None
-    late: bool = False  # it may wait no longer
+    late: bool = False  # the rank's deadline has passed
 
 
 @dataclass
 class _UnderWay:
     progress: Progress
     documents_seen: int
-    task: Task | None  # of this stage, if this rank has one
-    completing: bool = False  # all parts are written
+    task: Task | None  # this rank's work of the current stage, if any
+    completing: bool = False  # second stage: all parts are written, and the first rank writes the rest
 
 
 class Saves:
@@ -75,16 +75,15 @@ class Saves:
         self._store, self._ranks = store, ranks
         self._staging = Staging()
         self._under_way: _UnderWay | None = None
-        self._staged: Staged | None = None  # the last one, also of a save that was given up
-        self._model: ModelFiles | None = None  # on the first rank; the same for all saves
+        self._staged: Staged | None = None  # of the last save, even if that was given up
+        self._model: ModelFiles | None = None  # on the first rank only; made once for all saves
 
     @property
     def under_way(self) -> bool:
         return self._under_way is not None
 
     def prepare(self, policy: Policy, state: Callable[[], Iterable[TensorPart]]) -> None:
-        """Make what all saves need, so that the first one need not wait for it. A thread makes the memory that parts
-        are copied to."""
+        """Allocate the staging buffer, in a thread, and collect the model's files, before the first save needs them."""
         if not self._staging.has_room:
             self._staging.make_room_beside([*policy_parts(policy), *state()])
         if self._ranks.first:
@@ -102,9 +101,9 @@ class Saves:
         hugging_face: bool = False,
         sync: Callable[[], None] = lambda: None,
     ) -> Complete | None:
-        """Begin to copy and write this rank's part of a checkpoint; give the checkpoint if it is there already. With
-        `hugging_face` its weights are written as a Hugging Face directory too. `sync` puts on the disk what the
-        checkpoint counts on; the thread that writes calls it before that. Every rank calls this."""
+        """Begin to copy and write this rank's part of a checkpoint; return the checkpoint if it exists already. With
+        `hugging_face`, the weights are also written in Hugging Face format. `sync` puts the run's other files on the
+        disk; the writing thread calls it before it writes the part. Every rank calls this."""
         assert self._under_way is None, "one save at a time"
         ranks, final = self._ranks, self._store.final(progress.step)
         if ranks.share(lambda: final in self._store.complete()):
@@ -131,12 +130,12 @@ class Saves:
         return None
 
     def before_update(self) -> None:
-        """See to it that what is saved is copied before it changes."""
+        """Wait until the weights and states of the save are copied, before an update changes them."""
         if self._staged is not None:
             self._staged.before_update()
 
     def report(self, late: bool = False) -> Report | None:
-        """Tell how far this rank has come. Every rank gives all reports to `hear`."""
+        """Return this rank's progress with the save. Every rank passes the reports of all ranks to `hear`."""
         if self._under_way is None:
             return None
         task = self._under_way.task
@@ -145,8 +144,8 @@ class Saves:
         return Report(task.ended, task.error if task.ended else None, late)
 
     def hear(self, reports: Iterable[Report | None]) -> Complete | None:
-        """Go on with the save as far as all ranks have come. Give the checkpoint if it is complete now. What one rank
-        failed with, all raise."""
+        """Start the next stage of the save once all ranks have finished this one. Return the checkpoint if it is now
+        complete. An error of one rank is raised on all ranks."""
         under_way = self._under_way
         told = [report for report in reports if report is not None]
         if under_way is None or not told:
@@ -165,7 +164,7 @@ class Saves:
         return None
 
     def _complete(self, under_way: _UnderWay) -> None:
-        """Have the first rank write the rest, now that all parts are written."""
+        """Start the second stage: the first rank writes the files that are not parts of a rank."""
         assert under_way.task is not None
         parts: list[Written] = self._ranks.gather(under_way.task.result)
         under_way.completing = True
@@ -173,8 +172,8 @@ class Saves:
         under_way.task = None if model is None else Task(lambda: self._store.write_rest(progress, model, parts))
 
     def finish(self, deadline: float | None = None) -> Complete | None:
-        """Wait until the save under way is complete, but no longer than `deadline`, by the clock `time.monotonic`, on
-        any rank: then it is given up. Every rank calls this."""
+        """Wait until the save under way is complete. If `deadline`, a time of `time.monotonic`, passes first on any
+        rank, give the save up. Every rank calls this."""
         while self._under_way is not None:
             if self._under_way.task is not None:
                 self._under_way.task.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -191,7 +190,7 @@ class Saves:
         self._under_way = None
 
     def close(self) -> None:
-        """Wait for threads that are in torch's own code: a process that ends meanwhile is aborted by them."""
+        """Wait for the threads that allocate and copy: a process that ends while they run torch code is aborted."""
         try:
             self._staging.close()
         finally:

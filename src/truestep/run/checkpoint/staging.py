@@ -1,10 +1,9 @@
-"""Parts are copied to host memory, and nothing changes what they are copied from before that. There they lie as in the
-file that is made of them, header included, so that a disk can take it from there as it is.
+"""Copies weights and optimizer state to a staging buffer in host memory, before the next update changes them. The
+buffer has the layout of the checkpoint's file, header included, so that it is written to the disk as it is.
 
-The thread that writes a checkpoint copies them, beside the computation of the next step. A GPU goes on with one
-stream's copies to the host for as long as it has been asked for more of them, and a step waits for small copies of its
-own: so the thread asks for a piece, and for the next one when that is there. It looks for numbers that are not finite
-where the parts come from.
+The thread that writes the checkpoint copies while the next step computes. A GPU serves one stream's queued copies to
+the host before those of other streams, and a step waits for small copies of its own: so the thread queues one piece
+at a time, and waits for it. It looks for values that are not finite in the source tensors, on their device.
 """
 
 import threading
@@ -22,7 +21,7 @@ from truestep.run.checkpoint.background import Task
 from truestep.weights.finite import Extremes
 from truestep.weights.tensor_parts import BUFFER, TensorPart
 
-_PIECE = 2**24  # bytes that are asked for at a time: a third of a millisecond of a GPU's
+_PIECE = 2**24  # bytes queued at a time: a GPU copies them in a third of a millisecond
 
 
 class CopyError(TruestepError):
@@ -30,26 +29,26 @@ class CopyError(TruestepError):
 
 
 class Staged:
-    """Parts that are to be copied. When `copy` has run, their values are in host memory, as in their file."""
+    """The parts of one save. After `copy`, their values are in the staging buffer, in the layout of their file."""
 
     def __init__(self, given: Sequence[TensorPart], staging: "Staging"):
         self.parts: Sequence[TensorPart] = given
-        self.image = torch.empty(0, dtype=torch.uint8)  # the bytes of their file
+        self.image = torch.empty(0, dtype=torch.uint8)  # the bytes of the file
         self._staging = staging
         self._sources = [part.values.detach() for part in given]
         device = _device_of(given)
         self._stream: Any = None if device is None else staging.stream(device)
-        # After it the sources are what is saved.
+        # An event after the last kernel that changes the sources.
         self._ready: Any = None if device is None else torch.cuda.current_stream(device).record_event()
         self._copied = threading.Event()
         self._given_up = False
         self._extremes = Extremes()
-        self.not_finite: list[str] = []  # the keys of weights and states that were found so on the way
+        self.not_finite: list[str] = []  # the keys of weights and states with values that are not finite
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy, in any thread; return when all is there. The thread finds the places too: a step does not wait for
-        that."""
+        """Copy all parts; return when the copies are complete. Runs in a thread, also the layout of the buffer, so that
+        no step waits for it."""
         try:
             self.image, self.parts = self._staging.room_for(self.parts)
             self._copy_on_gpu() if self._stream is not None else self._copy_here()
@@ -64,7 +63,7 @@ class Staged:
 
     def _copy_on_gpu(self) -> None:
         stream, asked = self._stream, 0
-        with torch.cuda.stream(stream):  # and its device
+        with torch.cuda.stream(stream):  # this also sets the device
             stream.wait_event(self._ready)
             for source, target in self._pieces():
                 target.copy_(source, non_blocking=source.is_cuda)
@@ -85,25 +84,25 @@ class Staged:
             for piece in pieces:
                 if self._given_up:
                     raise CopyError("the run ended before its checkpoint was copied")
-                if not part.key.startswith(BUFFER):  # which a model may fill with infinities
+                if not part.key.startswith(BUFFER):  # a model's buffers may hold infinities
                     self._extremes.add(part.key, piece[0])
                 yield piece
             progress.made("bytes staged", source.nbytes)
 
     def give_up(self) -> None:
-        """Copy no more, and wait for the end of that."""
+        """Stop copying, and wait until `copy` has returned."""
         self._given_up = True
         self._copied.wait()
 
     def before_update(self) -> None:
-        """Wait until nothing is left to be copied."""
+        """Wait until all parts are copied."""
         if not self._copied.is_set():
             with progress.waiting_for("the copy of a checkpoint to the host's memory"):
                 self._copied.wait()
 
 
 class Staging:
-    """The memory that parts are copied to: one piece, as large as the parts, and used again by the next save."""
+    """The staging buffer: one block of host memory, reused by the next save."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -113,31 +112,32 @@ class Staging:
 
     @property
     def has_room(self) -> bool:
-        """Tell whether there is memory, or a thread that makes it."""
+        """True if the buffer exists, or a thread is allocating it."""
         return self._making is not None or self._room.nbytes > 0
 
     def make_room_beside(self, parts: Sequence[TensorPart]) -> None:
-        """Have a thread make the memory for such parts."""
+        """Allocate the buffer for such parts in a thread."""
         size, device = _layout(parts).size, _device_of(parts)
         self._making = Task(lambda: self._make_room(size, device))
 
     def close(self) -> None:
-        """Wait for the thread that makes memory, whatever becomes of it."""
-        making = self._making  # another thread may be done with it
+        """Wait for the thread that allocates the buffer; ignore its error."""
+        making = self._making  # read once: another thread may set it to None
         if making is not None:
             making.wait()
 
     def stage(self, parts: Iterable[TensorPart]) -> Staged:
-        """Give parts that are to be copied."""
+        """Return the parts as `Staged`, ready to be copied."""
         return Staged(list(parts), self)
 
     def stream(self, device: torch.device) -> Any:
-        """Give the stream of copies from a GPU."""
+        """Return the CUDA stream for copies from a GPU."""
         self._stream = self._stream or torch.cuda.Stream(device)
         return self._stream
 
     def room_for(self, parts: Sequence[TensorPart]) -> tuple[torch.Tensor, Sequence[TensorPart]]:
-        """Give each part its place in the memory; its values are to be copied there."""
+        """Return the buffer of these parts, with the file's header written, and the parts with their places in it as
+        values, not copied yet."""
         layout = _layout(parts)
         self._wait_for_room()
         self._make_room(layout.size, _device_of(parts))
@@ -163,11 +163,11 @@ class Staging:
         pinned = device is not None
         if self._room.nbytes >= size and self._pinned >= pinned:
             return
-        self._room, self._pinned = torch.empty(0, dtype=torch.uint8), False  # before there is more
-        if device is None:  # memory that was never written is not there yet
+        self._room, self._pinned = torch.empty(0, dtype=torch.uint8), False  # free the old buffer first
+        if device is None:  # write to every page, so that the kernel maps it now and not during a copy
             room = torch.frombuffer(mapped(size), dtype=torch.uint8).fill_(0)
         else:
-            with torch.cuda.device(device):  # that of a new thread is the first
+            with torch.cuda.device(device):  # a new thread's current device is cuda:0
                 room = zeros_on_host((size,), torch.uint8, pinned=True)
         self._room, self._pinned = room, pinned
 
@@ -177,5 +177,5 @@ def _layout(parts: Iterable[TensorPart]) -> Layout:
 
 
 def _device_of(parts: Iterable[TensorPart]) -> torch.device | None:
-    """Give the GPU that holds parts, if one does."""
+    """Return the GPU that holds parts; None if none does."""
     return next((part.values.device for part in parts if part.values.is_cuda), None)

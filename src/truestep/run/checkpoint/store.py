@@ -1,14 +1,15 @@
-"""Checkpoints on disk: written under another name, synced, renamed. A kill at any instant leaves the last complete one.
+"""Checkpoints on disk: written under another name, synced, then renamed. A kill at any time leaves the last checkpoint
+complete.
 
-A checkpoint is a directory with the files of a Hugging Face model but its weights (where an adapter alone is trained: a
-directory of peft's), and a folder `truestep`:
+A checkpoint is a directory with the files of a Hugging Face model without its weights (if only an adapter is trained, a
+directory in peft's format), and a folder `truestep`:
 
-    part-00003.safetensors   a rank's part of the weights and of the optimizer's state
-    tensors.json             where each part of each tensor is
-    random-00003.json        a rank's random state
-    carried.jsonl            documents taken from the source and not yet done with
+    part-00003.safetensors   rank 3's part of the weights and of the optimizer's state
+    tensors.json             the place of each part of each tensor
+    random-00003.json        rank 3's random state
+    carried.jsonl            documents taken from the source and not finished yet
     state.json               step, position in the data
-    checksums.json           of all files, written last, compared before a run goes on from them
+    checksums.json           checksums of all files, written last and compared before a run resumes
 """
 
 import json
@@ -46,32 +47,32 @@ from truestep.weights.tensor_parts import (
     write_index,
 )
 
-DAMAGED = "damaged-"  # what the name of a checkpoint begins with that a run could not go on from
+DAMAGED = "damaged-"  # the prefix of a damaged checkpoint's name
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run besides its weights and its optimizer."""
+    """The state of a run in a checkpoint, besides its weights and its optimizer."""
 
     step: int
     queue: dict[str, Any]
     carried: Sequence[Rollout]
     rejected_bytes: int  # the size of rejected.jsonl
     ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
-    callbacks: dict[str, Any] = field(default_factory=dict)  # what they have to remember
-    entropy_bonus: float | None = None  # its weight in the next step; None in a checkpoint of an older version
+    callbacks: dict[str, Any] = field(default_factory=dict)  # the states of callbacks and the learning rate factor
+    entropy_bonus: float | None = None  # the weight in the next step; None in a checkpoint of an older version
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a Hugging Face directory that a checkpoint has."""
+    """The files of a Hugging Face directory in a checkpoint."""
 
-    model: Any  # or this rank's part of it: it knows the names in those files
-    weights: Sequence[str]  # of the uncut model
+    model: Any  # the model or this rank's part of it, which has the names of weights in Hugging Face files
+    weights: Sequence[str]  # the names of the whole model's weights, or of the adapter's
     buffers: Mapping[str, torch.Tensor]
     others: Mapping[str, bytes]
-    adapter: tuple[Adapter, Path] | None = None  # it alone is saved; and where its model is
-    with_weights: bool = False  # also those of its weights
+    adapter: tuple[Adapter, Path] | None = None  # saved without its base model; the path is the base model's
+    with_weights: bool = False  # write the files of weights too
 
     @staticmethod
     def of(policy: Policy) -> "ModelFiles":
@@ -100,14 +101,14 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank wrote: its files' entries in the manifest, and where the parts of tensors are."""
+    """The files that a rank wrote: their entries in the manifest, and the places of tensor parts in them."""
 
     files: Mapping[str, Mapping[str, Any]]
     tensors: Mapping[str, Any]
 
 
 class CheckpointStore:
-    """The checkpoints of a run, and the files of one that is being written."""
+    """The checkpoints of a run, complete or being written."""
 
     def __init__(self, directory: Path, keep: int):
         self._directory = directory
@@ -118,7 +119,7 @@ class CheckpointStore:
         return sorted(path for path in self._directory.glob("step-*") if _is_complete(path))
 
     def before(self, checkpoint: Path) -> Path | None:
-        """Find the complete checkpoint that a run goes on from if this one is removed."""
+        """Return the newest complete checkpoint that is older than this one."""
         return next((path for path in reversed(self.complete()) if path.name < checkpoint.name), None)
 
     def latest(self) -> Path | None:
@@ -131,11 +132,11 @@ class CheckpointStore:
         return self._directory / f".step-{step:08d}.partial"
 
     def put_aside(self, checkpoint: Path) -> Path:
-        """Rename a damaged checkpoint, so that it is none, and can be looked at."""
+        """Rename a damaged checkpoint, so that no run resumes from it but its files are kept."""
         return checkpoint.rename(checkpoint.with_name(DAMAGED + checkpoint.name))
 
     def prepare(self, step: int) -> None:
-        """Make the directory, and remove what a kill left half-written or half-removed."""
+        """Make the directory of a new checkpoint. Remove checkpoints that a kill left half-written or half-removed."""
         with writing(self.partial(step)):
             self._directory.mkdir(parents=True, exist_ok=True)
             for leftover in self._directory.glob(".*.partial"):
@@ -143,7 +144,7 @@ class CheckpointStore:
             (self.partial(step) / FOLDER).mkdir(parents=True)
 
     def write_part(self, step: int, rank: int, staged: Staged, random: dict[str, Any]) -> Written:
-        """Write what a rank has of a checkpoint."""
+        """Write a rank's part of a checkpoint and its random state."""
         folder = self.partial(step) / FOLDER
         file, checksums = folder / part_name(rank), RunningChecksums()
         with working("writing a checkpoint", "bytes written", sum(part.values.nbytes for part in staged.parts)):
@@ -153,7 +154,7 @@ class CheckpointStore:
         return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
 
     def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
-        """Write what belongs to a checkpoint besides the parts of ranks, the manifest last; then it is complete."""
+        """Write the other files of a checkpoint, the manifest last; rename the checkpoint; remove old ones."""
         partial, final = self.partial(progress.step), self.final(progress.step)
         with writing(partial):
             write_index(partial / FOLDER, [part.tensors for part in parts])
@@ -162,7 +163,7 @@ class CheckpointStore:
             write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
             sync_tree(partial)
             if final.exists():
-                shutil.rmtree(final)  # not complete: a copy that was cut short
+                shutil.rmtree(final)  # not complete, such as an interrupted copy by the user
             os.replace(partial, final)
         sync_directory(self._directory)
         self._remove_old()
@@ -170,16 +171,16 @@ class CheckpointStore:
 
     def _remove_old(self) -> None:
         for old in self.complete()[: -self._keep]:
-            # Renamed first: a checkpoint half-removed must not look like one.
+            # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = old.with_name(f".{old.name}.partial")
             os.replace(old, doomed)
             shutil.rmtree(doomed)
 
 
 def policy_parts(policy: Policy) -> Iterator[TensorPart]:
-    """Give the parts of a policy that this rank writes: its weights, and on the first rank the model's buffers."""
+    """Yield the parts of a policy that this rank writes: its weights, and on the first rank the model's buffers."""
     parts = weight_parts(policy.weights)
-    if policy.adapter is not None:  # what it was put on is not changed
+    if policy.adapter is not None:  # the base weights are frozen
         yield from (part for part in parts if is_adapters(part.key))
         return
     yield from parts
@@ -189,7 +190,7 @@ def policy_parts(policy: Policy) -> Iterator[TensorPart]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Tell whether a directory is a checkpoint. One with weights of its own was written as a whole, by version 0.1."""
+    """Tell whether a directory is a complete checkpoint. Version 0.1 wrote no manifest, but files of weights."""
     if not (path / FOLDER / "state.json").is_file():
         return False
     return (path / MANIFEST).is_file() or any(path.glob("*.safetensors"))
@@ -214,7 +215,7 @@ def _write_progress(folder: Path, progress: Progress) -> None:
 
 
 def read_progress(checkpoint: Path, rank: int = 0) -> Progress:
-    """Read a checkpoint's progress, and put a rank's random state back."""
+    """Read a checkpoint's progress, and restore a rank's random state."""
     folder = checkpoint / FOLDER
     state = exact_object((folder / "state.json").read_bytes())
     _restore_random(folder, state, rank)
@@ -230,9 +231,9 @@ def read_progress(checkpoint: Path, rank: int = 0) -> Progress:
 
 
 def _restore_random(folder: Path, state: Mapping[str, Any], rank: int) -> None:
-    if "random" in state:  # of version 0.1's whole checkpoints
+    if "random" in state:  # a checkpoint of version 0.1
         restore_random(state["random"], read_tensors(folder / "random.safetensors"))
         return
     own = folder / _random_name(rank)
-    # A rank that the run did not have before draws as the first one does.
+    # A rank that the checkpoint's run did not have takes the random state of the first rank.
     restore_encoded(exact_object((own if own.is_file() else folder / _random_name(0)).read_bytes()))

@@ -1,6 +1,6 @@
-"""What a person at a terminal sees while a command works.
+"""The display of a command's progress on a terminal.
 
-run               a run's bar and numbers; in a file, a line a step
-display           the lines at the bottom, drawn by one thread that the run never waits for
-words             amounts and durations in few words
+run               a run's progress bar and metrics; in a file, a line per step
+display           the changing lines at the bottom of a terminal, drawn by one thread that the run never waits for
+words             formats of progress, byte counts and durations
 """

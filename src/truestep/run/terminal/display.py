@@ -1,8 +1,8 @@
-"""The lines at the bottom of a terminal that say what this process does, and the messages above them.
+"""The changing lines at the bottom of a terminal that show what this process does, and the messages above them.
 
-One thread draws, with rich's Live, and every message goes through it, so a terminal that blocks does not block the run.
-A terminal that fails is not written to again, and the run goes on. Where the output is no terminal, messages are plain
-lines, and a line says what the run does only after a long silence.
+One thread draws, with rich's Live, and prints all messages, so a terminal that blocks does not block the run. After an
+error of the terminal nothing more is written to it, and the run goes on. If the output is not a terminal, messages are
+plain lines, and a line says what the run does only after a long silence.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from truestep.run.terminal.words import doing_in_words
 
 _EVERY = 0.2  # seconds between two draws
 _RATE_OVER = 4.0  # seconds over which the token rate is measured
-# A terminal echoes each Ctrl-C as ^C behind the last line. These columns stay free, so that two of them do not wrap it.
+# Columns kept free: a terminal echoes each Ctrl-C as ^C after the last line, and two of these must not wrap the line.
 _SPARE = 5
 _PLAIN_WIDTH = 160  # columns of a line in a file
 _PATIENCE = 2.0  # seconds to wait at the end for a terminal that blocks
@@ -35,7 +35,7 @@ _QUIET = 10.0  # seconds of silence after which a file gets a line that says wha
 _LONGEST_QUIET = 600.0
 
 Message = str | Text
-Lines = Callable[[int], list[Text]]  # gives the lines for a width in columns
+Lines = Callable[[int], list[Text]]  # width in columns -> lines
 _AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
 
 
@@ -44,8 +44,8 @@ def _no_lines(width: int) -> list[Text]:
 
 
 class _Silence:
-    """Decides when a file gets a line after a silence: after ten seconds, then after twice as long each time. If the
-    run's own lines are further apart, the first one comes after twice the longest gap between the last of them."""
+    """Decides when a silent file gets a line: after ten seconds, then each time after twice as long. If the run's own
+    lines are further apart, the first wait is twice the longest gap between the last five of them."""
 
     def __init__(self, now: float):
         self._last, self._wait, self._next = now, _QUIET, now + _QUIET
@@ -58,7 +58,7 @@ class _Silence:
         self._last, self._next = now, now + self._wait
 
     def due(self, now: float) -> bool:
-        """Tell whether a line is due. The caller writes it, so the next one is due later."""
+        """Tell whether a line is due. If it is, the caller writes it, and the next wait is twice as long."""
         if now < self._next:
             return False
         self._wait = min(_LONGEST_QUIET, 2 * self._wait)
@@ -73,8 +73,8 @@ class Display:
         self.console = console
         self._clock = clock
         self._silence = _Silence(clock())
-        self.lines: Lines = _no_lines  # the run's own: the first stands above the line of the phase, the rest below
-        self.asked_to_stop: Callable[[], int | None] = lambda: None  # gives the signal that asked for it
+        self.lines: Lines = _no_lines  # the run's lines: the first is drawn above the line of the phase, the rest below
+        self.asked_to_stop: Callable[[], int | None] = lambda: None  # returns the number of the stop signal
         self._live = console.is_interactive and not console.quiet
         self._messages: deque[Message] = deque()
         self._screen = _Screen(console)
@@ -86,7 +86,7 @@ class Display:
 
     @property
     def live(self) -> bool:
-        """True while changing lines show each step, so that a plain line for each is not needed."""
+        """True while changing lines show each step; then no plain line per step is printed."""
         return self._live and self._thread is not None
 
     def say(self, message: Message) -> None:
@@ -123,7 +123,7 @@ class Display:
         broken = self._broken
         self._broken = broken or blocked
         self._guarded(self._streams.close)
-        if self._live and not blocked:  # another write to a terminal that blocks would block this thread too
+        if self._live and not blocked:  # a write to a blocked terminal would block this thread too
             self._guarded(lambda: self._screen.leave(self._drain(), [] if broken else self.lines(self._width)))
 
     @property
@@ -140,7 +140,7 @@ class Display:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception:  # no fault of a terminal, or of what draws on it, ends a run
+        except Exception:  # an error of the display must not end the run
             self._broken = True
 
     def _look(self) -> None:
@@ -174,7 +174,7 @@ class Display:
         return [*lines[:1], Text(self._doing(width), style="cyan", no_wrap=True), *lines[1:]]
 
     def _doing(self, width: int) -> str:
-        """Say what this process does, how far it has come, and how long it has taken so far."""
+        """Return the line with the current work, its progress and its time so far."""
         phase, since = progress.current_phase()
         works = progress.works()
         seconds = self._clock() - max([since, *(work.since for work in works[-1:])])
@@ -182,7 +182,7 @@ class Display:
         return doing_in_words(phase, works, waits, seconds, self._token_rate(), width)
 
     def _token_rate(self) -> float:
-        """Compute the tokens per second that this process sampled in the last seconds."""
+        """Compute the tokens per second that this process sampled over the last `_RATE_OVER` seconds."""
         now, made = self._clock(), progress.amounts().get("tokens", 0.0)
         self._tokens.append((now, made))
         while len(self._tokens) > 2 and now - self._tokens[1][0] > _RATE_OVER:
@@ -192,12 +192,12 @@ class Display:
 
 
 class _Screen:
-    """Draws the lines that change with rich's Live; everything else that is printed comes above them."""
+    """Draws the changing lines with rich's Live, and prints all other output above them."""
 
     def __init__(self, console: Console):
         self._console = console
         self._lock = threading.RLock()
-        # Live's own redirection prints an unfinished line again at each flush: once for each update of a tqdm bar.
+        # Live's own redirection of stdout prints an unfinished line, such as a tqdm bar, again at each flush.
         self._live = Live(
             console=console,
             auto_refresh=False,
@@ -205,14 +205,14 @@ class _Screen:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self._lines: list[Text] = []  # what is drawn now
+        self._lines: list[Text] = []  # the lines on the screen now
 
     def draw(self, messages: list[Message], lines: list[Text]) -> None:
         """Print messages, and draw the lines below them."""
         with self._lock:
             if not self._live.is_started:
                 self._live.start()
-                self._console.show_cursor(True)  # a run that is killed must not leave a terminal without a cursor
+                self._console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
             if messages or lines != self._lines:
                 self._erase_wrapped_rows()
                 self._live.update(Group(*lines))
@@ -223,7 +223,7 @@ class _Screen:
                     self._live.refresh()
 
     def leave(self, messages: list[Message], lines: list[Text]) -> None:
-        """Print messages, and leave the terminal with these lines below them."""
+        """Print messages, draw the lines a last time, and stop drawing."""
         with self._lock:
             try:
                 self.draw(messages, lines)
@@ -231,13 +231,13 @@ class _Screen:
                 self._live.stop()
 
     def print_above(self, text: str) -> None:
-        """Print what other code printed, which may have ANSI colours, above the lines."""
+        """Print the output of other code, which may have ANSI colours, above the lines."""
         with self._lock:
             self._erase_wrapped_rows()
             self._console.print(Text.from_ansi(text.replace("\r\n", "\n")), **_AS_IT_IS)
 
     def _erase_wrapped_rows(self) -> None:
-        """Erase the extra rows of lines that wrapped when the terminal became narrower, which Live does not know of."""
+        """Erase the extra rows of lines that wrapped when the terminal became narrower. Live does not erase them."""
         width = max(1, self._console.size.width)
         wrapped = sum((line.cell_len - 1) // width for line in self._lines if line.cell_len)
         if wrapped:
@@ -245,7 +245,7 @@ class _Screen:
 
     @contextlib.contextmanager
     def shared_with_prints(self) -> Iterator[None]:
-        """Let `print` in any thread come above the lines, where it goes to a terminal."""
+        """Print the output of `print`, in any thread, above the lines, if stdout or stderr is a terminal."""
         before = sys.stdout, sys.stderr
         above = [_Above(self, stream) if _is_terminal(stream) else stream for stream in before]
         sys.stdout, sys.stderr = cast("list[TextIO]", above)
@@ -266,18 +266,18 @@ def _is_terminal(stream: Any) -> bool:
 
 
 class _Above:
-    """A stream whose complete lines are printed above a screen's lines. An unfinished line waits for its end."""
+    """A stream that prints complete lines above a screen's lines, and buffers an unfinished line."""
 
     def __init__(self, screen: _Screen, stream: TextIO):
         self._screen, self._unfinished = screen, ""
-        self.rich_proxied_file = stream  # rich's name for the stream that a console writes to instead of this one
+        self.rich_proxied_file = stream  # rich looks up this name, and writes to the stream it holds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)
 
     def write(self, text: str) -> int:
         complete, end, unfinished = (self._unfinished + text).rpartition("\n")
-        self._unfinished = unfinished.rpartition("\r")[2]  # a progress bar writes over itself: its last state counts
+        self._unfinished = unfinished.rpartition("\r")[2]  # a progress bar overwrites itself: keep its last state
         if end:
             self._screen.print_above(complete)
         return len(text)

@@ -1,4 +1,4 @@
-"""A run's numbers: a bar, the time that is left and the last step's metrics on a terminal; elsewhere a line a step."""
+"""A run's metrics: on a terminal a progress bar, the time left and the last step's metrics; in a file a line a step."""
 
 import time
 from collections import deque
@@ -11,7 +11,7 @@ from truestep.run.terminal.display import Display
 from truestep.run.terminal.words import duration
 from truestep.text import printable
 
-# The numbers of a plain line, in order, with how to show them.
+# The metrics of a plain line, in order, with their formats.
 _PLAIN = {
     "reward": "reward {:.3f}",
     "loss": "loss {:+.4f}",
@@ -23,10 +23,10 @@ _PLAIN = {
     "response_length": "length {:,.1f}",
     "kl_new_old": "kl {:.1e}",
 }
-# Those of a terminal: a narrow one breaks the line, and a wide one has more behind them.
+# The metrics always shown on a terminal, over several lines if it is narrow; `_WIDE` has more for a wide one.
 _ALWAYS = {
     "reward": "reward {:.3f}",
-    "loss": "loss {:+.4f}",  # where there is no reward
+    "loss": "loss {:+.4f}",  # only without a reward
     "response_length": "length {:,.1f}",
     "kl_new_old": "kl {:.1e}",
     "grad_norm": "grad {:.3g}",
@@ -46,17 +46,17 @@ _WIDE = {
 }
 
 _RATIO_TOLERANCE = 1e-3
-_TIMED = 20  # steps that the time left is measured over
+_TIMED = 20  # the last steps, from which the time left is estimated
 _GAP = "  "
 
 
 def live_line(line: Mapping[str, Any]) -> str:
-    """Format the numbers of a plain line."""
+    """Format the metrics of a plain line."""
     return _GAP.join(form.format(line[name]) for name, form in _PLAIN.items() if line.get(name) is not None)
 
 
 def number_lines(line: Mapping[str, Any], width: int) -> list[str]:
-    """Format a step's numbers in lines of at most `width` columns: the telling ones always, others where they fit."""
+    """Format a step's metrics in lines of at most `width` columns: those of `_ALWAYS`, then of `_WIDE` if they fit."""
     always = [name for name in _ALWAYS if line.get(name) is not None]
     if "reward" in always:
         always.remove("loss") if "loss" in always else None
@@ -71,14 +71,14 @@ def number_lines(line: Mapping[str, Any], width: int) -> list[str]:
         if name in always or line.get(name) is None:
             continue
         longer = lines[-1] + _GAP + form.format(line[name])
-        if len(longer) > width:  # a shorter one behind it would go again where the terminal is wider
+        if len(longer) > width:  # do not try shorter metrics: they would move when the terminal is resized
             break
         lines[-1] = longer
     return lines
 
 
 class ConsoleSink:
-    """What a person sees of a run's steps and evaluations."""
+    """Shows a run's steps and evaluations on a terminal or in a file."""
 
     def __init__(self, display: Display, *, steps: int | None, done: int = 0, title: str = "training"):
         self._display, self._steps, self._title = display, steps, title
@@ -120,10 +120,10 @@ class ConsoleSink:
         self._display.say(printable(text, 2000))
 
     def close(self) -> None:
-        """Do nothing: the display shows the last numbers until its command ends."""
+        """Do nothing: the display shows the last metrics until the command ends."""
 
     def lines(self, width: int) -> list[Text]:
-        """Give the lines that a terminal of this width shows."""
+        """Return the lines for a terminal of this width."""
         numbers = [Text(line, style="bold", no_wrap=True) for line in number_lines(self._line, width)]
         return [self._bar(width), *numbers]
 
@@ -143,7 +143,7 @@ class ConsoleSink:
         return bar.append(_GAP + count).append(_GAP + times, "not bold")
 
     def _seconds_left(self) -> float | None:
-        """Estimate the time left by the last steps, with the evaluations and checkpoints between them."""
+        """Estimate the time left from the last steps, including the evaluations and checkpoints between them."""
         (first, start), (last, end) = self._ends[0], self._ends[-1]
         if self._steps is None or last <= first or last >= self._steps:
             return None

@@ -1,4 +1,4 @@
-"""Work, amounts and durations in few words."""
+"""Formats of progress, byte counts and durations."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def duration(seconds: float) -> str:
-    """Word a duration: 0:07, 12:40, 3:12:40, 2 d 03:12."""
+    """Format a duration: 0:07, 12:40, 3:12:40, 2 d 03:12."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 24:
@@ -18,7 +18,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Word a number of bytes: 740 B, 3.2 MB, 1.4 GB."""
+    """Format a number of bytes: 740 B, 3.2 MB, 1.4 GB."""
     unit = 0
     while count >= 999.5 and unit < len(_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -26,12 +26,12 @@ def size(count: float) -> str:
 
 
 def work_in_words(work: Work, tokens_per_second: float = 0.0) -> str:
-    """Say how far a piece of work has come: sampling 112/256 completions, 900 tok/s."""
+    """Format the progress of a piece of work: sampling 112/256 completions, 900 tok/s."""
     done, total = work.done, work.total
     if work.kind.startswith("bytes"):
         amount = size(done) if total is None else f"{size(min(done, total))} of {size(total)}"
         text = f"{work.name} {amount}" if done or total else work.name
-    elif work.kind == "micro-batches" and total is not None:  # few and long: the one in hand
+    elif work.kind == "micro-batches" and total is not None:  # few and long: name the current one
         text = f"{work.name} micro-batch {min(done + 1, total):,.0f}/{total:,.0f}"
     elif total is None:
         text = f"{work.name} {done:,.0f} {work.kind}" if done else work.name
@@ -43,7 +43,7 @@ def work_in_words(work: Work, tokens_per_second: float = 0.0) -> str:
 def doing_in_words(
     phase: str, works: Sequence[Work], waits: Sequence[str], seconds: float, tokens_per_second: float, width: int
 ) -> str:
-    """Say what a process does in at most `width` columns: the work in hand says more than the phase that it is in."""
+    """Describe the phase and the current work in at most `width` columns. If both do not fit, show the work only."""
     work = work_in_words(works[-1], tokens_per_second) if works else ""
     waits_for = f"waiting for {waits[-1]}" if waits and not work else ""
     time = f"  {duration(seconds)}" if seconds >= 1 else ""
