@@ -145,7 +145,7 @@ class _Wires:
     def __init__(self, ranks: Ranks, schedule: Schedule, like: Callable[[Pass], torch.Tensor]):
         self._ranks, self._schedule, self._like = ranks, schedule, like
         self._expected: dict[tuple[int, bool], Iterator[Pass]] = {}
-        self._received: dict[Pass, torch.Tensor] = {}  # before they were needed
+        self._received: dict[Pass, torch.Tensor] = {}  # inputs received early
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def receive(self, current: Pass) -> torch.Tensor:
