@@ -140,7 +140,7 @@ class Passes:
 
 
 class _Wires:
-    """The exchange with the other ranks of a pipeline. Sending waits for nobody; receiving waits for the sender."""
+    """Point-to-point transfers between pipeline stages: asynchronous sends, blocking receives."""
 
     def __init__(self, ranks: Ranks, schedule: Schedule, like: Callable[[Pass], torch.Tensor]):
         self._ranks, self._schedule, self._like = ranks, schedule, like
@@ -149,7 +149,7 @@ class _Wires:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def receive(self, current: Pass) -> torch.Tensor:
-        """Receive the input of a pass. What was sent before it comes before it."""
+        """Receive the input of a pass, after all inputs that its sender sent earlier."""
         sender = self._schedule.pipeline.rank_of(current.source)
         key = (sender, current.forward)
         if key not in self._expected:
