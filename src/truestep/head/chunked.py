@@ -1,4 +1,4 @@
-"""The head, computed a chunk of rows at a time: the logits never exist all at once, and where chunks end has no effect.
+"""The head, computed a chunk of rows at a time: never all logits at once; chunk boundaries do not change the result.
 
     hidden rows ──GEMM──> logits chunk ──statistics──> loss ──> coefficients ──in place──> dL/dlogits
                                                      d hidden <──GEMM──┴──GEMM──> d weight
@@ -23,13 +23,13 @@ from truestep.head.passes import Gradient, HeadPasses, passes_for
 from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
 
-# Takes some rows and their statistics; gives the coefficients of the gradient.
+# Maps rows and their statistics to the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]
 
-# The same for rows that do not lie together.
+# The same for rows given by their indices.
 SharedLossFunction = Callable[[torch.Tensor, RowStatistics], Coefficients]
 
-# Backward products of the active rows alone pay for gathering them when at most this share is active.
+# Gather active rows before the backward products when at most this share is active: then the gather pays off.
 _WORTH_GATHERING = 0.75
 
 
@@ -38,7 +38,7 @@ class HeadRows(Rows):
     """The T rows of a micro-batch that predict labels. Prompt, masked and padding tokens never enter the head."""
 
     settings: HeadSettings
-    shard: VocabularyShard | None = None  # where `weight` is a slice of the vocabulary's rows
+    shard: VocabularyShard | None = None  # set if `weight` is sharded over the vocabulary
 
     @property
     def passes(self) -> HeadPasses:
@@ -51,13 +51,13 @@ class HeadRows(Rows):
         rows = self.settings.rows_per_chunk(
             len(self.label_ids), self.weight.shape[0], self.passes.bytes_per_logit, device
         )
-        # Every chunk has its exchange, so that ranks must agree on their number; their free memory may differ.
+        # Ranks communicate in every chunk, so all need the same number of chunks, though their free memory may differ.
         if self.shard is None or self.settings.chunk_size is not None:
             return rows
         return self.shard.least(rows, device)
 
     def forward(self, rows: slice, *, keep: bool) -> tuple[Any, RowStatistics]:
-        """Compute the statistics of some rows, and with `keep` what their backward pass starts from."""
+        """Compute the statistics of a range of rows, and with `keep` the input of the backward pass."""
         return self.passes.forward(self[rows], keep)
 
     def backward(self, rows: slice, kept: Any, statistics: RowStatistics, coefficients: Coefficients) -> Gradient:
@@ -75,9 +75,9 @@ class HeadResult:
 
 @dataclass(frozen=True)
 class SharedDocuments:
-    """Documents that have labels on other ranks too: here the first `lead` rows and the last `tail` rows are theirs.
+    """Documents with labels on several ranks: on this rank, the first `lead` rows and the last `tail` rows.
 
-    `loss` sums over those ranks, so each of them calls it once, for all of its rows of such documents, even if none.
+    `loss` sums over these ranks, so every rank calls it exactly once, for all of its shared rows, even if it has none.
     """
 
     lead: int
@@ -161,11 +161,11 @@ def _chunk(
     gradient: torch.Tensor,
     weight_gradient: torch.Tensor | None,
 ) -> RowStatistics:
-    """Run one chunk forward and backward. Its logits are gone when this returns: two chunks' never exist at a time."""
+    """Run one chunk forward and backward. Its logits are freed on return, so that only one chunk's logits exist."""
     kept, statistics = head.forward(rows, keep=True)
     if coefficients is None:
         coefficients = loss(rows, statistics)
-    # One number read back for each chunk: the products of the chunk before are still running meanwhile.
+    # The host reads one number per chunk, while the previous chunk's products still run.
     active = coefficients.active
     count = count_true(active)
     if not count:
@@ -173,7 +173,7 @@ def _chunk(
     logits_gradient = head.backward(rows, kept, statistics, coefficients)
     hidden, out = head.hidden[rows], gradient[rows]
     if count <= _WORTH_GATHERING * len(active):
-        index = active.logical_not().argsort(stable=True)[:count]  # `nonzero` would wait for its number again
+        index = active.logical_not().argsort(stable=True)[:count]  # unlike `nonzero`, needs no second synchronisation
         logits_gradient, hidden = logits_gradient.select_(index), hidden[index]
         some = out.new_empty(hidden.shape)
         logits_gradient.of_hidden_(head.weight, some)
@@ -186,8 +186,8 @@ def _chunk(
 
 
 def _spans(start: int, size: int, document_labels: Sequence[int]) -> list[slice]:
-    """Find the fewest runs of whole documents that fit a chunk; a document that does not fit is a run of its own. The
-    longest of as few runs is made as short as it can be: a last run of few rows would waste its products."""
+    """Find the fewest runs of whole documents that fit a chunk; a document that does not fit is a run of its own. Then
+    make the longest run as short as possible, which balances the runs: a short last run would waste its products."""
     fewest = len(_runs_of_at_most(size, start, document_labels))
     sizes = range(1, size)
     least = bisect_left(sizes, -fewest, key=lambda most: -len(_runs_of_at_most(most, start, document_labels)))

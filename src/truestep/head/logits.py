@@ -76,7 +76,7 @@ def _log_choice(rows: int, vocabulary: int, device: str) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Give the type that sums are kept in: float32, or float64 for float64 inputs."""
+    """Return the type of sums: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -153,7 +153,7 @@ def logits_gradient_(
 
 
 def to_front_(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Move rows to the front, block by block: none is written over before it has moved, since their numbers rise."""
+    """Move rows to the front in place, block by block. Ascending indices keep rows from being overwritten too early."""
     most = max(1, _BLOCK_BYTES // (tensor.shape[1] * tensor.itemsize))
     for start in range(0, len(rows), most):
         block = rows[start : start + most]
@@ -174,7 +174,7 @@ class LogitsGradient:
         return [self.high] if self.low is None else [self.high, self.low]
 
     def select_(self, rows: torch.Tensor) -> "LogitsGradient":
-        """Give some rows, whose numbers rise, in the memory of all."""
+        """Select rows in place, by ascending indices."""
         low = None if self.low is None else self.to_front_(self.low, rows)
         return replace(self, high=self.to_front_(self.high, rows), low=low)
 

@@ -1,4 +1,4 @@
-"""The softmax's numerators, as the product leaves them and the kernels beside it take them.
+"""The softmax's numerators: output of the product, input of the numerator kernels.
 
 Dimensions: C rows of a chunk, V vocabulary, N parts of the vocabulary.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-PART = 256  # of the vocabulary, which the product makes at a time
+PART = 256  # columns of the vocabulary with a shift of their own
 # The largest y without a shift: numerators of 2^40 and sums of as many as there are tokens are far from overflowing.
 SLACK = 40.0
 
@@ -18,7 +18,7 @@ class Numerators:
     the vocabulary has a shift of its own."""
 
     values: torch.Tensor | None  # [C, V]
-    shift: torch.Tensor  # [C, N] 0 but where a numerator would otherwise be too large
+    shift: torch.Tensor  # [C, N] 0 unless a numerator would be too large
     total: torch.Tensor  # [C, N] Σ 2^y, before it is rounded to the type of the values
     weighted: torch.Tensor  # [C, N] Σ 2^y · y
     label: torch.Tensor  # [C] z · log2 e - reference of the label

@@ -30,7 +30,7 @@ class Gradient(Protocol):
     """The gradient dL/d(h Wᵀ), as the two backward products that it enters."""
 
     def select_(self, rows: torch.Tensor) -> "Gradient":
-        """Give some rows, whose numbers rise, in the memory of all: a copy would take as much again."""
+        """Select rows in place, by ascending indices: a copy would need more memory."""
         ...
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None: ...

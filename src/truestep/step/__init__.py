@@ -1,7 +1,7 @@
 """One optimizer step.
 
-plan              which documents it is made of
-before            what is known of them before the first update
+plan              the documents of the step, by rank and micro-batch
+before            annotations and checks of documents before the first update
 compute           forward and backward passes, metrics
 update            the optimizer
 gpu_use           memory and speed of the GPU

@@ -1,4 +1,4 @@
-"""Annotators fill a plan in before it is computed: each gives its documents something that only the step can know.
+"""Annotators add fields to the documents of a plan before its passes.
 
 To add one: derive from `Annotator`, and name it in the list of `make_annotators` (`run/assemble/step.py`).
 """
@@ -17,16 +17,16 @@ from truestep.types import DocumentScore, Rollout, StepPlan
 class Annotator:
     """A base for annotators. Every rank has them, and calls them in the same order."""
 
-    fields: tuple[Field, ...] = ()  # that it fills in once for all updates on the same documents; checkpoints keep them
+    fields: tuple[Field, ...] = ()  # fields added once for all updates on the same documents; kept in checkpoints
     part: str | None = None  # of the step's time, under which it is counted
     needs_scores = False  # `computed` needs the scores of all documents
 
     def annotate(self, plan: StepPlan) -> StepPlan:
-        """Give the plan with more in it. Called before each update; what was filled in for the first one is there."""
+        """Return the plan with added fields. Called before each update; fields added for the first update are kept."""
         return plan
 
     def computed(self, plan: StepPlan, scores: Sequence[DocumentScore]) -> StepPlan:
-        """Give the plan with what the passes of the first update have shown, for further updates on its documents."""
+        """Return the plan with results of the first update's passes, for further updates on its documents."""
         return plan
 
 
@@ -37,11 +37,11 @@ class ReferenceLogprobs(Annotator):
     part = "reference"
 
     def __init__(self, runner: StepRunner, at_use: Callable[[], AbstractContextManager[None]] = nullcontext):
-        """The weights of `runner` are there inside `at_use`."""
+        """`at_use` makes the weights of `runner` available."""
         self.runner, self._at_use = runner, at_use
 
     def annotate(self, plan: StepPlan) -> StepPlan:
-        # After a restart, documents come back with what was known of them.
+        # After a restart, a checkpoint's documents already have the field.
         if all(document.reference_logprobs is not None for document in plan.documents):
             return plan
         with self._at_use():

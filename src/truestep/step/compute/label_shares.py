@@ -32,10 +32,10 @@ class LabelShare:
 
     num_labels: int  # T
     own: slice  # of T: the share itself
-    predicted: slice  # of T: the labels that are predicted from this rank's tokens
+    predicted: slice  # of T: labels predicted from this rank's tokens
     first_token: int = 0
     send: tuple[int, ...] = ()  # the number of rows that go to each rank
-    receive: tuple[int, ...] = ()  # and that come from each
+    receive: tuple[int, ...] = ()  # the number of rows that come from each rank
     context: Context | None = None
 
     @staticmethod
@@ -44,7 +44,7 @@ class LabelShare:
         labels, tokens = len(batch.labels), len(batch.tokens)
         if context is None:
             return LabelShare(labels, slice(0, labels), slice(0, labels))
-        # A label's row never lies before the one of the label before it, so each rank's tokens predict a run of labels.
+        # Labels' rows are in ascending order, so each rank's tokens predict a contiguous range of labels.
         runs = torch.arange(context.size + 1) * (tokens // context.size)
         bounds = torch.searchsorted(batch.labels.rows, runs).tolist()
         predicted = [slice(*pair) for pair in pairwise(bounds)]
@@ -73,7 +73,7 @@ class LabelShare:
             return statistics
         shares = _even_shares(self.num_labels, self.context.size)
         own = torch.stack([statistics.logprobs, statistics.entropy, statistics.logsumexp])  # [3, share]
-        # An exchange of equal parts: shares differ by one label at most.
+        # Pad to equal sizes for the gather: shares differ by one label at most.
         longest = max(share.stop - share.start for share in shares)
         padded = own.new_zeros(3, longest)
         padded[:, : own.shape[1]] = own
@@ -99,7 +99,7 @@ class LabelShare:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch on this rank's device, and which of its labels this rank's head computes."""
+    """A micro-batch on this rank's device, and this rank's share of its labels."""
 
     members: tuple[int, ...]  # indices into the plan's documents
     label_counts: tuple[int, ...]  # of each of those documents
@@ -107,7 +107,7 @@ class MicroBatch:
     labels: PackedLabels
     weight: torch.Tensor  # [T] float64: one over the step's denominator, for each label
     share: "LabelShare"
-    exact: torch.Tensor | None = None  # [T] log-probs that take the place of the head's
+    exact: torch.Tensor | None = None  # [T] log-probs that replace the head's
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """Collect the hidden states that predict this rank's share of the labels."""

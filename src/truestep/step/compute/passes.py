@@ -140,16 +140,16 @@ class Passes:
 
 
 class _Wires:
-    """The exchange with the other ranks of a pipeline. Sending waits for nobody; receiving waits for the sender."""
+    """Point-to-point transfers between pipeline stages: asynchronous sends, blocking receives."""
 
     def __init__(self, ranks: Ranks, schedule: Schedule, like: Callable[[Pass], torch.Tensor]):
         self._ranks, self._schedule, self._like = ranks, schedule, like
         self._expected: dict[tuple[int, bool], Iterator[Pass]] = {}
-        self._received: dict[Pass, torch.Tensor] = {}  # before they were needed
+        self._received: dict[Pass, torch.Tensor] = {}  # inputs received early
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def receive(self, current: Pass) -> torch.Tensor:
-        """Receive the input of a pass. What was sent before it comes before it."""
+        """Receive the input of a pass, after all inputs that its sender sent earlier."""
         sender = self._schedule.pipeline.rank_of(current.source)
         key = (sender, current.forward)
         if key not in self._expected:

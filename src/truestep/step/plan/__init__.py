@@ -1,6 +1,6 @@
-"""What a step is made of, before anything is computed.
+"""The plan of a step, made before any computation.
 
-plan              which documents make a step, on which rank, in which micro-batch
+plan              the documents of a step, by rank and micro-batch
 queue             one plan after another from a source
 ahead             the next plan, made during a step, and agreed on by all ranks
 """

@@ -1,7 +1,7 @@
-"""The plans of a run, agreed on by all ranks, and made while a step is computed wherever the source permits it.
+"""The plans of a run, compared across ranks, and made during the previous step where the source permits it.
 
-A checkpoint is of the step that was made last, and by then the plan of the next has been taken from the source: so each
-plan carries the state that its queue had once it was made.
+A checkpoint is written when the next step's plan has already been taken from the source. So each plan carries the
+queue's state right after the plan was taken.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from truestep.types import Rollout, StepPlan
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the state of the queue once it was taken: a checkpoint of its step."""
+    """A plan, and the queue's state right after the plan was taken, for the checkpoint of its step."""
 
     plan: StepPlan | None  # None: the data has ended
-    state: Callable[[], dict[str, Any]]  # of the queue, after this plan was taken from it; made for a checkpoint
+    state: Callable[[], dict[str, Any]]  # returns the queue's state right after this plan was taken
     carried: Sequence[Rollout]
     dropped: int
     taken: Taken  # from the source, for this plan
 
 
 class PlansAhead:
-    """The plans of a queue, each agreed on by all ranks. With `overlap`, the next is made while a step is computed."""
+    """The plans of a queue, each compared across ranks. With `overlap`, a thread makes the next plan during a step."""
 
     def __init__(self, queue: PlanQueue, ranks: Ranks, *, overlap: bool):
         self._queue, self._ranks = queue, ranks
@@ -45,11 +45,11 @@ class PlansAhead:
         return planned
 
     def snapshot(self) -> Planned:
-        """Describe where a run stands that has taken no plan yet."""
+        """Return the queue's current state without taking a plan."""
         return Planned(None, self._queue.snapshot(), self._queue.carried, 0, Taken())
 
     def close(self) -> None:
-        """Wait for the plan that is being made, on every rank alike: they talk while they make it."""
+        """Wait for the plan in progress. Every rank must call this: making a plan communicates between ranks."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
 

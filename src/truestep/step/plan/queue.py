@@ -1,4 +1,4 @@
-"""The queue of plans made from a source. It holds the only state that a plan depends on, besides the source's."""
+"""The queue of plans made from a source. A plan depends on the state of the queue and of its source alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from truestep.types import Rollout, StepPlan
 
 
 class PlanQueue:
-    """A sequence of plans. Each takes its documents from the source once, and comes `updates_per_batch` times."""
+    """A sequence of plans. Documents are taken from the source once and used for `updates_per_batch` plans."""
 
     def __init__(self, source: Source, rule: StepRule, *, updates_per_batch: int = 1, drop_last: bool = False):
         self._source, self._rule = source, rule
@@ -19,7 +19,7 @@ class PlanQueue:
         self._documents: list[Rollout] = []  # of the plan that is being repeated
         self.documents_seen = 0
         self.dropped: list[Rollout] = []
-        self.taken = Taken()  # for the last plan; without documents where it repeats one
+        self.taken = Taken()  # from the source for the last plan; no documents if the plan repeats
 
     def next_plan(self) -> StepPlan | None:
         """Make the next step's plan; None at the end of the data."""
@@ -59,18 +59,18 @@ class PlanQueue:
             bins, complete = count_packed([document.num_tokens for document in waiting], self._rule)
             if complete:
                 break
-            if len(waiting) < wanted:  # the data ends: nothing more comes that could still fit
+            if len(waiting) < wanted:  # end of data
                 complete = bool(bins) and may_end(len(bins), len(waiting), self._rule)
                 break
-            # Not far ahead: more documents may only be sent when this step's weights are out.
+            # Peek a few at a time: the source may send more documents only after this step's weights are published.
             wanted += 1 if self._rule.docs_per_step else 1 + wanted // 8
-        # What is left out is not taken: should the files grow, it belongs to the next step.
+        # Documents left out stay in the source: they belong to the next step if the files grow.
         if not complete and self._ends_before(waiting):
             return None
         return source.take(sum(len(members) for members in bins), self.documents_seen)
 
     def _ends_before(self, documents: Sequence[Rollout]) -> bool:
-        """Decide at the end of the data whether the documents that are left make no step."""
+        """Tell whether the data ends without a step from the remaining documents; note dropped ones."""
         if documents and self._drop_last:
             self.dropped = list(documents)
         return not documents or self._drop_last
@@ -79,14 +79,14 @@ class PlanQueue:
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Note where the queue stands; give a function that makes the state of it, as a source does."""
+        """Capture the queue's position, and return a function that builds its state, as sources do."""
         own = {"documents_seen": self.documents_seen, "repeats_left": self._repeats_left}
         of_source = self._source.snapshot()
         return lambda: own | {"source": of_source()}
 
     @property
     def carried(self) -> list[Rollout]:
-        """The documents taken from the source whose plan is still to be repeated: a checkpoint keeps them."""
+        """The documents of a plan with repeats left, kept in checkpoints."""
         return self._documents if self._repeats_left else []
 
     def restore(self, state: dict[str, Any], carried: list[Rollout]) -> None:

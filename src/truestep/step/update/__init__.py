@@ -3,5 +3,5 @@
 optimizer         the optimizer, its state in checkpoints, the learning rate
 optimizers        the built-in ones
 clipping          the norm of the gradient, and clipping by it
-blame             which documents, or weights, make a gradient that is not finite
+blame             finds the documents or weights whose gradient is not finite
 """

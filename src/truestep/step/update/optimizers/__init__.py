@@ -2,6 +2,6 @@
 
 by_weight         a torch optimizer that applies a rule to each weight
 adamw, eight_bits AdamW, and AdamW with 8-bit moments, each with its Triton kernel
-muon              orthogonalised momentum; exchange: whole matrices of which ranks have parts
-conveyor          states on their way between host and GPU, overlapped with the passes
+muon              orthogonalised momentum; exchange: gathers and scatters sharded matrices
+conveyor          copies states between host and GPU, overlapped with the passes
 """

@@ -1,5 +1,5 @@
-"""One pass over many weights for AdamW (Triton): weights, gradients and moments are read, and weights and moments
-written, and the weights once more in the type that the model computes in. A table has their addresses.
+"""AdamW over many weights in one pass (Triton): reads weights, gradients and moments; writes weights, moments and the
+weights rounded to the model's compute type. A table has the addresses.
 
 Dimensions: W weights, T tensors of each, P programs.
 """
@@ -20,7 +20,7 @@ from truestep.gpu.operators import on_device
 from truestep.step.update.optimizers.by_weight import Slot
 from truestep.types import sent
 
-_BLOCK = 4096  # numbers that a program works on
+_BLOCK = 4096  # elements per program
 LINE = 16  # what begins at a multiple of so many bytes, and has a multiple of as many numbers, is read in wide pieces
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -44,8 +44,8 @@ def _begin(own_pointer, number, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update_kernel(
-    # [W, T + 1] int64: where weight, gradient, first moment, second moment and rounded weight begin, and how many
-    # numbers each has.
+    # [W, T + 1] int64: addresses of weight, gradient, first moment, second moment and rounded weight, and the number
+    # of elements of each.
     table_pointer,
     corrections_pointer,  # [W, 2] float32: of the first moment, and of the second one's root
     work_pointer,  # [P, 2] int32: a weight, and a block of it

@@ -1,7 +1,7 @@
 """An optimizer that updates each weight by the rule of its group.
 
-What needs memory beside weights and states goes through the weights one after another: so the memory of an update is
-that of a few weights, whatever the model's size, and states may lie on the host.
+Work that needs temporary memory runs on one batch of weights at a time, so that temporary memory does not grow with the
+model, and states may be stored on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from truestep.process import progress
 from truestep.step.update.optimizers.conveyor import Conveyor
 from truestep.weights.protocol import Weights, some_rows
 
-State = dict[str, torch.Tensor]  # of a weight: tensors with its dimensions, of which the last may have another size
+State = dict[str, torch.Tensor]  # tensors with the weight's dimensions, except perhaps the last one's size
 
-# Numbers of a weight that are updated at a time, where rows can be updated apart: it bounds what a rule needs beside
-# the state, and what is on its way between host and device.
+# Elements of a weight per update, where rows can be updated separately. It bounds temporary memory and the size of a
+# load between host and device.
 _NUMBERS = 2**24
-STEP = "step"  # the name of the number of a weight's updates, in its state
-_MASTER = "master"  # the name of a master among what lies on the host
+STEP = "step"  # key of a weight's update count in its state
+_MASTER = "master"  # key of a master weight among the tensors of a load
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Home:
     """The place of states between updates."""
 
     on_host: bool = False
-    room: int = 0  # bytes of the device beyond a step's own peak, in which they may move beside the passes
+    room: int = 0  # device bytes above a step's peak for copies of states that overlap with passes
 
 
 ON_DEVICE = Home()
@@ -42,15 +42,15 @@ class Slot:
     """A weight, or some of its rows, on the device for its update."""
 
     name: str
-    start: int  # the first row, of those of this rank
-    number: int  # of the update, from 1
+    start: int  # first row within this rank's part
+    number: int  # update count, from 1
     weight: torch.Tensor
     gradient: torch.Tensor
     state: State
-    rounded: torch.Tensor | None = None  # what the model computes with, if the weight is rounded into it
+    rounded: torch.Tensor | None = None  # the model's copy in its compute type, if there is one
 
 
-# Updates some slots, given the learning rate and what the gradients are multiplied by: they are clipped.
+# Updates slots, given the learning rate and the gradients' scale (from clipping).
 Update = Callable[[float, float], None]
 
 
@@ -61,28 +61,28 @@ def scale_gradients(slots: Sequence[Slot], scale: float) -> None:
 
 
 def round_weights(slots: Sequence[Slot]) -> None:
-    """Round the weights into what the model computes with, in a pass over all of them."""
+    """Round the master weights into the model's copies, in one pass over all slots."""
     rounded = [slot.rounded for slot in slots if slot.rounded is not None]
     if rounded:
         torch._foreach_copy_(rounded, [slot.weight for slot in slots if slot.rounded is not None])
 
 
 class Rule(Protocol):
-    """How weights of a kind are updated."""
+    """The update rule of a group of weights."""
 
     @property
     def together(self) -> int | None:
-        """So many whole weights are updated at once; 0: some rows of one at a time. None: the rule needs no memory
-        beside what it updates, so it updates all weights that stay on a GPU at once, and some rows of others."""
+        """The number of whole weights per update. 0: a range of rows of one weight. None: the rule needs no temporary
+        memory: all weights at once if they stay on a GPU, else a range of rows of one weight."""
         ...
 
     def begin(self, name: str, part: torch.Tensor) -> State:
-        """Describe the state of a rank's part before its first update, which is zeros: by tensors like them."""
+        """Return tensors with the types and shapes of the state of a rank's part; the state starts as zeros."""
         ...
 
     def prepare(self, slots: Sequence[Slot]) -> Update:
-        """Do the host's part of an update, and return the rest: it updates weights and states in place, and rounds the
-        weights; gradients are of no use afterwards. Every rank calls both for its parts of the same weights."""
+        """Do the host's work of an update, and return a function that updates weights and states in place and rounds
+        the weights. It may overwrite gradients. All ranks call both for their parts of the same weights."""
         ...
 
 
@@ -93,7 +93,7 @@ class ByWeight(torch.optim.Optimizer):
         self._weights, self._home = weights, home
         self._prepared: list[tuple[dict[str, Any], int, Update]] | None = None  # the next update, by groups of weights
         self._names = {id(master): name for name, master in weights.master.items()}
-        # Behind the last layer's backward pass come the gradient of the largest weight, and its sum over ranks.
+        # After the last layer's backward pass: the largest weight's gradient, and its sum over ranks.
         largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
         self._conveyor = Conveyor(weights.device, reserve=2 * 4 * largest, room=home.room)
         self._moves = home.on_host or weights.masters_on_host
@@ -105,7 +105,7 @@ class ByWeight(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Give the state of each weight, all of it where it lies."""
+        """Return the state of each weight, after all copies back to the host."""
         self._conveyor.settle()
         return self._states
 
@@ -154,20 +154,20 @@ class ByWeight(torch.optim.Optimizer):
         return zeros_on_host(like.shape, like.dtype, pinned=device.type == "cuda")
 
     def _place(self, value: torch.Tensor) -> torch.Tensor:
-        """Put a tensor of a state, which lies on the host, where states lie."""
+        """Copy a state tensor from the host to the place of states."""
         return self._zeros(value).copy_(value) if value.ndim else value
 
     def kinds(self, master: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Give the types and shapes of the state of a weight."""
+        """Return the types and shapes of a weight's state."""
         rule = next(group["rule"] for group in self.param_groups if any(master is other for other in group["params"]))
         like = rule.begin(self._names[id(master)], torch.empty_like(master, device="meta"))
         return {kind: (value.dtype, value.shape) for kind, value in like.items()}
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Do what the next update needs of the host, while the device still computes the gradients it is for."""
+        """Do the host's work for the next update while the device still computes the gradients."""
         self._begin_states()
-        if self._moves:  # what is on its way has no place yet
+        if self._moves:  # loads have no device address yet
             return
         gradients, self._prepared = self._weights.gradients, []
         for group in self.param_groups:
@@ -200,12 +200,12 @@ class ByWeight(torch.optim.Optimizer):
             for group, count, update in prepared or ():
                 update(group["lr"], scale)
                 progress.made("numbers updated", count)
-        for group in self.param_groups:  # only now: the device has something to do
+        for group in self.param_groups:  # after the launches, while the device is busy
             for master in group["params"]:
                 self._states[master][STEP] += 1
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[tuple[torch.nn.Parameter, slice]]]:
-        """Divide a group's weights into what is updated at once: weights, and the rows of each."""
+        """Divide a group's weights into batches to update at once: weights, and the rows of each."""
         masters, together = group["params"], group["rule"].together
         if together is None:
             together = len(masters) if self._weights.device.type == "cuda" and not self._moves else 0
@@ -220,7 +220,7 @@ class ByWeight(torch.optim.Optimizer):
                 yield [(master, slice(start, min(rows, start + most)))]
 
     def _moving(self, batch: Sequence[tuple[torch.nn.Parameter, slice]]) -> list[State]:
-        """Give the tensors of a batch that lie on the host."""
+        """Return the tensors of a batch that are stored on the host."""
         moving: list[State] = [{} for _ in batch]
         for found, (master, rows) in zip(moving, batch, strict=True):
             if self._home.on_host:

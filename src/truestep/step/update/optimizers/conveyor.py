@@ -1,13 +1,12 @@
-"""Moves tensors between host and device beside the computation: while one load is worked on, the next is on its way,
-and the one before goes back.
+"""Copies optimizer state between host and device on side streams: while one load is updated, the next load is copied to
+the device and the previous load is copied back.
 
-Much of the way is covered while the model computes. The first loads come during the last backward pass of a step, and
-the last ones go back during the next step's first passes: as far as there is room, which is what other steps have taken
-at the ends of their layers, and what the conveyor is given. The most memory that a run takes grows by that alone.
-Whoever reads what is on its way back calls `settle` before.
+Copies also overlap with the model's passes. The first loads are fetched during the last backward pass of a step, and
+the last loads are copied back during the first passes of the next step, as far as memory allows: in total, passes and
+loads use at most the peak measured at layer ends without loads, plus `room`. Call `settle` before reading the state on
+the host: copies back may be in flight.
 
-On a CPU host and device are one. A load is copied there and back all the same, so that the code that moves it is the
-same code, and gives the same numbers bit for bit.
+On a CPU, loads are copied too, so that CPU and GPU run the same code.
 """
 
 import sys
@@ -21,62 +20,62 @@ from truestep.gpu.memory import device_memory
 from truestep.process import progress
 
 Tensors = dict[str, torch.Tensor]
-# What is moved, and the work on its copies on the device, which changes them in place.
+# Host tensors, and a function that updates their device copies in place.
 Load = tuple[Sequence[Tensors], Callable[[Sequence[Tensors]], None]]
 
-_GOING = 2  # loads that may be on their way back whatever memory they take
-_FILLED = 0.9  # of a device's memory, beyond which loads never fill it: its allocator holds more than is in use
+_GOING = 2  # copies back that may be in flight regardless of memory
+_FILLED = 0.9  # largest share of device memory to fill with loads: the allocator reserves more than is in use
 
 
 class Lanes(Protocol):
-    """The ways between host and device."""
+    """Copies in both directions between host and device."""
 
     def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
-        """Begin to copy a load to the device. Give its copies, and the event after which they are there."""
+        """Start copying a load to the device. Return the device copies and the event that marks the end."""
 
     def arrive(self, event: Any) -> None:
-        """Have the device wait for copies before it does what it is asked for next."""
+        """Make the device wait for the copies' event before later work."""
 
     def send(self, host: Sequence[Tensors], copies: Sequence[Tensors]) -> Any:
-        """Begin to copy a load back, after what the device was asked for. Give the event after which it is there."""
+        """Start copying a load back after the work already enqueued. Return the event that marks the end."""
 
     def is_back(self, event: Any) -> bool: ...
 
     def wait(self, event: Any) -> None:
-        """Wait until a load is back."""
+        """Block the host until the event of a copy back."""
 
     def used(self) -> int:
-        """Count the bytes of the device's memory that are in use."""
+        """Return the bytes of device memory in use."""
 
     def holds(self) -> int:
-        """Count the bytes that the device's memory may be filled to."""
+        """Return the most bytes of device memory that may be in use."""
 
 
 class Conveyor:
     def __init__(self, device: torch.device, reserve: int = 0, room: int = 0):
-        """`reserve`: bytes that a pass takes beyond what is in use at the ends of its layers. `room`: bytes that loads
-        may take beyond the most that was in use without them."""
+        """`reserve`: bytes that a pass allocates beyond the usage at its layer ends. `room`: bytes that loads may add
+        to the peak without loads."""
         self._reserve, self._room = reserve, room
         self._lanes: Lanes = Streams(device) if device.type == "cuda" else Here()
-        self._wanted: deque[Sequence[Tensors]] = deque()  # what may come before its work is asked for
-        self._ahead: deque[tuple[list[Tensors], Any]] = deque()  # what came so
-        # What is on its way back, from where and to where: kept until it is there.
+        self._wanted: deque[Sequence[Tensors]] = deque()  # loads that may be fetched before `run`
+        self._ahead: deque[tuple[list[Tensors], Any]] = deque()  # fetched loads, not yet updated: device copies, event
+        # Copies back in flight: event, device copies, host tensors. Device copies are kept until the event.
         self._going: deque[tuple[Any, Sequence[Tensors], Sequence[Tensors]]] = deque()
-        self._most = 0  # bytes in use at the end of a layer, at most, while no load was on the device
-        self._own: int | None = None  # bytes in use beside loads, at the end of the last layer or update
-        self._rise = 0  # by so many the last layer made them grow
-        self._first_rise = 0  # and the first layer after an update
+        self._most = 0  # peak bytes in use at layer ends while no load was on the device
+        self._own: int | None = None  # bytes in use except loads, at the end of the last layer or update
+        self._rise = 0  # growth of `_own` over the last layer
+        self._first_rise = 0  # growth of `_own` over the first layer after an update
         self._updated = False  # no layer has ended since the last update
 
     def come(self, loads: Iterable[Sequence[Tensors]]) -> None:
-        """Fetch loads, in the order in which they will be worked on, whenever a layer ends and leaves room."""
+        """Queue loads, in the order of their updates, to be fetched at layer ends when memory allows."""
         self.forget()
         self._wanted.extend(loads)
 
     def layer_ended(self) -> None:
-        """Use the time in which a layer computes: the host has just asked for that."""
+        """Start copies that overlap with the kernels the host has just launched for a layer."""
         own = self._own_bytes()
-        self._rise = 0 if self._own is None else max(0, own - self._own)  # the next one may take as much
+        self._rise = 0 if self._own is None else max(0, own - self._own)  # estimate for the next layer
         if self._updated:
             self._updated, self._first_rise = False, self._rise
         self._own = own
@@ -88,16 +87,16 @@ class Conveyor:
         while self._wanted and self._fits(_size(self._wanted[0])):
             try:
                 self._take(self._wanted.popleft())
-            except torch.OutOfMemoryError:  # in pieces that are too small: it comes in its own time
+            except torch.OutOfMemoryError:  # fragmented memory: `run` will fetch the load
                 self._wanted.clear()
 
     def run(self, loads: Iterable[Load]) -> None:
-        """Do the work of each load, in order, on copies on the device, and begin to put them back."""
+        """Update each load in order on device copies, and start copying them back."""
         self._wanted.clear()
         self.settle()
-        self._rise = self._first_rise  # what comes behind it is a layer, of which nobody hears before it ends
+        self._rise = self._first_rise  # the next layer reports only at its end
         try:
-            waiting: Load | None = None  # its copies are the first that came ahead
+            waiting: Load | None = None  # its device copies are `_ahead[0]`
             for load in loads:
                 if len(self._ahead) < (1 if waiting is None else 2):
                     self._fetch(load[0])
@@ -108,13 +107,13 @@ class Conveyor:
                 self._work(waiting)
             self._own, self._updated = self._own_bytes(), True
         except BaseException:
-            self.forget()  # no later run must take what came for this one
+            self.forget()  # a later run must not use the loads of this run
             raise
 
     def _fetch(self, load: Sequence[Tensors]) -> None:
         try:
             self._take(load)
-        except torch.OutOfMemoryError:  # unless what is on its way back has the memory
+        except torch.OutOfMemoryError:  # retry after copies back have freed their memory
             self.settle()
             self._take(load)
 
@@ -122,19 +121,19 @@ class Conveyor:
         self._ahead.append(self._lanes.fetch(load))
 
     def _own_bytes(self) -> int:
-        """Count what is in use beside the loads that are on the device."""
+        """Return the bytes in use on the device except loads."""
         loads = sum(_size(copies) for copies, _ in self._ahead) + sum(_size(copies) for _, copies, _ in self._going)
         return self._lanes.used() - loads
 
     def settle(self) -> None:
-        """Wait until all is back on the host."""
+        """Wait for all copies back to the host."""
         if self._going:
             with progress.waiting_for("the optimizer's state to come back to the host's memory"):
                 while self._going:
                     self._free_first()
 
     def forget(self) -> None:
-        """Let go of what came ahead."""
+        """Drop queued and fetched loads."""
         self.settle()
         self._wanted.clear()
         while self._ahead:
@@ -142,7 +141,7 @@ class Conveyor:
             self._ahead.popleft()
 
     def _work(self, load: Load) -> None:
-        """Work on what came first, and send it back."""
+        """Update the first fetched load, and start copying it back."""
         (host, work), (copies, there) = load, self._ahead[0]
         self._lanes.arrive(there)
         work(copies)
@@ -163,13 +162,13 @@ class Conveyor:
             self._free_first()
 
     def _free_first(self) -> None:
-        """Wait until the first load is back, and free its copies."""
+        """Wait for the oldest copy back, and free its device copies."""
         self._lanes.wait(self._going[0][0])
         self._going.popleft()
 
 
 class Streams:
-    """The ways to a GPU and back: a stream each, since it has an engine of copies for each."""
+    """Copies to and from a GPU: a side stream per direction, since each direction has a copy engine."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -177,7 +176,7 @@ class Streams:
         self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
-        # Memory of the stream that computes, which uses it before and after: it is free when that stream is here.
+        # Allocated on the compute stream, which may still use this memory: the side stream waits for that stream first.
         copies = [
             {kind: torch.empty_like(value, device=self._device, pin_memory=False) for kind, value in tensors.items()}
             for tensors in load
@@ -203,7 +202,7 @@ class Streams:
         event.synchronize()
 
     def used(self) -> int:
-        # torch.cuda.memory_allocated, without its sorting of a hundred other figures.
+        # Same as torch.cuda.memory_allocated, which sorts a hundred other statistics.
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"])
 
     def holds(self) -> int:
@@ -211,7 +210,7 @@ class Streams:
 
 
 class Here:
-    """A device that is the host: what is copied is there at once, and there is no room to gain."""
+    """Copies within the host, for CPU runs: synchronous, without a memory limit."""
 
     def fetch(self, load: Sequence[Tensors]) -> tuple[list[Tensors], Any]:
         return [{kind: value.clone() for kind, value in tensors.items()} for tensors in load], None

@@ -35,7 +35,7 @@ STEPS = {FIRST: 2_654_435_769, SECOND: 1_640_531_527}
 
 
 class BlockError(TruestepError):
-    """Weights that ranks cut within blocks."""
+    """Weights whose sharding cuts a block."""
 
 
 class Quantised(NamedTuple):
@@ -45,13 +45,13 @@ class Quantised(NamedTuple):
 
 @cache
 def levels(count: int, device: torch.device) -> torch.Tensor:
-    """Make 0 and the levels above it, up to 1."""
+    """Return a table of 0 and `count` geometric levels up to 1."""
     values = [0.0, *(10 ** (DECADES * (place / (count - 1) - 1)) for place in range(count))]
     return torch.tensor(values, dtype=torch.float64).to(torch.float32).to(device)
 
 
 def turns(rows: torch.Tensor, columns: torch.Tensor, number: int, count: int) -> torch.Tensor:  # [R, C]
-    """Give each place its turn, in [0, 1): which of its two levels it takes."""
+    """Return each element's rounding threshold in [0, 1): it selects the lower or the upper level."""
     along_rows, along_columns = rows * ROW + number * STEPS[count], columns * COLUMN
     sums = _wrapped(along_rows)[:, None] + _wrapped(along_columns)[None, :]  # int32, which wraps
     return (sums >> 8).to(torch.float32) * 2.0**-24 + 0.5
@@ -62,7 +62,7 @@ def _wrapped(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(values: torch.Tensor, blocks: Blocks, turn: torch.Tensor, count: int) -> Quantised:
-    """Write numbers [R, C] as levels; what is not 0 never becomes 0 if `count` is that of the second moment."""
+    """Quantise values [R, C]. In the second moment (`count` = SECOND), only 0 becomes 0."""
     folded = blocks.fold(values.abs())
     scale = folded.amax(-1)
     share = blocks.unfold(folded / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None])
@@ -100,7 +100,7 @@ def empty_state(part: torch.Tensor, blocks: Blocks) -> State:
 class AdamW8Bit:
     weights: Weights
     options: AdamWOptions
-    kernel: bool = False  # it serves, on every rank
+    kernel: bool = False  # use the Triton kernel; the same on every rank
     together: int = 0
     _known_places: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, compare=False, repr=False

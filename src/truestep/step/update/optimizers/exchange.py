@@ -1,4 +1,4 @@
-"""Brings matrices of which ranks have parts together, each on one rank, and takes what is made of them apart again.
+"""Gathers each sharded matrix on one rank, and scatters the result of the work on the matrix.
 
 Never more than one matrix is whole on a rank. All ranks that have parts or copies of the same weights share the work.
 """
@@ -16,12 +16,12 @@ from truestep.weights.protocol import Weights
 
 
 class _Level(NamedTuple):
-    """A group of ranks with a part each of a matrix, of which one gets all of it."""
+    """A group of ranks that each have a part of a matrix; the owner gathers the whole."""
 
     group: dist.ProcessGroup
-    owner: int  # its place in the group
+    owner: int  # rank within the group
     dimension: int
-    size: int  # of the whole, along that dimension
+    size: int  # of the whole matrix along `dimension`
 
     @property
     def here(self) -> bool:
@@ -32,14 +32,14 @@ class _Level(NamedTuple):
         return dist.get_world_size(self.group)
 
     def collect(self, part: torch.Tensor) -> torch.Tensor | None:
-        """Bring the parts together on the owner; the others get None."""
+        """Gather the parts on the owner; other ranks get None."""
         sent = self._padded(part)
         received = [torch.empty_like(sent) for _ in range(self.ranks)] if self.here else None
         dist.gather(sent, received, group=self.group, group_dst=self.owner)
         return None if received is None else torch.cat(received)[: self.size].movedim(0, self.dimension)
 
     def deal(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """Give every rank its part of what the owner has; `like` has the shape of this rank's part."""
+        """Scatter the owner's matrix; `like` has the shape of this rank's part."""
         received = self._padded(like)
         sent = None
         if whole is not None:
@@ -85,7 +85,7 @@ class WholeMatrices:
     def each(
         self, names: Sequence[str], part_of: Callable[[str], torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Do the work on each whole matrix, on one rank, and give every rank its part of each result.
+        """Run `work` on each whole matrix, on one rank, and return this rank's part of each result.
 
         `part_of` makes this rank's part; it is not called for matrices that another replica works on."""
         gradients = self.weights.gradients  # of the sizes of this rank's parts
@@ -109,8 +109,8 @@ class WholeMatrices:
         return group is None or dist.get_rank(group) == self._places(number)[0]
 
     def _levels(self, number: int, name: str) -> tuple[_Level | None, _Level | None, bool]:
-        """Give the two levels at which parts are brought together, where there are several, and whether this rank
-        takes part in the second."""
+        """Return the two gathers of a matrix, over shards and over tensor ranks (None: no gather), and whether this
+        rank takes part in the second."""
         ranks, piece = self.weights.ranks, self.weights.pieces[name]
         _, shard, slice_ = self._places(number)
         (axis,) = CUT
@@ -133,11 +133,11 @@ class WholeMatrices:
             part = tensor.collect(part)
         group = self.weights.ranks.group(CUT[0])
         if tensor is None and group is not None and dist.get_rank(group) != self._places(number)[2]:
-            return None  # every tensor rank has all of it, and one works on it
+            return None  # every tensor rank has the whole matrix; one of them works on it
         return part
 
     def _deal(self, number: int, name: str, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """Give every rank its part of a result, which one rank has."""
+        """Scatter a result from the rank that has it, and return this rank's part."""
         part = torch.empty(like.shape, dtype=like.dtype, device=self.weights.device)
         if self._in_replica(number):
             sharded, tensor, goes_on = self._levels(number, name)
@@ -156,7 +156,7 @@ class WholeMatrices:
     def _deal_slices(
         self, number: int, name: str, tensor: _Level | None, whole: torch.Tensor | None, like: torch.Tensor
     ) -> torch.Tensor | None:
-        """Give every tensor rank its slice, or all of a matrix that is not cut."""
+        """Scatter the slices to the tensor ranks, or broadcast a matrix that is not sliced."""
         group, piece = self.weights.ranks.group(CUT[0]), self.weights.pieces[name]
         if group is None:
             return whole

@@ -1,4 +1,4 @@
-"""Muon (Jordan and others, 2024): a matrix's momentum is made nearly orthogonal, as a whole, before it is added."""
+"""Muon (Jordan and others, 2024): orthogonalises the momentum of each whole matrix, approximately, for its update."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def orthogonalise(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch
 
 
 def size_factor(shape: torch.Size, adjust: str) -> float:
-    """Compute what the learning rate of a matrix is multiplied with."""
+    """Return the factor of a matrix's learning rate."""
     rows, columns = shape[-2:]
     if adjust == "original":
         return math.sqrt(max(1.0, rows / columns))
