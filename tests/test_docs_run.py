@@ -13,7 +13,7 @@ import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from click.testing import CliRunner
 import truestep
 from documents import make_documents
 from pages import ROOT, Block, Page, all_pages, shell_commands, truestep_arguments
+from plan.shapes import H200
 from small_runs import merged, quiet_trainer, sort_prompts, word_model, write_lines
 from truestep.commands.cli import main
 from truestep.config.load import load_config
@@ -214,6 +215,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     files = {name: own[name] for name in ("model", "loss", "optimizer")}
     data = {"advantages": "group_normalized", "group_size": 4, "tokens_per_microbatch": 64}
     (place / "rollouts.yaml").write_text(yaml.safe_dump(files | {"data": data | {"path": "rollouts/a.jsonl"}}))
+    (place / "rates.json").write_text(json.dumps(asdict(H200)))
     yield place
     for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
         del sys.modules[name]

@@ -7,6 +7,7 @@ draw              from logits to a token, by the completion's own seed
 stops             stop texts, wherever tokens cut them
 serving           which kernels serve on this machine: each is first compared with plain torch
 graphs            CUDA graphs of steps
+device            what differs between devices; team: tensor ranks that sample together
 exact             steps whose log-probs are training's to the last bit
 *_kernels         the Triton kernels of the modules beside them
 """
