@@ -205,6 +205,7 @@ RELEASE = [("evaluation", "off", "quick"), ("server", "off", "quick")]
 @pytest.mark.parametrize(
     ("kind", "isolation", "speed"), in_tiers(CASES, CASES[:1], [case for case in CASES[1:] if case not in RELEASE])
 )
+@pytest.mark.long
 def test_the_table_of_the_page_is_what_happens(
     kind: str, isolation: str, speed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

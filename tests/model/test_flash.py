@@ -123,6 +123,7 @@ def test_the_check_names_what_is_wrong(fault: Callable[..., Any], named: str, pa
 
 
 @pytest.mark.parametrize("heads", [SHAPES[0], *(pytest.param(each, marks=pytest.mark.release) for each in SHAPES[1:])])
+@pytest.mark.long
 def test_operators_keep_what_torch_asks_of_them(heads: flash.Heads, package: ModuleType) -> None:
     bounds = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     q, k, v = (
@@ -213,6 +214,7 @@ def gradients_of(policy: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "normed"), [("qwen3_tied", 0), pytest.param("gemma2", 1, marks=pytest.mark.release)])
+@pytest.mark.long
 def test_elementwise_recomputation_keeps_what_products_and_attention_give(
     kind: str, normed: int, tiny_model: Callable[[str], Path], package: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ MODELS = ["qwen3_tied", pytest.param("gemma2", marks=pytest.mark.release)]
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.long
 def test_a_models_layers_are_joined(kind: str, tiny_model: Callable[[str], Path], seen: list[object]) -> None:
     """Their gradients are no further from float32's than those of plain layers."""
     results = []

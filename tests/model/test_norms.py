@@ -304,6 +304,7 @@ def test_compiled_layers_add_what_else_flows_in_the_kernel(monkeypatch: pytest.M
     ("kind", "compiled", "recompute"),
     [("qwen3_tied", True, False), ("gemma2", True, True), ("qwen3_tied", True, "elementwise"), ("llama", False, True)],
 )
+@pytest.mark.long
 def test_a_policys_norms_are_ours(
     kind: str, compiled: bool, recompute: bool | str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_heads_are_known_by_what_they_compute(how: str, dtype: torch.dtype, seen
 @pytest.mark.parametrize(
     "kind", ["qwen3_tied", *(pytest.param(k, marks=pytest.mark.release) for k in ("llama", "gemma2"))]
 )
+@pytest.mark.long
 def test_models_that_sample_turn_their_heads_so(
     kind: str, tiny_model: Callable[[str], Path], seen: list[list[int]]
 ) -> None:

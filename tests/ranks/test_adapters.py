@@ -88,6 +88,7 @@ def check_scores(folder: Path, oracle: OracleResult) -> None:
         pytest.param("gemma2", {}, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_gradients_are_those_of_the_merged_weights_on_every_layout(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def fail_to_capture(_: Graphs, work: Callable[[], torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("fails_on", long_except([None, 1], None))
+@pytest.mark.long
 def test_compiled_layers_and_graphs_draw_the_same(fails_on: int | None, tiny_model: Model) -> None:
     on_ranks(2, sample_in_graphs, cases(tiny_model("qwen3_tied"), PLAIN), fails_on)
 

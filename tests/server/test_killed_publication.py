@@ -54,6 +54,7 @@ def draws_of(body: dict[str, Any]) -> torch.Generator:
 
 
 @pytest.mark.parametrize(("size", "parallel", "transfer", "moments"), CASES)
+@pytest.mark.long
 def test_kills_in_the_middle_of_publications_change_nothing(
     size: int, parallel: dict[str, int], transfer: str, moments: list[str], tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def parts_config(model: Path, rollouts: Path, run: Path, sections: dict[str, Any
     [list(PART_CASES)[:3], pytest.param(list(PART_CASES)[3:], marks=pytest.mark.release)],
     ids=["some", "others"],
 )
+@pytest.mark.long
 def test_stopped_with_parts_of_their_own(names: list[str], tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Files of which each rank reads a part: a stopped run and the one behind it write what an unbroken one does."""
     for rank, number in enumerate((3, 5)):

@@ -43,6 +43,7 @@ OTHERS = [("adamw", "none"), ("adamw", "states"), ("adamw_8bit", "none")]
 
 
 @pytest.mark.parametrize(("kind", "offload"), in_tiers([*IN_SHORT, *IN_LONG, *OTHERS], IN_SHORT, IN_LONG))
+@pytest.mark.long
 def test_each_passes(kind: str, offload: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     names = NAMES if (kind, offload) in [("adamw_8bit", "none"), ("muon", "all")] else SOME
     verdicts = judge(tiny_model("qwen3_tied"), tmp_path, OPTIMIZERS[kind] | {"offload": offload}, names)

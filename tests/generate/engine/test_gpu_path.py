@@ -125,6 +125,7 @@ def test_kernels_and_replays_draw_the_same(
 
 
 @pytest.mark.parametrize("kind", long_except(["qwen3", "mistral"], "mistral"))
+@pytest.mark.long
 def test_prompts_that_are_replayed_draw_the_same(
     kind: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_rows_that_a_product_adds_to_stay_what_they_are(what: str, backend: str)
 @pytest.mark.parametrize(
     ("kind", "of_a_layer"), [("qwen3", [3, 2]), ("llama", [3, 2]), ("gemma2", [3, 2]), ("qwen2", [2])]
 )
+@pytest.mark.long
 def test_layers_multiply_once_by_what_meets_the_same_rows(
     kind: str, of_a_layer: list[int], tiny_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
