@@ -169,7 +169,7 @@ def test_a_rank_never_holds_more_than_its_part_and_a_layer(
         on_fresh_ranks(size, measure, str(tiny_model("llama")), model, parallel, str(output))
         measured.append([json.loads(Path(f"{output}-{rank}").read_text(encoding="utf-8")) for rank in range(size)])
     for of_rank in zip(*measured, strict=True):
-        # The kernel maps more of a file around what is read than was asked for, now more and now less: the least counts.
+        # The kernel maps more of a file around what is read than was asked for, now more, now less: the least counts.
         found = min(of_rank, key=lambda one: one["peak"])
         assert found["part"] <= 1.02 * whole / size
         # A layer while the model is probed, or as much of the file as is mapped at a time, and the process's own.
