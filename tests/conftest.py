@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 
 # Where there is no GPU, Triton's own functions must be interpreted ones from their first import. The variable is taken
@@ -40,13 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first: at the end, processes have little left that only one of them can do."""
     items.sort(key=lambda item: item.path.parent.name not in _LONGEST and item.path.name not in _LONGEST)
-
-
-@pytest.fixture(autouse=True)
-def _ranks_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts that a test verifies run on the session's ranks. Who types the command starts the command's own."""
-    if (judge := sys.modules.get("truestep.tools.verify.judge")) is not None:
-        monkeypatch.setattr(judge, "run_ranks", import_module("ranks.pool").run_ranks)
 
 
 @pytest.fixture(autouse=True)
