@@ -240,7 +240,7 @@ def of_ranks() -> tuple[str, ...]:
         since=655,
         idle=602,
         waiting_for="the disk to write /runs/a/part-00001.safetensors",
-        place="tensor_files.py:91 in sync",
+        place="tensors.py:91 in sync",
     )
     pairs = ((works, [gone]), (waits, [slow]), (works, [saves]), (slow, []))
     return tuple(str(verdict(own, others, timeout=600, silence=60)) for own, others in pairs)

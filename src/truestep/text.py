@@ -151,3 +151,7 @@ def hidden_options(value: Any, name: str = "") -> list[str]:
         return [name] if any(hidden_options(item, name) for item in value) else []
     hidden = isinstance(value, str) and (value == HIDDEN or re.search(rf"://{re.escape(HIDDEN)}@", value) is not None)
     return [name] if hidden else []
+
+
+def discard(text: str) -> None:
+    """Discard a message: where nobody is to be told."""

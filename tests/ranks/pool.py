@@ -108,15 +108,13 @@ def run_ranks(
     arguments: Sequence[Any] = (),
     *,
     timeout: float = 600.0,
-    environment: dict[str, str] | None = None,
 ) -> None:
     """Run `target(*arguments)` as `truestep.ranks.launch.run_ranks` does, on the session's ranks.
 
-    What is told by a case's arguments to be other than clean gets ranks of its own: variables of its own, or (for
-    `verify`) a planted fault.
+    A case whose arguments are functions gets ranks of its own: these may change what a later case finds.
     """
-    if environment or any(callable(argument) for argument in arguments):
-        launch.run_ranks(size, target, arguments, timeout=timeout, environment=environment)
+    if any(callable(argument) for argument in arguments):
+        launch.run_ranks(size, target, arguments, timeout=timeout)
         return
     pool = _pools.pop(size, None) or Pool(size)
     pool.run(target, arguments, timeout)

@@ -163,16 +163,17 @@ def test_a_rank_never_holds_more_than_its_part_and_a_layer(
     size: int, parallel: dict[str, int], large: tuple[str, int, int], tiny_model: Any, tmp_path: Path
 ) -> None:
     model, whole, layer = large
-    measured: list[list[dict[str, float]]] = []
-    for attempt in range(3):
-        output = tmp_path / f"found{attempt}"
-        on_fresh_ranks(size, measure, str(tiny_model("llama")), model, parallel, str(output))
-        measured.append([json.loads(Path(f"{output}-{rank}").read_text(encoding="utf-8")) for rank in range(size)])
-    for of_rank in zip(*measured, strict=True):
-        # The kernel maps more of a file around what is read than was asked for, now more, now less: the least counts.
-        found = min(of_rank, key=lambda one: one["peak"])
-        assert found["part"] <= 1.02 * whole / size
+
+    def allowed(found: dict[str, float]) -> float:
         # A layer while the model is probed, or as much of the file as is mapped at a time, and the process's own.
-        allowed = found["part"] + found["gradients"] + layer + 64 * MEGABYTE
-        assert found["peak"] <= allowed, {name: value / MEGABYTE for name, value in found.items()}
+        return found["part"] + found["gradients"] + layer + 64 * MEGABYTE
+
+    for _ in range(3):  # the kernel maps more of a file around what is read than was asked for, now more, now less
+        on_fresh_ranks(size, measure, str(tiny_model("llama")), model, parallel, str(tmp_path / "found"))
+        of_ranks = [json.loads((tmp_path / f"found-{rank}").read_text(encoding="utf-8")) for rank in range(size)]
+        if all(found["peak"] <= allowed(found) for found in of_ranks):
+            break
+    for found in of_ranks:
+        assert found["part"] <= 1.02 * whole / size
+        assert found["peak"] <= allowed(found), {name: value / MEGABYTE for name, value in found.items()}
         assert size == 1 or found["part"] + layer + 64 * MEGABYTE < 0.85 * whole

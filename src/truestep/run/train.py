@@ -129,25 +129,25 @@ def make_trainer(
     watch.phase("reading the data")
     say = partial(_say_one, display, config, ranks)
     raters = _make_raters(directory, ranks, say)
-    supply, source, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
+    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
     progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
-    aside = source.aside()
+    aside = supply.source.aside()
     sinks: list[Sink] = []
     if ranks.first:
         sinks = make_sinks(config, directory, display, title, progress.step)
-        begun = _begin(directory, config, policy, source, latest, aside.rejected, progress, damaged)
+        begun = _begin(directory, config, policy, supply.source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
     if latest is not None:  # the run may have been killed before it told the source of this checkpoint
-        source.checkpointed(queue.documents_seen)
+        supply.source.checkpointed(queue.documents_seen)
         if supply.publication is not None:
             supply.publication.saved(latest, progress.step, queue.documents_seen)
     return Trainer(
         policy=policy,
-        source=source,
-        plans=PlansAhead(queue, ranks, overlap=source.plans_ahead),
+        source=supply.source,
+        plans=PlansAhead(queue, ranks, overlap=supply.source.plans_ahead),
         ranks=ranks,
         watch=watch,
         runner=runner.with_entropy_bonus(progress.entropy_bonus),
@@ -172,12 +172,12 @@ def make_trainer(
 
 def _make_data(
     config: Config, runner: StepRunner, ranks: Ranks, raters: Raters, say: Callable[[str], None]
-) -> tuple[Supply, Source, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
+) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
     policy = runner.policy
     supply = make_supply(config, policy, ranks, raters)
     check = make_check(config, runner, supply.servers, say)
     evaluator = make_evaluator(config, policy, raters, supply.servers, check)
-    return supply, supply.source, make_queue(config, policy, supply.source), check, evaluator
+    return supply, make_queue(config, policy, supply.source), check, evaluator
 
 
 def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], None]) -> Raters:

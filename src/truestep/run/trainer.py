@@ -238,9 +238,10 @@ class Trainer:
             raise self._unusable(number, fault)
         norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
         # Weights that are not finite also make an unusable gradient: check them before the documents are blamed.
-        if self.update_check.costs_nothing or not usable(norm, self.gradient_clip):
+        useless = not usable(norm, self.gradient_clip)
+        if useless or self.update_check.costs_nothing:
             self._check_weights()
-        if not usable(norm, self.gradient_clip):
+        if useless:
             raise self._useless(number, plan, accumulated, norm)
         self.observers.gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor

@@ -9,6 +9,7 @@ from truestep.model.policy import Policy
 from truestep.rollouts.kept.keeper import Keeper
 from truestep.run.callbacks import Callbacks
 from truestep.run.directory import RunDirectory
+from truestep.text import discard
 
 
 def make_observers(
@@ -41,10 +42,6 @@ def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Ca
         directory.path,
         **options.model_dump(),
         decode=None if tokenizer is None else decode,
-        say=say if config.logging.console else _nowhere,
+        say=say if config.logging.console else discard,
         writes=directory.writes,
     )
-
-
-def _nowhere(text: str) -> None:
-    """Discard a message."""

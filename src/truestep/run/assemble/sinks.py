@@ -8,7 +8,7 @@ from truestep.report.verdicts.watching import Watching
 from truestep.run.directory import RunDirectory
 from truestep.run.terminal.display import Display
 from truestep.run.terminal.run import ConsoleSink
-from truestep.text import redacted_options
+from truestep.text import discard, redacted_options
 
 
 def make_sinks(config: Config, directory: RunDirectory, display: Display, title: str, done: int) -> list[Sink]:
@@ -37,7 +37,7 @@ def make_sinks(config: Config, directory: RunDirectory, display: Display, title:
 def make_watching(config: Config, directory: RunDirectory, display: Display) -> Watching:
     """Make the sink that judges the run at each step. It also reads the lines of earlier starts."""
     return Watching(
-        display.say if config.logging.console else _nowhere,
+        display.say if config.logging.console else discard,
         directory.record_warning,
         rejected_in=str(directory.rejected),
         pass_reward=config.evaluation.pass_reward if config.evaluation else None,
@@ -46,7 +46,3 @@ def make_watching(config: Config, directory: RunDirectory, display: Display) -> 
         evaluations=read_json_lines(directory.evaluations),
         warnings=read_json_lines(directory.warnings),
     )
-
-
-def _nowhere(text: str) -> None:
-    """Discard a message."""

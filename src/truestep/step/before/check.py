@@ -16,6 +16,7 @@ from truestep.step.before.agreement import Fault, Judge, at_labels
 from truestep.step.before.causes import explain
 from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.text import discard
 from truestep.types import Rollout, StepPlan
 
 _MOST_EXPLAINED = 64  # documents that are scored again to say what is wrong with them
@@ -115,9 +116,5 @@ class SamplerCheck:
         if self.warn is None:
             return text
         self.warn(f"warning: {text}")
-        self.warn = _nowhere
+        self.warn = discard
         return None
-
-
-def _nowhere(text: str) -> None:
-    """Say nothing: it was said."""
