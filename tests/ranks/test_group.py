@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from itertools import product
 from pathlib import Path
 
@@ -105,6 +106,18 @@ def _check_fellows(layout: RankLayout, fellows: dict[int, dict[str, list[int] | 
         expected = [float(holder * ranks.size // ranks.pipeline)] * 3 if ranks.first else None
         assert (None if found is None else found.tolist()) == expected
     leave()
+
+
+def test_ranks_that_left_their_groups_connect_again() -> None:
+    run_ranks(2, _join_and_leave, timeout=60)
+
+
+def _join_and_leave() -> None:
+    for number in range(10):
+        ranks = join(RankLayout(), device="cpu", stall_timeout=0)
+        time.sleep(0.002 * ranks.rank * number)
+        assert ranks.gather(number) == [number] * 2
+        leave()
 
 
 def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

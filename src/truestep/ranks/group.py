@@ -4,6 +4,7 @@ The ranks of a context or tensor group, and the stages of a pipeline, compute a 
 groups that have micro-batches of their own. Weights are spread over `shards` = data_shard · context ranks (`axes`).
 """
 
+import itertools
 import math
 import os
 import sys
@@ -30,6 +31,7 @@ R = TypeVar("R")
 
 # A rank that others wait for may take its time: `watch` ends what stands still, and not a clock of torch's.
 _NO_CLOCK = timedelta(days=7)
+_connections = itertools.count()  # of the ranks to each other that this process has made: as many as every other rank
 _BUCKET = 2**24  # numbers that go in one message, unless a single tensor has more
 
 
@@ -268,9 +270,17 @@ def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
         torch.cuda.set_device(local)
     with _connecting(2 * stall_timeout + 60):
         if not dist.is_initialized():
-            place = torch.device("cuda", local) if on_gpu else None
-            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_NO_CLOCK, device_id=place)
+            _connect("cpu:gloo,cuda:nccl" if on_gpu else "gloo", torch.device("cuda", local) if on_gpu else None)
         return _lay_out(layout, "cuda" if on_gpu else "cpu")
+
+
+def _connect(backend: str, device: torch.device | None) -> None:
+    """Make the process group, under names of its own in the store: those of a group that these processes have left
+    still stand there, and name addresses at which nobody listens."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=_NO_CLOCK))
+    store.set_timeout(_NO_CLOCK)
+    store = dist.PrefixStore(f"truestep {next(_connections)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_NO_CLOCK, device_id=device)
 
 
 @contextmanager
