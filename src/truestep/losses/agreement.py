@@ -15,10 +15,11 @@ from truestep.types import PackedLabels
 
 # The largest share of honest tokens whose log-probs differ by more than so many times the tolerance.
 LEVELS = ((1.0, 0.25), (2.0, 0.05), (5.0, 2e-3), (16.0, 2e-4), (64.0, 0.0))
-_STANDING = ("up", "down", "surprise", "entropy")  # of tokens of the standing weights
-_OLDER = ("older", "older_up")
-COLUMNS = ("standing", *(f"beyond_{level:g}" for level, _ in LEVELS), *_STANDING, *_OLDER, "logprobs", "mark")
+_BEYOND = tuple(f"beyond_{level:g}" for level, _ in LEVELS)
+# Of tokens of the standing weights, of older ones, and of all.
+COLUMNS = ("standing", *_BEYOND, "up", "down", "surprise", "entropy", "older", "older_up", "logprobs", "mark")
 COLUMN = {name: number for number, name in enumerate(COLUMNS)}
+_OF_STANDING, _OF_OLDER = slice(0, COLUMN["older"]), slice(COLUMN["older"], COLUMN["logprobs"])
 
 # A log-prob may come rounded to bfloat16 (2^-8 of its value) or to three decimals.
 _RELATIVE_ROUNDING, _ROUNDING = 2.0**-8, 5e-4
@@ -47,20 +48,18 @@ def compare(
     older = known & ~standing
     own, given = logprobs.double(), labels.old_logprobs.double()
     gap = own - given
-    beyond = (gap.abs() - allowed_rounding(given)).clamp(min=0)
+    beyond = (gap.abs() - allowed_rounding(given)).clamp_(min=0)
     signed, slack = beyond.copysign(gap), _SLACK * tolerance
     up = softplus(signed) - (math.log(2) + slack)
-    down = torch.log1p((1 - signed.clamp(max=math.log(2)).exp()) / 2) - slack
-    beyonds = torch.stack([beyond > level * tolerance for level, _ in LEVELS])
-    of_standing = torch.cat(
-        [torch.ones_like(own)[None], beyonds, torch.stack([up, down, own + entropy, entropy.double()])]
-    )
-    of_older = torch.stack([torch.ones_like(own), up])
-    of_all = torch.stack([own, _marks(labels)])
-    # where, since what is not finite is not to be multiplied by 0
-    values = torch.cat([torch.where(standing, of_standing, 0), torch.where(older, of_older, 0), of_all])  # [K, T]
-    sums = torch.zeros(len(labels.num_labels), len(COLUMNS), dtype=torch.float64, device=own.device)
-    return sums.index_add_(0, labels.document, values.T)
+    down = signed.clamp_(max=math.log(2)).expm1_().mul_(-0.5).log1p_().sub_(slack)
+    one, entropy = torch.ones_like(own), entropy.double()
+    beyonds = [(beyond > level * tolerance).double() for level, _ in LEVELS]
+    values = torch.stack([one, *beyonds, up, down, own + entropy, entropy, one, up, own, _marks(labels)])
+    # Filled, since what is not finite is not to be multiplied by 0.
+    values[_OF_STANDING].masked_fill_(~standing, 0)
+    values[_OF_OLDER].masked_fill_(~older, 0)
+    sums = values.new_zeros(len(COLUMNS), len(labels.num_labels))
+    return sums.index_add_(1, labels.document, values).T
 
 
 def _marks(labels: PackedLabels) -> torch.Tensor:  # [T] float64

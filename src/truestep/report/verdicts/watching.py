@@ -14,7 +14,7 @@ from truestep.report.verdicts.evidence import Evidence, Verdict
 from truestep.text import printable
 
 _GONE = 10  # steps without a verdict after which it counts as gone
-_EACH, _OFTEN = 10, 1.0  # each of the first steps is judged, then one a second; a judgement takes a millisecond
+_EACH, _OFTEN = 10, 2.0  # each of the first steps is judged, then one in two seconds; a judgement takes a millisecond
 LONGEST_QUOTE = 60  # characters of a quoted completion
 
 

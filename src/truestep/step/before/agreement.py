@@ -50,12 +50,13 @@ class Judge:
 
     def find(self, documents: Sequence[Rollout], table: np.ndarray) -> Fault | None:
         """Judge a step's documents, whose sums `table` [D, COLUMNS] has."""
-        table = np.nan_to_num(table, nan=0.0, posinf=_ENDLESS, neginf=-_ENDLESS)  # NaN: the gradient's check says so
-        by_server: dict[str, list[int]] = defaultdict(list)
-        for place, document in enumerate(documents):
-            by_server[server_of(document)].append(place)
-        bound = -math.log(ALPHA / (4 * (len(documents) + len(by_server))))
-        for server, places in by_server.items():
+        if not np.isfinite(table).all():  # NaN: the gradient's check says so
+            table = np.nan_to_num(table, nan=0.0, posinf=_ENDLESS, neginf=-_ENDLESS)
+        of = [server_of(document) for document in documents]
+        servers = list(dict.fromkeys(of))
+        bound = -math.log(ALPHA / (4 * (len(documents) + len(servers))))
+        for server in servers:
+            places = [place for place, other in enumerate(of) if other == server]
             rows = _less_the_choice(table[places])
             step = rows.sum(0)
             total = self._remember(server, step)
@@ -168,9 +169,11 @@ def _total_where_they_part(documents: Sequence[Rollout]) -> float:
 
 def _less_the_choice(rows: np.ndarray) -> np.ndarray:
     """Take off the bets of older documents what their choice may have added."""
-    less = rows.copy()
-    less[:, COLUMN["older_up"]] -= _SELECTED * (rows[:, COLUMN["older"]] > 0)
-    return less
+    older = rows[:, COLUMN["older"]] > 0
+    if older.any():
+        rows = rows.copy()
+        rows[older, COLUMN["older_up"]] -= _SELECTED
+    return rows
 
 
 def _too_sure(row: np.ndarray) -> str:
@@ -184,9 +187,12 @@ def _too_sure(row: np.ndarray) -> str:
 
 def _poisson(count: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """Bound minus the logarithm of the probability of so many events, of which `mean` are expected at most."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        bound = count * np.log(count / mean) - count + mean
-    return np.where(count > mean, bound, 0.0)
+    bound = np.zeros_like(count)
+    more = count > mean
+    count, mean = count[more], mean[more]
+    with np.errstate(divide="ignore"):
+        bound[more] = count * np.log(count / mean) - count + mean
+    return bound
 
 
 def _too_often(count: np.ndarray, drawn: int, likeliest: np.ndarray) -> np.ndarray:

@@ -67,7 +67,7 @@ class SamplerCheck:
             return None
         assert accumulated.compared is not None
         table = accumulated.compared.copy()
-        for place, document in enumerate(plan.documents):
+        for place, document in enumerate(plan.documents if self._held else ()):
             if held := self._held.get(document.id):
                 table[place] += held.row
         fault = self.judge.find(plan.documents, table)

@@ -54,7 +54,7 @@ class _RankSums:
 
     metrics: dict[str, Metric]
     scores: dict[int, tuple[np.ndarray, np.ndarray]]  # log-probs and entropies of labels, by place in the plan
-    compared: dict[int, np.ndarray]  # by place in the plan
+    compared: list[tuple[Sequence[int], np.ndarray]]  # by place in the plan
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ class StepRunner:
         compared = None
         if self.compares is not None:
             compared = np.zeros((len(plan.documents), len(COLUMNS)))
-            for _, _, rows in parts:
-                compared[list(rows)] = list(rows.values()) or 0.0
+            for members, rows in (of_micro_batch for _, _, part in parts for of_micro_batch in part):
+                compared[list(members)] = rows
         kept = tuple(DocumentScore(plan.documents[i].id, *scores[i]) for i in sorted(scores))
         return Accumulated(metrics, kept, compared)
 
     def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
         if plan.ranks != self._ranks.data:
             raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
-        sums = _RankSums({}, {}, {})
+        sums = _RankSums({}, {}, [])
         if backward:
             self.policy.weights.zero_gradients()
         micro_batches = plan.of_rank(self._ranks.data_rank)
@@ -199,7 +199,7 @@ class StepRunner:
         if self.compares is not None:
             logprobs = micro_batch.logprobs(statistics)
             rows = compare(micro_batch.labels, logprobs, statistics.entropy, plan.documents_seen, self.compares)
-            sums.compared.update(zip(micro_batch.members, rows.cpu().numpy(), strict=True))
+            sums.compared.append((micro_batch.members, rows.cpu().numpy()))
 
     def _head(
         self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool
