@@ -50,6 +50,7 @@ ALWAYS = {
     "num_put_aside",
     "num_rejected",
     *("loss", "new_logprobs", "grad_norm", "learning_rate", "num_documents", "documents_seen", "num_tokens"),
+    "num_sequences",
     *("num_labels", "num_micro_batches", "tokens_per_second", "data_wait_time", "step_time"),
     *(f"time/{part}" for part in ("waiting", "forward", "head", "backward", "reduce", "optimizer", "sync", "other")),
 }

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -22,13 +24,35 @@ LARGEST_REWARD = 1e38
 LONGEST_REASON = 1000  # characters of `Rejected.reason`
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A span of a document's tokens: one completion of the policy, or what answered it."""
+
+    start: int
+    end: int
+    role: str
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The facts about a document of several sequences that one of them needs."""
+
+    num_labels: int  # of the whole document
+    counts: bool  # True for one sequence of the document: the first with labels, or else the first
+    others_have_advantage: bool  # a label of another sequence has an advantage that is not 0
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One document. Example: prompt `[5, 6]`, completion `[7, 8]`: loss_mask = [F, F, T, T]."""
+    """One document. Example: prompt `[5, 6]`, completion `[7, 8]`: loss_mask = [F, F, T, T].
+
+    A document of several sequences has their tokens one after another, and `starts` says where each begins.
+    """
 
     id: str
     input_ids: np.ndarray  # [L] int64
-    loss_mask: np.ndarray  # [L] bool; never set at position 0
+    loss_mask: np.ndarray  # [L] bool; never set at the first position of a sequence
     logprobs: np.ndarray | None = None  # [L] float32, the sampler's; 0 outside the mask
     advantages: np.ndarray | None = None  # [L] float32; 0 outside the mask
     reward: float | None = None
@@ -48,6 +72,15 @@ class Rollout:
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L], per label; 0 outside the mask
     token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L, ...], per token; the last may be missing
     document_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [], per document
+    turns: tuple[Turn, ...] = ()
+    # Of a document made from records with a `document_id`: the first token and the record's id of each sequence.
+    starts: tuple[int, ...] = ()
+    record_ids: tuple[str, ...] = ()
+    # Of a record with a `document_id`, before it is joined with the document's other records.
+    document_id: str | None = None
+    num_sequences: int | None = None
+    one_advantage: float | None = None  # the record's advantage, if it is one number
+    membership: Membership | None = None  # of a sequence that `sequences` returned; None: it is a whole document
 
     def value(self, name: str) -> Any:
         """Return a field by its name: an attribute, or an entry of the mappings in `PLACES`; None if it is missing."""
@@ -68,6 +101,33 @@ class Rollout:
     @property
     def num_labels(self) -> int:
         return int(self.loss_mask.sum())
+
+    @property
+    def sequences(self) -> tuple[Rollout, ...]:
+        """The document's sequences, each with the id of its record. A document of one record is its own sequence."""
+        if not self.starts:
+            return (self,)
+        spans = [slice(*bounds) for bounds in pairwise((*self.starts, self.num_tokens))]
+        labels = [int(self.loss_mask[span].sum()) for span in spans]
+        trained = [self.advantages is not None and bool(self.advantages[span].any()) for span in spans]
+        counts = next((number for number, count in enumerate(labels) if count), 0)
+        return tuple(
+            self._sequence(number, span, Membership(sum(labels), number == counts, sum(trained) > trained[number]))
+            for number, span in enumerate(spans)
+        )
+
+    def _sequence(self, number: int, span: slice, membership: Membership) -> Rollout:
+        """Return one sequence: its part of every array, and the document's other values."""
+        own: dict[str, Any] = {name: value[span] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        for name in ("fields", "token_fields"):
+            own[name] = {key: values[span] for key, values in getattr(self, name).items()}
+        turns = tuple(
+            replace(turn, start=turn.start - span.start, end=turn.end - span.start)
+            for turn in self.turns
+            if span.start <= turn.start < span.stop
+        )
+        own |= {"turns": turns, "starts": (), "record_ids": (), "membership": membership}
+        return replace(self, id=self.record_ids[number], **own)
 
 
 PLACES = ("fields", "token_fields", "document_fields")  # the mappings of fields that are not attributes of a rollout
@@ -116,7 +176,7 @@ class StepPlan:
     """The documents of one step, and their packing into micro-batches. Made on the host, without the model."""
 
     documents: tuple[Rollout, ...]  # in the global order
-    # Indices into `documents`. Each micro-batch is one forward pass, and may be empty. Micro-batch k · ranks + r is the
+    # Indices into `sequences`. Each micro-batch is one forward pass, and may be empty. Micro-batch k · ranks + r is the
     # k-th of rank r.
     micro_batches: tuple[tuple[int, ...], ...]
     totals: StepTotals
@@ -126,10 +186,23 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         packed = sorted(index for micro_batch in self.micro_batches for index in micro_batch)
-        if packed != list(range(len(self.documents))):
-            raise ValueError("a plan packs each of its documents exactly once")
+        if packed != list(range(len(self.sequences))):
+            raise ValueError("a plan packs each sequence of its documents exactly once")
         if len(self.micro_batches) % self.ranks:
             raise ValueError("a plan gives every rank the same number of micro-batches")
+
+    @cached_property
+    def sequences(self) -> tuple[Rollout, ...]:
+        """The sequences of all documents, in order."""
+        if not any(document.starts for document in self.documents):
+            return self.documents
+        return tuple(sequence for document in self.documents for sequence in document.sequences)
+
+    @cached_property
+    def document_of(self) -> tuple[int, ...]:
+        """The index in `documents` of each sequence's document."""
+        counts = (len(document.starts) or 1 for document in self.documents)
+        return tuple(index for index, count in enumerate(counts) for _ in range(count))
 
     @property
     def documents_seen_after(self) -> int:
@@ -150,6 +223,8 @@ class StepPlan:
             content.update(
                 f"{document.id}\n{document.num_tokens} {document.num_labels}\n".encode(errors="surrogatepass")
             )
+            if document.starts:
+                content.update(f"{document.starts}\n".encode())
             if document.advantages is not None:  # a user's own advantage function may not be deterministic
                 content.update(document.advantages.tobytes())
         return content.hexdigest()
@@ -164,10 +239,10 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """Packed documents, one after another, the input of the model. Padding comes last, as a segment of its own."""
+    """Packed sequences, one after another, the input of the model. Padding comes last, as a segment of its own."""
 
     input_ids: torch.Tensor  # [S] int64
-    position_ids: torch.Tensor  # [S] int64, from 0 in each document
+    position_ids: torch.Tensor  # [S] int64, from 0 in each sequence
     # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. On the host, which prepares attention.
     segments: torch.Tensor
     num_documents: int  # D
@@ -194,7 +269,10 @@ def per_label() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class PackedLabels:
-    """The data of a micro-batch's T labels, in order, and of its D documents.
+    """The data of a micro-batch's T labels, in order, and of its D sequences.
+
+    A document is one sequence, or several, which may be in other micro-batches and on other ranks. Then `document`,
+    `num_labels` and the sums over documents are by sequence.
 
     The hidden state at position t - 1 predicts the token at t: `rows` holds t - 1, shifted before tokens are cut into
     shards. Example: documents `[5, 6, 7]` and `[8, 9]`, each with its last token as label: rows = [1, 3], ids = [7, 9].
@@ -210,8 +288,11 @@ class PackedLabels:
     recomputed_logprobs: torch.Tensor = field(metadata=per_label())
     reference_logprobs: torch.Tensor = field(metadata=per_label())
     chosen: torch.Tensor = field(metadata=per_label())  # 1: loss.clip_cov or loss.kl_cov holds the label back
-    # Per document.
+    # Per sequence. `document_labels` and `counts` are what metrics and denominators of documents need.
     num_labels: torch.Tensor  # [D] int64
+    document_labels: torch.Tensor  # [D] int64: labels of the whole document, in all its sequences
+    counts: torch.Tensor  # [D] bool: True for one sequence of each document
+    others_have_advantage: torch.Tensor  # [D] bool: a label of another sequence of the document has an advantage
     reward: torch.Tensor  # [D] float32; 0 for a document without a reward
     rewards: Mapping[str, torch.Tensor]  # [D] float32 by the name of the reward's part; NaN for a document without it
     truncated: torch.Tensor  # [D] bool; False if unknown

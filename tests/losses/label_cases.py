@@ -181,6 +181,9 @@ def labels_of(**known: Any) -> Labels:
         "rewards": {},
         "truncated": torch.zeros(documents, dtype=torch.bool),
         "has": has,
+        "document_labels": known["num_labels"],
+        "counts": torch.ones(documents, dtype=torch.bool),
+        "others_have_advantage": torch.zeros(documents, dtype=torch.bool),
     }
     per_label["sampler_logprobs"] = known.get("old_logprobs", per_label["sampler_logprobs"])
     return Labels(**per_label | integers | per_document | known)

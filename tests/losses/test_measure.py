@@ -34,7 +34,7 @@ from truestep.types import StepTotals
 INPUTS = ("old_logprobs", "advantages", "versions", "reward")
 EVERY_COMBINATION = tuple(itertools.product((False, True), repeat=4))
 COUNTED_BY_THE_STEP = (
-    *("num_documents", "num_labels", "num_tokens", "reward_std"),
+    *("num_documents", "num_sequences", "num_labels", "num_tokens", "reward_std"),
     *("response_length", "max_response_length", "min_response_length"),
     *("response_length_rewarded", "response_length_unrewarded"),
 )
@@ -223,7 +223,9 @@ def micro_batch(case: Case, objective: Objective, facts: Facts, chosen: list[int
     rows = torch.cat([torch.nonzero(case.document == document)[:, 0] for document in chosen] + [torch.empty(0).long()])
     document = torch.tensor([number[int(index)] for index in case.document[rows]], dtype=torch.int64)
     documents = torch.tensor(chosen, dtype=torch.int64)
-    labels = replace(whole[rows], document=document, num_labels=whole.num_labels[documents])
+    of_documents = ("num_labels", "document_labels", "counts", "others_have_advantage", "truncated")
+    known = {name: getattr(whole, name)[documents] for name in of_documents}
+    labels = replace(whole[rows], document=document, **known)
     names = ("reward", "has_logprobs", "has_advantages", "has_version", "has_reward")
     per_document = {name: getattr(facts, name)[documents] for name in names}
     part = replace(facts, model_version=facts.model_version[rows], **per_document)

@@ -77,6 +77,7 @@ def test_grpo_by_hand() -> None:
         "num_labels": 2,
         "num_tokens": 3,
         "num_documents": 1,
+        "num_sequences": 1,
     }
     for name, value in expected.items():
         assert metrics[name][0] == pytest.approx(value), name
@@ -217,7 +218,7 @@ def test_absent_inputs_are_absent_metrics() -> None:
     terms = loss_terms([document], [labels], config)
     metrics = step_metrics([document], [labels], terms, config, 0)
     assert set(metrics) == {
-        "loss", "policy_loss", "num_documents", "num_labels", "num_tokens", "new_logprobs", "entropy",
+        "loss", "policy_loss", "num_documents", "num_sequences", "num_labels", "num_tokens", "new_logprobs", "entropy",
         "response_length", "max_response_length", "min_response_length",
     }  # fmt: skip
     assert metrics["loss"] == (2.0, 2.0)

@@ -130,6 +130,9 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
                     made[name].append(0 if field is None else field[position])
         made["segments"].append(len(made["input_ids"]))
         made["num_labels"].append(sum(map(int, document.loss_mask)))
+        made["document_labels"].append(sum(map(int, document.loss_mask)))
+        made["counts"].append(True)
+        made["others_have_advantage"].append(False)
         made["reward"].append(0.0 if document.reward is None else np.float32(document.reward))
         made["has logprobs"].append(document.logprobs is not None)
         made["has advantages"].append(document.advantages is not None)
@@ -148,9 +151,8 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
 DTYPES = {"segments": torch.int32} | dict.fromkeys(
     ("temperature", "old_logprobs", "advantages", "reward", "reference_logprobs", "recomputed_logprobs"), torch.float32
 )
-DTYPES |= {"truncated": torch.bool, "chosen": torch.uint8} | dict.fromkeys(
-    ("rewards format", "rewards unit"), torch.float32
-)
+DTYPES |= dict.fromkeys(("truncated", "counts", "others_have_advantage"), torch.bool) | {"chosen": torch.uint8}
+DTYPES |= dict.fromkeys(("rewards format", "rewards unit"), torch.float32)
 DTYPES |= {f"has {name}": torch.bool for name in names_in_has()}
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from documents import make_documents
+from truestep.rollouts.packing import fill_in_order
 from truestep.step.plan.plan import StepRule, count_packed, make_plan, plan_exactly, totals_of
 
 LENGTHS = st.lists(st.integers(1, 12), max_size=24)
@@ -45,6 +46,24 @@ def test_exact_is_for_carry_with_a_target() -> None:
     assert not rule(0, keep=True).exact
 
 
+def in_order(lengths: list[int], given_rule: StepRule) -> tuple[list[list[int]], bool]:
+    """The micro-batches of a packed step of documents of one sequence, and whether they are final."""
+    documents, micro_batches, final = count_packed([[length] for length in lengths], given_rule)
+    bins = fill_in_order(lengths[:documents], given_rule.tokens_per_microbatch)
+    assert len(bins) == micro_batches
+    return bins, final
+
+
+def test_a_packed_step_ends_before_a_document_and_not_within_one() -> None:
+    # The second document's second sequence does not fit, and the step may end there: but the document is not whole.
+    assert count_packed([[8], [4, 4]], rule(1, keep=True)) == (2, 2, False)
+    assert count_packed([[8], [4, 5], [9], [1]], rule(1, keep=True)) == (2, 2, True)
+    assert count_packed([[8], [4, 4], [9]], rule(0, depth=2)) == (2, 2, True)
+    # With two micro-batches at a time, the first end of a document at an even number of them.
+    assert count_packed([[12, 12, 12], [12], [1]], rule(0, breadth=2)) == (2, 4, True)
+    assert count_packed([[12, 12, 12], [12]], rule(0, breadth=2)) == (2, 4, False)
+
+
 @pytest.mark.parametrize(
     ("lengths", "given_rule", "bins", "final"),
     [
@@ -66,7 +85,7 @@ def test_exact_is_for_carry_with_a_target() -> None:
     ],
 )
 def test_micro_batches_in_order_until_the_count_is_reached(lengths, given_rule, bins, final) -> None:
-    assert count_packed(lengths, given_rule) == (bins, final)
+    assert in_order(lengths, given_rule) == (bins, final)
 
 
 @settings(max_examples=300, deadline=None)
@@ -75,14 +94,14 @@ def test_more_data_changes_no_final_step(
     lengths: list[int], target: int, depth: int, breadth: int, more: list[int]
 ) -> None:
     chosen = rule(target, keep=True, depth=depth, breadth=breadth)
-    bins, final = count_packed(lengths, chosen)
+    bins, final = in_order(lengths, chosen)
     taken = [index for members in bins for index in members]
     assert taken == list(range(len(taken))), "from the front, in order"
     assert all(0 < sum(lengths[index] for index in members) <= 12 for members in bins)
     if not final:
         assert len(taken) == len(lengths)
         return
-    assert count_packed(lengths + more, chosen) == (bins, True)
+    assert in_order(lengths + more, chosen) == (bins, True)
     assert len(bins) % breadth == 0
     assert all(sum(lengths[index] for index in members) + lengths[members[-1] + 1] > 12 for members in bins), (
         "each is full: the next document did not fit"

@@ -17,6 +17,7 @@ import pytest
 from oracles.step import oracle_logprobs, oracle_step, oracle_steps
 from scoring import check_against_oracle, loaded_once, run_score, write_records
 from selection import in_tiers, long_except
+from sequences import in_documents, with_turns
 from tiny import make_records, set_old_logprobs
 
 LOSSES = ("grpo", "gspo", "reinforce", "cispo", "cross_entropy", "sapo", "gmpo", "dppo")
@@ -80,6 +81,17 @@ CORRECTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "gmpo",
         {"correction": {"type": "mask", "level": "document_mean", "low": 0.9, "high": 1.1}, "off_policy_mask": 0.0},
     ),
+)
+
+
+# Each loss, and what takes a whole of a document's ratios.
+SEVERAL: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("grpo", {}),
+    ("gspo", {}),
+    ("gmpo", CORRECTIONS[-1][1]),
+    ("dppo", CORRECTIONS[4][1]),
+    *((loss, {}) for loss in LOSSES if loss not in ("grpo", "gspo", "gmpo", "dppo")),
+    ("grpo", {"clip_cov": {"share": 0.1, "low": -1.0}}),
 )
 
 
@@ -150,6 +162,42 @@ def test_corrections_equal_the_oracle_at_every_layout(
     kinds -= set() if bounded else {"corrected_fraction_low"}
     kinds -= {"off_policy_fraction"} if "off_policy_mask" not in correction else set()
     assert weighed == kinds, "some labels must be weighed away, and others not"
+
+
+@pytest.mark.parametrize(("loss", "more"), in_tiers(SEVERAL, SEVERAL[:2], SEVERAL[2:4]))
+def test_documents_of_several_sequences_equal_the_oracle_at_every_layout(
+    loss: str, more: dict[str, Any], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Their sequences are in other micro-batches at small budgets, and every number of documents is the same."""
+    model = tiny_model("qwen3_tied")
+    records = [with_turns(record) for record in in_documents(records_for(model, loss))]
+    assert len({record.get("document_id", record["id"]) for record in records}) == 6
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    options = {"type": loss, "entropy_bonus": 0.1, "gradient_divisor": "deepspeed", **OPTIONS[loss], **more}
+    configs = [config_for(model, file, options | denominator) for denominator in DENOMINATORS]
+    for number, (config, oracle) in enumerate(zip(configs, oracle_steps(model, records, configs), strict=True)):
+        for chunk, budget in layouts(number):
+            config["model"]["head"] = {"logits_chunk_size": chunk}
+            config["data"]["tokens_per_microbatch"] = budget
+            scored = run_score(config, tmp_path / "out")
+            check_against_oracle(scored, oracle)
+            assert scored.step["num_documents"] == scored.step["documents_seen"] == 6
+            assert scored.step["num_sequences"] == len(records) == 12
+            assert [line["id"] for line in scored.documents] == [record["id"] for record in records]
+
+
+@pytest.mark.parametrize("rule", ["group_mean", "leave_one_out", "length_weighted", "batch_normalized"])
+def test_a_document_of_several_sequences_counts_once_in_its_group(
+    rule: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    records = in_documents(records_for(model, "grpo", advantages="rewards", group_size=6))
+    for place, record in enumerate(records):
+        record["group_id"] = "one" if place < 6 else "two"
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    config = config_for(model, file, {"type": "grpo", **OPTIONS["grpo"]}, group_size=3, advantages=rule)
+    config["data"]["overlong_penalty"] = {"from": 4, "to": 40, "weight": 0.5}
+    check_against_oracle(run_score(config, tmp_path / "out"), oracle_step(model, records, config))
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "granite"])

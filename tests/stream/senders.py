@@ -18,8 +18,9 @@ GROUP = 4
 Record = dict[str, Any]
 
 
-def batches(seed: int, truncated: bool = False) -> Iterator[list[Record]]:
-    """Eight records at a time, of three groups that begin and end in different batches, and one that is sent again."""
+def batches(seed: int, truncated: bool = False, several: bool = False) -> Iterator[list[Record]]:
+    """Eight records at a time, of three groups that begin and end in different batches, and one that is sent again.
+    With `several`, every other document has two sequences, which come apart and in any order."""
     generator = random.Random(seed)
     waiting: list[Record] = []
     for number in range(10_000):
@@ -30,6 +31,8 @@ def batches(seed: int, truncated: bool = False) -> Iterator[list[Record]]:
             waiting[-1] |= {"logprobs": "none", "bad": True}
         for record in waiting[-GROUP:] if truncated else ():
             record |= {"truncated": generator.random() < 0.3}
+        if several:
+            waiting = [part for record in waiting for part in _in_two(record)]
         if len(waiting) < 16:
             continue
         generator.shuffle(waiting)
@@ -39,17 +42,43 @@ def batches(seed: int, truncated: bool = False) -> Iterator[list[Record]]:
     raise AssertionError("the run never ended")
 
 
+def _in_two(record: Record) -> list[Record]:
+    """Make some records a document of two sequences, of which only the second one may be bad."""
+    if "document_id" in record or "whole" in record or int(record["id"].rpartition("-")[2]) % 2:
+        return [record | {"whole": True}] if "document_id" not in record else [record]
+    joined = {"document_id": record["id"], "sequences": 2}
+    first = {name: value for name, value in record.items() if name != "bad"}
+    first |= {"logprobs": [-0.5] * len(record["input_ids"])} if "bad" in record else {}
+    return [first | joined | {"id": f"{record['id']}/1"}, record | joined | {"id": f"{record['id']}/2"}]
+
+
 def closed(sent: Sequence[Record]) -> list[Record]:
-    """The good records in the order in which their groups were complete; at the end, of groups that never were."""
+    """The good documents in the order in which their groups were complete; at the end, of groups that never were.
+    One of several sequences stands for them all, under the document's name."""
     order: list[Record] = []
     groups: dict[str, list[Record]] = {}
+    parts: dict[str, list[Record]] = {}
     for record in sent:
         if "again" in record:
             continue
+        if "document_id" in record:
+            come = parts.setdefault(record["document_id"], [])
+            come.append(record)
+            if len(come) < record["sequences"]:
+                continue
+            record = come[0] | {name: True for one in come for name in ("bad",) if name in one}
+            record |= {"id": record["document_id"]}
         members = groups.setdefault(record["group_id"], [])
         members.append(record)
         if len(members) == GROUP:
             order += groups.pop(record["group_id"])
+    for come in parts.values():  # the end of the data rejects what is not complete, which counts in its group
+        good = [record for record in come if "bad" not in record]
+        if len(come) < come[0]["sequences"] and good:
+            members = groups.setdefault(good[0]["group_id"], [])
+            members.append({"bad": True})
+            if len(members) == GROUP:
+                order += groups.pop(good[0]["group_id"])
     order += [member for members in groups.values() for member in members]
     return [record for record in order if "bad" not in record]
 
@@ -83,8 +112,19 @@ def check_run(
     assert put_aside == [record["id"] for record in closed(sent) if drops and record.get("truncated")]
     refused = [line["id"] for line in read_lines(run / "rejected.jsonl")]
     expected_refused = [record["id"] for record in sent if "bad" in record or "again" in record]
-    assert Counter(refused) == Counter(expected_refused)
-    assert not ordered or refused == expected_refused
+    beside = _refused_beside(sent)
+    assert Counter(refused) == Counter(expected_refused + beside)
+    assert not ordered or beside or refused == expected_refused
+
+
+def _refused_beside(sent: Sequence[Record]) -> list[str]:
+    """Good records of documents that have a bad one, or that never were complete."""
+    parts: dict[str, list[Record]] = {}
+    for record in sent:
+        if "document_id" in record and "again" not in record:
+            parts.setdefault(record["document_id"], []).append(record)
+    wrong = [come for come in parts.values() if len(come) < 2 or any("bad" in one for one in come)]
+    return [record["id"] for come in wrong for record in come if "bad" not in record]
 
 
 class ToStream:

@@ -30,7 +30,9 @@ class Sender(Protocol):
     def end(self) -> None: ...
 
 
-def _train(config: dict[str, Any], file: Path, kills: list[tuple[str, float]], sender: Sender) -> list[Record]:
+def _train(
+    config: dict[str, Any], file: Path, kills: list[tuple[str, float]], sender: Sender, several: bool = False
+) -> list[Record]:
     """All that was sent. The run is in the directory that has the file's name."""
     checkpoint = {"directory": str(file.with_suffix("")), "every": 3, "keep": 2}
     schedule = {"docs_per_step": 5, "stall_timeout": 60}
@@ -43,7 +45,7 @@ def _train(config: dict[str, Any], file: Path, kills: list[tuple[str, float]], s
     sent: list[Record] = []
     good = 0
     with Driver(file, kills) as driver:
-        for batch in batches(len(kills)):
+        for batch in batches(len(kills), several=several):
             sender.send(batch)
             sent += batch
             good += sum("bad" not in record and "again" not in record for record in batch)
@@ -105,6 +107,24 @@ def test_kills_on_a_watched_directory(tiny_model: Callable[[str], Path], tmp_pat
     check_run(tmp_path / "run", sent)
     events = read_lines(tmp_path / "sent" / "events.jsonl")
     assert events[-1] == {"event": "training_finished", "documents_seen": len(closed(sent))}
+
+
+@pytest.mark.long
+def test_twenty_kills_while_documents_of_several_sequences_come_apart(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "sent").mkdir()
+    config = {
+        "model": {"path": str(tiny_model("qwen3_tied")), "dtype": "float32"},
+        "data": {"source": {"type": "files", "directory": str(tmp_path / "sent")}, "group_size": GROUP},
+    }
+    kills = _kills(random.Random(13), seconds=12, event=8)
+    sent = _train(config, tmp_path / "run.yaml", kills, ToDirectory(tmp_path / "sent"), several=True)
+    check_run(tmp_path / "run", sent)
+    ledger = read_lines(tmp_path / "run" / "ledger.jsonl")
+    joined = [names for line in ledger for names in line.get("records", {}).values()]
+    assert len(joined) > 20
+    assert all(sorted(name.rpartition("/")[2] for name in names) == ["1", "2"] for names in joined)
 
 
 @pytest.mark.release  # how often a name is used again depends on how fast the run is

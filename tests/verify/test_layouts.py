@@ -1,20 +1,23 @@
 """The layout changes no result: a step under every layout is the float64 oracle's, for each kind of loss.
 
 This is the one test of it: a loss of labels with a tied head and normed queries, and a loss of whole documents with
-capped logits and windows. What the other losses make of their labels: tests/losses. How layouts stand to other models,
-to recomputation and to half precision: tests/ranks.
+capped logits and windows. Some of the documents have several sequences. What the other losses make of their labels:
+tests/losses. How layouts stand to other models, to recomputation and to half precision: tests/ranks.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sequences import in_documents
 from small_runs import file_config, write_rollouts
 from truestep.config.schema import Config
+from truestep.files.whole import write_json_lines
 from truestep.tools.verify.judge import Judge, make_judge
 from truestep.tools.verify.layouts import Layout, layouts_for
 from truestep.tools.verify.report import complaints
@@ -72,7 +75,9 @@ def judge_of(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 def config_of(kind: str, tiny_model: Callable[[str], Path], folder: Path) -> Config:
-    write_rollouts(folder / "rollouts.jsonl", 4)
+    write_rollouts(folder / "rollouts.jsonl", 8)
+    lines = (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    write_json_lines(folder / "rollouts.jsonl", in_documents([json.loads(line) for line in lines]))
     (folder / "scratch").mkdir()
     model, loss = KINDS[kind]
     sections: dict[str, Any] = {"loss": loss, "schedule": {"updates_per_batch": 2}, "optimizer": {"gradient_clip": 0.5}}

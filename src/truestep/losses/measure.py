@@ -1,7 +1,7 @@
 """The metrics of a micro-batch, as sums and counts. Nothing here affects a gradient.
 
 A measure is a function from `Labels` and `StepFacts` to metrics by name; `BUILT_IN` lists ours with their levels, and
-users add their own by import path. T: labels, D: documents of the micro-batch.
+users add their own by import path. T: labels, D: sequences of the micro-batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,11 +67,12 @@ def _check(name: str, measured: Any) -> None:
 
 def document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor | None = None) -> Mean:
     """Average over each document's labels, and then over the documents that have labels and are `present` [D]."""
-    counted = labels.num_labels > 0
+    there = labels.num_labels > 0
     if present is not None:
-        counted = counted & present
-    means = labels.document_sums(values) / labels.num_labels.clamp(min=1)
-    return Mean(torch.where(counted, means, 0).sum(), counted.sum())
+        there = there & present
+    # A sequence adds its part of its document's mean, wherever the document's other sequences are.
+    means = labels.document_sums(values) / labels.document_labels.clamp(min=1)
+    return Mean(torch.where(there, means, 0).sum(), (there & labels.counts).sum())
 
 
 def extremes(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -118,7 +119,7 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     present, label_present = labels.has["logprobs"], labels.has_label("logprobs")
     log_ratio = _log_ratio(labels, step)
     ratio, counted = log_ratio.exp(), label_present.double()
-    if step.objective.label_loss.document_ratio:  # one ratio of each document
+    if step.objective.label_loss.document_ratio:  # one ratio of each sequence
         counted = counted / labels.num_labels[labels.document]
     total, squares = Sum((ratio * counted).sum()), Sum((ratio.square() * counted).sum())
     metrics: dict[str, Metric] = {
@@ -226,17 +227,18 @@ def _advantages(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _rewards(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    present = labels.has["reward"]
+    present = labels.has["reward"] & labels.counts
     values = labels.reward[present].double()
     parts: dict[str, Metric] = {}
     for name, part in labels.rewards.items():
-        there = ~part.isnan()
+        there = ~part.isnan() & labels.counts
         parts[f"rewards/{name}"] = Mean(part[there].double().sum(), there.sum())
     return {"reward": Mean(values.sum(), present.sum()), **extremes("reward", values), **parts}
 
 
 def _truncated(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    return {"truncated_fraction": Mean(labels.truncated.double().sum(), labels.has["truncated"].sum())}
+    truncated, known = labels.truncated & labels.counts, labels.has["truncated"] & labels.counts
+    return {"truncated_fraction": Mean(truncated.double().sum(), known.sum())}
 
 
 def _staleness(labels: Labels, step: StepFacts) -> dict[str, Metric]:
@@ -247,8 +249,8 @@ def _staleness(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 def _zero_advantage(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     """Measure the share of documents in which no label has an advantage: they teach nothing."""
-    counted = labels.has["advantages"] & (labels.num_labels > 0)
-    nothing = labels.document_sums(labels.advantages.abs()) == 0
+    counted = labels.has["advantages"] & labels.counts & (labels.num_labels > 0)
+    nothing = (labels.document_sums(labels.advantages.abs()) == 0) & ~labels.others_have_advantage
     return {"zero_advantage_fraction": Mean((nothing & counted).sum(), counted.sum())}
 
 

@@ -25,7 +25,7 @@ class Denominator:
     max_labels: int | None = None
 
     def label_weights(self, num_labels: torch.Tensor, totals: StepTotals) -> torch.Tensor:  # [T], [T]
-        """Compute one over the denominator for each label, given the number of labels of its document."""
+        """Compute one over the denominator for each label, given the number of labels of its whole document."""
         documents, labels = max(totals.num_documents, 1), max(totals.num_labels, 1)
         match self.normalize_by:
             case "labels":
@@ -92,7 +92,7 @@ class Objective:
         """Compute one over the denominator of the entropy bonus."""
         if self.entropy_denominator is None:
             return labels.weight.double()
-        return self.entropy_denominator.label_weights(labels.num_labels[labels.document], totals)
+        return self.entropy_denominator.label_weights(labels.document_labels[labels.document], totals)
 
     @property
     def _weighing(self) -> tuple[Correction | OffPolicyMask | ClipCov | None, ...]:

@@ -57,6 +57,7 @@ class Rejection:
 class DataSummary:
     records: int
     documents: int
+    sequences: int  # more than documents where some have several
     tokens: int
     labels: int
     documents_without_labels: int
@@ -97,6 +98,7 @@ def check_files(
     progress.phase("reading the records")
     documents = load_documents(expand_paths(paths if isinstance(paths, str) else list(paths)), checks)
     rollouts, rejected = documents.rollouts, documents.rejected
+    sequences = sum(len(rollout.sequences) for rollout in rollouts)
     lengths = [rollout.num_tokens for rollout in rollouts]
     label_counts = [rollout.num_labels for rollout in rollouts]
     labelled = [rollout for rollout, count in zip(rollouts, label_counts, strict=True) if count]
@@ -104,8 +106,9 @@ def check_files(
     members = Counter(item.group_id for item in items if item.group_id is not None)
     check_group_sizes(list(members.values()), group_size)
     return DataSummary(
-        records=len(rollouts) + len(rejected),
+        records=sequences + len(rejected),
         documents=len(rollouts),
+        sequences=sequences,
         tokens=sum(lengths),
         labels=sum(label_counts),
         documents_without_labels=len(rollouts) - len(labelled),
@@ -193,6 +196,8 @@ def _facts(summary: DataSummary) -> Table:
     table.add_column()
     rejected = Text(f"{summary.rejected:,} rejected", style="red" if summary.rejected else "green")
     table.add_row("records", Text.assemble(f"{summary.records:,}: {summary.documents:,} documents, ", rejected))
+    if summary.sequences > summary.documents:
+        table.add_row("sequences", f"{summary.sequences:,}: some documents have several")
     table.add_row("tokens", f"{summary.tokens:,}, of which {summary.labels:,} labels")
     if summary.documents_without_labels:
         table.add_row("without labels", _count(summary.documents_without_labels, "document"))

@@ -38,6 +38,7 @@ class Field:
     one_for_all: bool = True  # a record may give one value for all labels
     has: bool = True  # `PackedLabels.has` tells losses and metrics which documents have the field
     kept: bool = True  # part of the `Rollout`; False: only read to make tokens and labels
+    packed: bool = True  # a numeric field is part of `PackedLabels`
     required: bool = False  # a record without the field is bad
     default: Any = None  # value for a record without the field; None: no value
 
@@ -78,6 +79,9 @@ TABLE: tuple[Field, ...] = (
           written="list of lists of lists of int, or an object"),
     Field("truncated", "document", np.bool_, values.true_or_false, written="true or false"),
     Field("rewards", "document", dict, values.reward, written="object"),
+    Field("document_id", "document", str, written="text or int"),
+    Field("num_sequences", "document", np.int64, values.at_least_one, record="sequences", written="int", packed=False),
+    Field("turns", "document", list, written="list of objects"),
     Field("messages", "document", list, written="list", kept=False),
     Field("tools", "document", list, written="list", kept=False),
     Field("id", "document", str, written="text or int", kept=False),
@@ -102,7 +106,11 @@ def of_labels(declared: Iterable[Field] = ()) -> list[Field]:
 
 def packed(declared: Iterable[Field] = ()) -> list[Field]:
     """Return the fields that are packed per label or per document."""
-    return [field for field in (*TABLE, *declared) if field.level != "token" and field.numeric and field.kept]
+    return [
+        field
+        for field in (*TABLE, *declared)
+        if field.level != "token" and field.numeric and field.kept and field.packed
+    ]
 
 
 def names_in_has(declared: Iterable[Field] = ()) -> list[str]:

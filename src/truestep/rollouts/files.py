@@ -19,6 +19,7 @@ from truestep.rollouts.fields import Field
 from truestep.rollouts.parquet import bad_row, read_parquet
 from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.selection import choose_truncated
+from truestep.rollouts.sequences import Joiner, Unfinished
 from truestep.rollouts.values import describe
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, Rollout
@@ -90,21 +91,61 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
     """
     names = short_names(paths)
     first_places: dict[str, str] = {}
-    items: list[Rollout | Rejected] = []
+    collected = _Collected(checks)
     for file, line, record in read_records(paths, checks.fields):
         try:
             rollout = parse_record(readable(record), f"{names[file]}:{line}", checks)
             _check_new(rollout, first_places, f"{file}:{line}")
-            items.append(rollout)
+            collected.add(rollout, (str(file), line))
         except BadRecord as error:
-            if checks.stop_at_rejected:
-                raise DataError(f"{file}:{line}: {error.reason}") from None
-            items.append(Rejected(str(file), line, error.reason, error.id, error.group_id))
+            collected.add_bad(error, (str(file), line))
+    items = collected.finish()
     rule = checks.needs.advantage_rule if checks.needs.advantages else "none"
     rejected = tuple(item for item in items if isinstance(item, Rejected))
     rollouts = assign_advantages(items, rule=rule, group_size=checks.group_size)
     chosen, put_aside = choose_truncated(rollouts, checks.truncated)
     return Documents(tuple(chosen), rejected, tuple(put_aside))
+
+
+class _Collected:
+    """The documents and rejected records of files. A document of several sequences stands where its last record is."""
+
+    def __init__(self, checks: Checks) -> None:
+        self._items: list[Rollout | Rejected] = []
+        self._stop, self._joiner = checks.stop_at_rejected, Joiner(checks.fields)
+
+    def add(self, rollout: Rollout, place: tuple[str, int]) -> None:
+        if rollout.document_id is None:
+            self._items.append(rollout)
+        else:
+            self._end(self._joiner.add(rollout, place))
+
+    def add_bad(self, error: BadRecord, place: tuple[str, int]) -> None:
+        document = self._joiner.add_bad(error)
+        # A document counts once in its group: with its first record that is rejected together with others.
+        alone = error.document_id is None or (document is not None and not document.members)
+        self._reject(error.reason, place, error.id, error.group_id if alone else None)
+        self._end(document)
+
+    def _end(self, document: Unfinished | None) -> None:
+        if document is None:
+            return
+        joined, refused = self._joiner.close(document)
+        if joined is not None:
+            self._items.append(joined)
+        for rollout, place, reason, group_id in refused:
+            self._reject(reason, place, rollout.id, group_id)
+
+    def _reject(self, reason: str, place: tuple[str, int], id: str | None, group_id: str | None) -> None:
+        file, line = place
+        if self._stop:
+            raise DataError(f"{file}:{line}: {reason}")
+        self._items.append(Rejected(file, line, reason, id, group_id))
+
+    def finish(self) -> list[Rollout | Rejected]:
+        for document in self._joiner.finish():
+            self._end(document)
+        return self._items
 
 
 def readable(record: Any) -> Any:
@@ -117,7 +158,7 @@ def readable(record: Any) -> Any:
 def _check_new(rollout: Rollout, first_places: dict[str, str], place: str) -> None:
     if (first := first_places.setdefault(rollout.id, place)) != place:
         reason = f"id is {describe(rollout.id)}: repeated, first at {first}"
-        raise BadRecord(reason, id=rollout.id, group_id=rollout.group_id)
+        raise BadRecord(reason, id=rollout.id, group_id=None if rollout.document_id else rollout.group_id)
 
 
 def short_names(paths: Sequence[Path]) -> dict[Path, str]:

@@ -13,7 +13,7 @@ import torch
 from truestep.rollouts import fields
 from truestep.rollouts.fields import Field, FieldError
 from truestep.text import printable
-from truestep.types import PackedBatch, PackedLabels, PackedTokens, Rollout
+from truestep.types import Membership, PackedBatch, PackedLabels, PackedTokens, Rollout
 
 
 def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -265,6 +265,7 @@ def _pack_labels(documents: Sequence[Rollout], declared: Sequence[Field]) -> Pac
         ids=torch.from_numpy(_end_to_end([document.input_ids for document in documents], np.int64)[places]),
         document=torch.from_numpy(np.repeat(np.arange(len(documents)), counts)),
         num_labels=torch.from_numpy(counts),
+        **_memberships(documents, counts),
         rewards={
             name: torch.tensor([document.rewards.get(name, math.nan) for document in documents], dtype=torch.float32)
             for name in sorted({name for document in documents for name in document.rewards})
@@ -274,6 +275,20 @@ def _pack_labels(documents: Sequence[Rollout], declared: Sequence[Field]) -> Pac
         document_fields=others["document"],
         **attributes,
     )
+
+
+def _memberships(sequences: Sequence[Rollout], counts: np.ndarray) -> dict[str, torch.Tensor]:
+    """Return what the labels of a sequence need to know of its whole document."""
+    found = [sequence.membership for sequence in sequences]
+    if not any(found):
+        alone = torch.ones(len(counts), dtype=torch.bool)
+        return {"document_labels": torch.from_numpy(counts), "counts": alone, "others_have_advantage": ~alone}
+    pairs = [one or Membership(int(count), True, False) for one, count in zip(found, counts, strict=True)]
+    return {
+        "document_labels": torch.tensor([one.num_labels for one in pairs]),
+        "counts": torch.tensor([one.counts for one in pairs]),
+        "others_have_advantage": torch.tensor([one.others_have_advantage for one in pairs]),
+    }
 
 
 def _end_to_end(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from truestep.files import bounded
 from truestep.rollouts.fields import Field, record_names
 from truestep.rollouts.pages import batches, checked_groups
-from truestep.rollouts.record import readable_text
+from truestep.rollouts.record import identified
 from truestep.rollouts.values import BadRecord, describe
 
 
@@ -83,4 +83,4 @@ def _array_of(elements: Any) -> np.ndarray | None:
 
 
 def bad_row(reason: str, trusted: dict[str, Any]) -> BadRecord:
-    return BadRecord(reason, id=readable_text(trusted, "id"), group_id=readable_text(trusted, "group_id"))
+    return identified(BadRecord(reason), trusted)

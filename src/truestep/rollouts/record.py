@@ -17,6 +17,8 @@ from truestep.rollouts.advantages import AdvantageRule, as_rule
 from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.fields import Field
 from truestep.rollouts.rows import read_rows
+from truestep.rollouts.sequences import check_membership
+from truestep.rollouts.turns import read_turns
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
 from truestep.types import Rollout
 
@@ -81,12 +83,23 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
         input_ids = _input_ids(record, checks)
         loss_mask = _labels(record, len(input_ids))
         found, others = _read_fields(record, loss_mask, checks)
-        return Rollout(
+        rollout = Rollout(
             id=where if identifier is None else identifier, input_ids=input_ids, loss_mask=loss_mask, **found, **others
         )
+        check_membership(rollout)
+        return rollout
     except BadRecord as error:
-        identity = {"id": readable_text(record, "id"), "group_id": readable_text(record, "group_id")}
-        raise BadRecord(error.reason, **identity) from None
+        raise identified(error, record) from None
+
+
+def identified(error: BadRecord, record: Record) -> BadRecord:
+    """Return an error with the ids of its record, as far as they can be read."""
+    ids = {name: readable_text(record, name) for name in ("id", "group_id", "document_id")}
+    try:
+        count = None if ids["document_id"] is None else _single(record, "sequences", values.at_least_one)
+    except BadRecord:
+        count = None
+    return BadRecord(error.reason, **ids, num_sequences=count)
 
 
 def readable_text(record: Record, field: str) -> str | None:
@@ -179,6 +192,8 @@ def _read_fields(record: Record, loss_mask: np.ndarray, checks: Checks) -> tuple
             continue
         if place is None:
             found[name] = value
+            if name == "advantages" and "document_id" in record and not isinstance(plain(given, name), list | tuple):
+                found["one_advantage"] = None if given is None else float(plain(given, name))
         else:
             others.setdefault(place, {})[name] = np.asarray(value)
     return found, others
@@ -194,6 +209,8 @@ def _reader_of(field: Field) -> "_Reader":
         return lambda given, labels: _on_labels(as_given(given, name), field, labels)
     if field.dtype is str:
         return lambda given, labels: _as_text(given, name)
+    if field.dtype is list:
+        return lambda given, labels: read_turns(_as_list(given, name), len(labels.mask))
     if field.dtype is dict:
         return lambda given, labels: _object(given, name) if field.check is None else _parts(given, name, field.check)
     single = field.check.single if isinstance(field.check, Check) else field.check

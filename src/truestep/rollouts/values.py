@@ -23,13 +23,23 @@ _PLAIN = frozenset({type(None), bool, int, float, str, list, dict})  # types tha
 
 
 class BadRecord(Exception):  # noqa: N818 - the record is bad, the program is not
-    """A record that cannot be trained on. `id` and `group_id` are set if they could be read."""
+    """A record that cannot be trained on. Its ids are set if they could be read, and `num_sequences` too."""
 
-    def __init__(self, reason: str, *, id: str | None = None, group_id: str | None = None) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        id: str | None = None,
+        group_id: str | None = None,
+        document_id: str | None = None,
+        num_sequences: int | None = None,
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.id = id
         self.group_id = group_id
+        self.document_id = document_id
+        self.num_sequences = num_sequences
 
 
 class UnfitError(Exception):
@@ -72,6 +82,13 @@ def integer(value: Any) -> int:
     if not -LARGEST_INT64 <= value <= LARGEST_INT64:
         raise UnfitError("beyond 64 bits")
     return int(value)
+
+
+def at_least_one(value: Any) -> int:
+    count = integer(value)
+    if count < 1:
+        raise UnfitError("expected at least 1")
+    return count
 
 
 def _number(value: Any) -> float:

@@ -197,7 +197,8 @@ class RunDirectory:
             "num_labels": plan.totals.num_labels,
             "documents_seen": plan.documents_seen_after,
         }
-        self._append(self.ledger, line | _named(put_aside))
+        records = {document.id: list(document.record_ids) for document in plan.documents if document.record_ids}
+        self._append(self.ledger, line | ({"records": records} if records else {}) | _named(put_aside))
 
     def record_put_aside(self, step: int, documents_seen: int, put_aside: Sequence[PutAside]) -> None:
         """Append a line without trained documents, which names the documents put aside after the last step."""

@@ -40,7 +40,7 @@ def peak_of(device_name: str) -> float | None:
 def training_operations(facts: ModelFacts, plan: StepPlan) -> float:
     """Count the operations of a step's products, forward and backward: 6 for each weight and token, 4 where a weight is
     not trained. The head has only labels; attention is causal. Nothing that is computed twice counts twice."""
-    squares = sum(document.num_tokens**2 for document in plan.documents)
+    squares = sum(sequence.num_tokens**2 for sequence in plan.sequences)
     layers = facts.weights * plan.totals.num_tokens + facts.attention * squares
     untrained = facts.untrained * plan.totals.num_tokens
     untrained += 0 if facts.head_trained else facts.head_weights * plan.totals.num_labels

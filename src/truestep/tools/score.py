@@ -24,6 +24,7 @@ from truestep.rollouts.source import FileSource
 from truestep.run.assemble.policy import join_ranks, make_policy
 from truestep.run.assemble.sources import own_part, read_documents
 from truestep.run.assemble.step import make_annotators, make_rule, make_runner
+from truestep.step.before.scoring import by_record
 from truestep.step.compute.runner import Accumulated
 from truestep.step.plan.plan import plan_exactly
 from truestep.step.update.clipping import gradient_norm
@@ -68,7 +69,7 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
     plan = annotators.annotate(plan)
     accumulated = runner.accumulate(plan, backward=gradients)
     objective = runner.objective
-    scored = zip(plan.documents, accumulated.scores, strict=True)
+    scored = by_record(plan.documents, accumulated.scores)
     result = Score(
         _step_line(accumulated, plan, policy, gradients, len(rejected)),
         [_document_line(rollout, score, objective) for rollout, score in scored],

@@ -92,8 +92,7 @@ def row_of(
         "truncated": document.truncated,
     }
     if reader is not None:
-        row["prompt"] = reader.text(document.input_ids[:first], False)
-        row["completion"] = reader.text(document.input_ids[first:], True)
+        row |= _texts(document, reader)
     if not len(labels):
         return row
     row["fields"] = [
@@ -108,6 +107,19 @@ def row_of(
     if score is not None:
         row |= _scored(document, score, reader, tokens)
     return row
+
+
+def _texts(document: Rollout, reader: Reader) -> dict[str, str]:
+    """Return the prompt and the completion as texts. Further sequences follow the completion, each under a heading."""
+    texts = []
+    for sequence in document.sequences:
+        labels = np.flatnonzero(sequence.loss_mask)
+        first = int(labels[0]) if len(labels) else sequence.num_tokens
+        texts.append((reader.text(sequence.input_ids[:first], False), reader.text(sequence.input_ids[first:], True)))
+    (prompt, completion), *others = texts
+    for number, (before, after) in enumerate(others, start=2):
+        completion += f"\n\n--- sequence {number} of {len(texts)} ---\n{before}\n{after}"
+    return {"prompt": prompt, "completion": cut(completion, reader.longest)}
 
 
 def _scored(document: Rollout, score: DocumentScore, reader: Reader | None, tokens: bool) -> dict[str, Any]:

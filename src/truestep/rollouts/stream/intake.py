@@ -11,6 +11,7 @@ from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.files import DataError
 from truestep.rollouts.record import BadRecord, Checks
 from truestep.rollouts.selection import choose_truncated
+from truestep.rollouts.sequences import Joiner, Unfinished, missing_sequences
 from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.transport import Message
@@ -47,18 +48,14 @@ class _Group:
         return sum(_PLACE_BYTES if member is None else member.size for member in self.members)
 
     def state(self, clock: float) -> dict[str, Any]:
-        lines = [
-            None
-            if member is None
-            else {"file": member.file, "line": member.line, "document": document_line(member.rollout)}
-            for member in self.members
-        ]
+        lines = [None if member is None else _member_line(member) for member in self.members]
         return {"age": clock - self.opened, "members": lines}
 
 
 class Intake:
-    """The documents that were received and not yet taken, and the ids of all received documents.
+    """The documents that were received and not yet taken, and the ids of all received records.
 
+    Records with the same `document_id` become one document when all of them have come.
     Documents become ready when their group is complete, in the order of completion; members of a group keep their
     order. A group that stays open for `group_timeout` is given up. If open groups take too much memory, the oldest is.
     """
@@ -67,7 +64,8 @@ class Intake:
         self._checks = checks
         self._grouped = checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
         self._groups: dict[str, _Group] = {}  # open groups, oldest first
-        self._open_bytes = 0
+        self._joiner = Joiner(checks.fields)
+        self._open_bytes = 0  # of records in open groups and documents
         self._group_timeout = math.inf if group_timeout is None else group_timeout
         self._clock = 0.0
         self._ids = ids
@@ -82,17 +80,40 @@ class Intake:
         self.expire(clock)
         if isinstance(outcome, BadRecord):
             self._reject(message.where, message.file, message.line, outcome)
-            if outcome.group_id is not None:
+            if outcome.document_id is not None:
+                self._join(self._joiner.add_bad(outcome, self._clock), outcome.group_id)
+            elif outcome.group_id is not None:
                 self._place(outcome.group_id, None)
         elif (taken := self._with_new_id(message, outcome)) is not None:
             self.accepted += 1
-            self._place(taken.group_id, _Member(taken, message.file, message.line))
+            member = _Member(taken, message.file, message.line)
+            if taken.document_id is None:
+                self._place(taken.group_id, member)
+            else:
+                self._open_bytes += member.size
+                self._join(self._joiner.add(taken, member, self._clock), taken.group_id)
         else:
             # A repeated record is not a member of its group: a sender that retries a record would otherwise close the
             # group before its last member arrives.
             reason = f"id is {describe(outcome.id)}: repeated, a document of this id came before"
             error = BadRecord(reason, id=outcome.id, group_id=outcome.group_id)
             self._reject(message.where, message.file, message.line, error)
+
+    def _join(self, document: Unfinished | None, group_id: str | None) -> None:
+        """Place a document of several sequences in its group, if all of them have come."""
+        if document is None:
+            return
+        last: list[_Member] = [member for _, member in document.members]
+        self._open_bytes -= sum(member.size for member in last)
+        joined, refused = self._joiner.close(document)
+        if joined is not None:
+            self._place(joined.group_id, _Member(joined, last[-1].file, last[-1].line))
+            return
+        for rollout, member, reason, _ in refused:
+            error = BadRecord(reason, id=rollout.id, group_id=group_id)
+            self._reject(f"{member.file}:{member.line}", member.file, member.line, error)
+        if group_id is not None:
+            self._place(group_id, None)
 
     def _with_new_id(self, message: Message, rollout: Rollout) -> Rollout | None:
         """Return the document with a unique id, or None if it came before.
@@ -121,10 +142,23 @@ class Intake:
             elif self._open_bytes > MOST_OPEN_BYTES:
                 self._give_up(group_id, f"longest while open groups took more than {MOST_OPEN_BYTES // 2**20} MiB")
             else:
+                break
+        while self._joiner.open:
+            document_id, document = next(iter(self._joiner.open.items()))
+            if self._clock - document.opened >= self._group_timeout:
+                when = f"after {self._group_timeout:g} s (data.group_timeout)"
+            elif self._open_bytes > MOST_OPEN_BYTES:
+                when = f"when documents that were not complete took more than {MOST_OPEN_BYTES // 2**20} MiB"
+            else:
                 return
+            del self._joiner.open[document_id]
+            document.problem = document.problem or missing_sequences(document, when)
+            self._join(document, _group_of(document))
 
     def finish(self) -> None:
-        """Close all open groups, since no more documents will come."""
+        """Close all open documents and groups, since no more records will come."""
+        for document in self._joiner.finish():
+            self._join(document, _group_of(document))
         for group_id in list(self._groups):
             self._close(group_id)
 
@@ -174,8 +208,15 @@ class Intake:
         waiting = [sum(member is not None for member in group.members) for group in self._groups.values()]
         return sum(waiting), sum(map(bool, waiting))
 
+    @property
+    def in_open_documents(self) -> tuple[int, int]:
+        """The numbers of records of documents that are not complete, and of these documents."""
+        unfinished = self._joiner.open.values()
+        return sum(document.come for document in unfinished), len(unfinished)
+
     def state(self) -> dict[str, Any]:
         return {
+            "unfinished": {name: _unfinished_line(one, self._clock) for name, one in self._joiner.open.items()},
             "ready": [document_line(rollout) for rollout in self.ready],
             "open": {group_id: group.state(self._clock) for group_id, group in self._groups.items()},
             # Not yet in the ledger: a run that stops while it waits has not taken them from here.
@@ -192,7 +233,9 @@ class Intake:
             )
         self.ready = deque(read_document(line) for line in state["ready"])
         self._groups = {group_id: _read_group(group) for group_id, group in state["open"].items()}
+        self._joiner.open = {name: _read_unfinished(one) for name, one in state.get("unfinished", {}).items()}
         self._open_bytes = sum(group.size for group in self._groups.values())
+        self._open_bytes += sum(member.size for one in self._joiner.open.values() for _, member in one.members)
         self.put_aside = [PutAside(*one) for one in state.get("put_aside", ())]
         self._clock = 0.0
         self._ids.restore(state["ids"])
@@ -201,9 +244,32 @@ class Intake:
         self._ids.close()
 
 
+def _member_line(member: _Member) -> dict[str, Any]:
+    return {"file": member.file, "line": member.line, "document": document_line(member.rollout)}
+
+
+def _read_member(line: dict[str, Any]) -> _Member:
+    return _Member(read_document(line["document"]), line["file"], line["line"])
+
+
 def _read_group(state: dict[str, Any]) -> _Group:
-    members = [
-        None if line is None else _Member(read_document(line["document"]), line["file"], line["line"])
-        for line in state["members"]
-    ]
-    return _Group(-state["age"], members)
+    return _Group(-state["age"], [None if line is None else _read_member(line) for line in state["members"]])
+
+
+def _unfinished_line(document: Unfinished, clock: float) -> dict[str, Any]:
+    return {
+        "age": clock - document.opened,
+        "expected": document.expected,
+        "come": document.come,
+        "problem": document.problem,
+        "members": [_member_line(member) for _, member in document.members],
+    }
+
+
+def _read_unfinished(state: dict[str, Any]) -> Unfinished:
+    members = [(member.rollout, member) for member in map(_read_member, state["members"])]
+    return Unfinished(state["expected"], state["come"], members, state["problem"], -state["age"])
+
+
+def _group_of(document: Unfinished) -> str | None:
+    return document.members[0][0].group_id if document.members else None

@@ -119,10 +119,12 @@ class StreamSource:
 
     def _stalled(self, count: int, rejected: int) -> str:
         waiting, groups = self._intake.in_open_groups
+        records, unfinished = self._intake.in_open_documents
         notes = [
             f"{self._transport.name} gave no document for {self._stall_timeout:g} s (schedule.stall_timeout)",
             f"{len(self._intake.ready)} of the {count} documents that the step waits for are there",
             f"in groups that are not complete: {waiting} in {groups} (data.group_size)" if waiting else None,
+            f"of documents that are not complete: {records} records of {unfinished} (sequences)" if records else None,
             f"rejected meanwhile: {rejected}, see rejected.jsonl" if rejected else None,
             self._reading.trouble or self._transport.hint(),
         ]

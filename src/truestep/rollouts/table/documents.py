@@ -59,10 +59,15 @@ def tables_hold(checks: Checks) -> bool:
 
 
 def load_tables(paths: Sequence[Path], checks: Checks, cache: Path) -> Documents:
-    """Return the same documents as `load_documents`, without holding them in memory."""
+    """Return the same documents as `load_documents`, without holding them in memory.
+
+    Files with documents of several sequences are read into memory.
+    """
     tables, refused = [], []
     for path in paths:
         with table_of(path, cache, checks.fields) as table:
+            if table.has("document_id").any():
+                return load_documents(paths, checks)
             tables.append(table)
             refused.append(_refused(table, checks))
     names = short_names(paths)

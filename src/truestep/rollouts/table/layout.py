@@ -8,7 +8,7 @@ Together they store every field of `Rollout`.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from zlib_ng.zlib_ng import crc32
 
-from truestep.rollouts.documents import arrays, others_of, read_others
+from truestep.rollouts.documents import arrays, others_of, read_others, read_tuples, written
 from truestep.rollouts.fields import TABLE, Field, declarations
 from truestep.types import PLACES, Rollout
 
@@ -96,8 +96,7 @@ def from_labels(stored: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
 def _others(rollout: Rollout) -> str:
     """Return the fields that are neither arrays nor columns and differ from their defaults, as JSON."""
     fields = {name: value for name in OTHERS if (value := getattr(rollout, name)) != _DEFAULTS[name]}
-    written = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-    return json.dumps(written | others_of(rollout))
+    return json.dumps({name: written(value) for name, value in fields.items()} | others_of(rollout))
 
 
 def checksum(arrays: list[np.ndarray | None], others: str) -> int:
@@ -237,7 +236,7 @@ def make_rollout(
         for name, stored in zip(LABEL_ARRAYS, rest, strict=True)
     }
     fields = json.loads(others)
-    fields |= read_others(fields)
+    fields |= read_others(fields) | read_tuples(fields)
     if fields.get("temperature") == ABSENT_TEMPERATURE:
         fields["temperature"] = float(default_temperature)
     return Rollout(

@@ -35,10 +35,11 @@ class Chooser:
         return _with_chosen(documents, chosen)
 
     def _draws(self, documents: Sequence[Rollout], labels: np.ndarray, documents_seen: int) -> list[bytes]:
-        """Draw a number for each of some labels. It follows from the step, the document's id and the position alone."""
-        owner = np.repeat(np.arange(len(documents)), [document.num_labels for document in documents])
-        position = np.concatenate([np.flatnonzero(document.loss_mask) for document in documents])
-        texts = (f"{self.seed} {documents_seen} {position[at]} {documents[owner[at]].id}" for at in labels)
+        """Draw a number for each of some labels. It follows from the step, the record's id and the position alone."""
+        sequences = [sequence for document in documents for sequence in document.sequences]
+        owner = np.repeat(np.arange(len(sequences)), [sequence.num_labels for sequence in sequences])
+        position = np.concatenate([np.flatnonzero(sequence.loss_mask) for sequence in sequences])
+        texts = (f"{self.seed} {documents_seen} {position[at]} {sequences[owner[at]].id}" for at in labels)
         return [hashlib.sha256(text.encode(errors="surrogatepass")).digest() for text in texts]
 
 

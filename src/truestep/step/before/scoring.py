@@ -1,6 +1,6 @@
 """Log-probs of a plan's documents from forward passes alone, and documents that are given them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -29,3 +29,13 @@ def with_logprobs(documents: Sequence[Rollout], name: Field, scores: Sequence[Do
     pairs = zip(documents, scores, strict=True)
     values = ((document, {name: at_labels(document, score.logprobs)}) for document, score in pairs)
     return tuple(replace(document, **value) for document, value in values)  # type: ignore[arg-type]
+
+
+def by_record(documents: Sequence[Rollout], scores: Sequence[DocumentScore]) -> Iterator[tuple[Rollout, DocumentScore]]:
+    """Yield each record with its part of its document's score."""
+    for document, score in zip(documents, scores, strict=True):
+        start = 0
+        for sequence in document.sequences:
+            part = slice(start, start + sequence.num_labels)
+            yield sequence, DocumentScore(sequence.id, score.logprobs[part], score.entropy[part])
+            start = part.stop

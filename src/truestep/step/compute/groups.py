@@ -53,11 +53,17 @@ def measure_answers(documents: Sequence[Rollout]) -> dict[str, Metric]:
     """Measure how long the answers are, in labels, and how far the rewards spread over the step. Those rewarded have a
     reward above the step's mean."""
     lengths = [document.num_labels for document in documents]
+    with_turns = [document.turns for document in documents if document.turns]
+    rewarded = [turn.reward for turns in with_turns for turn in turns if turn.reward is not None]
     metrics: dict[str, Metric] = {
         "response_length": _mean(lengths),
         "max_response_length": Max(float(max(lengths, default=-math.inf))),
         "min_response_length": Min(float(min(lengths, default=math.inf))),
     }
+    if with_turns:
+        metrics["turns"] = _mean([len(turns) for turns in with_turns])
+    if rewarded:
+        metrics["turn_reward"] = Mean(math.fsum(rewarded), float(len(rewarded)))
     known = zip(documents, lengths, strict=True)
     pairs = [(document.reward, length) for document, length in known if document.reward is not None]
     if len(pairs) > 1:

@@ -101,8 +101,8 @@ class LabelShare:
 class MicroBatch:
     """A micro-batch on this rank's device, and this rank's share of its labels."""
 
-    members: tuple[int, ...]  # indices into the plan's documents
-    label_counts: tuple[int, ...]  # of each of those documents
+    members: tuple[int, ...]  # indices into the plan's sequences
+    label_counts: tuple[int, ...]  # of each of those sequences
     tokens: PackedTokens
     labels: PackedLabels
     weight: torch.Tensor  # [T] float64: one over the step's denominator, for each label

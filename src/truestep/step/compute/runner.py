@@ -1,6 +1,6 @@
 """The computation of one plan: its metrics, summed over micro-batches and ranks, and its whole gradient.
 
-Dimensions: S tokens of the micro-batch, T its labels, D its documents.
+Dimensions: S tokens of the micro-batch, T its labels, D its sequences.
 """
 
 import math
@@ -31,7 +31,7 @@ from truestep.step.compute.label_shares import LabelShare, MicroBatch
 from truestep.step.compute.passes import Passes
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
 
-_COUNTS = ("num_documents", "num_labels", "num_tokens", "num_micro_batches")
+_COUNTS = ("num_documents", "num_sequences", "num_labels", "num_tokens", "num_micro_batches")
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,8 @@ class StepRunner:
         if self.compares is not None:
             compared = np.zeros((len(plan.documents), len(COLUMNS)))
             for members, rows in (of_micro_batch for _, _, part in parts for of_micro_batch in part):
-                compared[list(members)] = rows
-        kept = tuple(DocumentScore(plan.documents[i].id, *scores[i]) for i in sorted(scores))
-        return Accumulated(metrics, kept, compared)
+                np.add.at(compared, [plan.document_of[index] for index in members], rows)
+        return Accumulated(metrics, _of_documents(plan, scores), compared)
 
     def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
         if plan.ranks != self._ranks.data:
@@ -133,7 +132,7 @@ class StepRunner:
         exact: dict[int, torch.Tensor] = {}
         if self.exact:
             with self.stopwatch.measure("exact"):
-                exact = score_exactly(self.policy, plan.documents, micro_batches)
+                exact = score_exactly(self.policy, plan.sequences, micro_batches)
 
         def run(numbers: Sequence[int], backward: bool) -> Passes:
             scored: list[tuple[MicroBatch, RowStatistics]] = []
@@ -176,12 +175,12 @@ class StepRunner:
 
     def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
         """Pack a micro-batch of the plan, and move it to this rank's device."""
-        documents = [plan.documents[index] for index in members]
-        packed = pack(documents, self._multiple, self.fields)
+        sequences = [plan.sequences[index] for index in members]
+        packed = pack(sequences, self._multiple, self.fields)
         share = LabelShare.of(packed, self.policy.context)
-        counts = tuple(document.num_labels for document in documents)
+        counts = tuple(sequence.num_labels for sequence in sequences)
         packed = packed.to(self.policy.device)
-        label_counts = packed.labels.num_labels[packed.labels.document]
+        label_counts = packed.labels.document_labels[packed.labels.document]
         weight = self.objective.denominator.label_weights(label_counts, plan.totals)
         known = [exact[index] for index in members if index in exact]
         logprobs = torch.cat(known) if known else None
@@ -195,7 +194,7 @@ class StepRunner:
             measured = on_host(measure_labels(labels, facts, self.metrics_level, self.custom_metrics))
             sums.metrics.update(merge(sums.metrics, measured))
         if self.keep_scores is not False:
-            sums.scores.update(_scores(micro_batch, statistics, self.keep_scores))
+            sums.scores.update(_scores(micro_batch, statistics, _wanted(plan, self.keep_scores)))
         if self.compares is not None:
             logprobs = micro_batch.logprobs(statistics)
             rows = compare(micro_batch.labels, logprobs, statistics.entropy, plan.documents_seen, self.compares)
@@ -233,7 +232,8 @@ class StepRunner:
 
 def _counts(plan: StepPlan) -> dict[str, Metric]:
     micro_batches = len(plan.micro_batches) // plan.ranks
-    counts = {"loss": 0, **asdict(plan.totals), "num_micro_batches": micro_batches}
+    counts = {"loss": 0, **asdict(plan.totals), "num_sequences": len(plan.sequences)}
+    counts["num_micro_batches"] = micro_batches
     return {name: Sum(float(count)) for name, count in counts.items()}
 
 
@@ -254,9 +254,27 @@ def _scores(
     }
 
 
+def _wanted(plan: StepPlan, keep_scores: bool | Collection[int]) -> bool | Collection[int]:
+    """Return the places of the sequences of the documents whose scores are kept."""
+    if isinstance(keep_scores, bool) or plan.sequences is plan.documents:
+        return keep_scores
+    return {place for place, document in enumerate(plan.document_of) if document in keep_scores}
+
+
+def _of_documents(plan: StepPlan, scores: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> tuple[DocumentScore, ...]:
+    """Return the documents' scores, given those of sequences: a document has its sequences' one after another."""
+    found: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for place in sorted(scores):
+        found.setdefault(plan.document_of[place], []).append(scores[place])
+    return tuple(
+        DocumentScore(plan.documents[index].id, *(np.concatenate(parts) for parts in zip(*own, strict=True)))
+        for index, own in found.items()
+    )
+
+
 def _no_advantage(plan: StepPlan, number: int) -> bool:
-    return not any(has_advantage(plan.documents[index]) for members in plan.at_once(number) for index in members)
+    return not any(has_advantage(plan.sequences[index]) for members in plan.at_once(number) for index in members)
 
 
 def _any_label(plan: StepPlan, micro_batches: Sequence[Sequence[int]]) -> bool:
-    return any(plan.documents[index].num_labels for members in micro_batches for index in members)
+    return any(plan.sequences[index].num_labels for members in micro_batches for index in members)

@@ -7,6 +7,7 @@ packed   the next micro-batches, packed in order, until a rule says stop: their 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
@@ -66,10 +67,11 @@ def make_plan(
 def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
     """Pack these documents into few micro-batches of near equal cost; ranks run those of like cost side by side."""
     bins = []
-    idle = [rule.skip_zero_advantage and not has_advantage(document) for document in documents]
+    sequences = [sequence for document in documents for sequence in document.sequences]
+    idle = [rule.skip_zero_advantage and not has_advantage(sequence) for sequence in sequences]
     for alike in (False, True):
-        members = [index for index in range(len(documents)) if idle[index] is alike]
-        lengths = [documents[index].num_tokens for index in members]
+        members = [index for index in range(len(sequences)) if idle[index] is alike]
+        lengths = [sequences[index].num_tokens for index in members]
         costs = [rule.cost(length) for length in lengths]
         packed = balance(lengths, costs, rule.tokens_per_microbatch, rule.multiple)
         bins += [[members[place] for place in places] for places in packed]
@@ -78,25 +80,34 @@ def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: i
 
 def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
     """Pack these documents in order, and add empty micro-batches up to the multiple."""
-    bins = fill_in_order([document.num_tokens for document in documents], rule.tokens_per_microbatch)
+    lengths = [length for document in documents for length in lengths_of(document)]
+    bins = fill_in_order(lengths, rule.tokens_per_microbatch)
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
     return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor)
 
 
-def count_packed(lengths: Sequence[int], rule: StepRule) -> tuple[list[list[int]], bool]:
-    """Fill micro-batches in order, from the front of `lengths`, until the rule's count is reached, and tell whether
-    they are final: a micro-batch is only known to be full when the next document does not fit."""
-    bins: list[list[int]] = [[]]
-    room = rule.tokens_per_microbatch
-    for index, length in enumerate(lengths):
-        if length > room:
-            if may_end(len(bins), index, rule):
-                return bins, True
-            bins.append([])
-            room = rule.tokens_per_microbatch
-        bins[-1].append(index)
-        room -= length
-    return [members for members in bins if members], False
+def lengths_of(document: Rollout) -> list[int]:
+    """Return the number of tokens of each of a document's sequences."""
+    return [stop - start for start, stop in pairwise((*(document.starts or (0,)), document.num_tokens))]
+
+
+def count_packed(documents: Sequence[Sequence[int]], rule: StepRule) -> tuple[int, int, bool]:
+    """Fill micro-batches in order, from the first of `documents`, until the rule's count is reached.
+
+    `documents` are the lengths of each document's sequences. Returns the numbers of documents and of micro-batches, and
+    whether they are final: a micro-batch is only known to be full when the next sequence does not fit. A step ends
+    before a document, not within one.
+    """
+    micro_batches, room = 1, rule.tokens_per_microbatch
+    for index, lengths in enumerate(documents):
+        if lengths[0] > room and may_end(micro_batches, index, rule):
+            return index, micro_batches, True
+        for length in lengths:
+            if length > room:
+                micro_batches += 1
+                room = rule.tokens_per_microbatch
+            room -= length
+    return len(documents), micro_batches if documents else 0, False
 
 
 def may_end(micro_batches: int, documents: int, rule: StepRule) -> bool:

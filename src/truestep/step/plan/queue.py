@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from truestep.rollouts.source import PeekableSource, Source, SourceError, Taken
-from truestep.step.plan.plan import StepRule, count_packed, may_end, plan_exactly, plan_packed
+from truestep.step.plan.plan import StepRule, count_packed, lengths_of, may_end, plan_exactly, plan_packed
 from truestep.types import Rollout, StepPlan
 
 
@@ -56,18 +56,18 @@ class PlanQueue:
         assert isinstance(source, PeekableSource), "the configuration has a sampler make exact steps"
         while True:
             waiting = source.peek(wanted)
-            bins, complete = count_packed([document.num_tokens for document in waiting], self._rule)
+            count, micro_batches, complete = count_packed([lengths_of(document) for document in waiting], self._rule)
             if complete:
                 break
             if len(waiting) < wanted:  # end of data
-                complete = bool(bins) and may_end(len(bins), len(waiting), self._rule)
+                complete = count > 0 and may_end(micro_batches, count, self._rule)
                 break
             # Peek a few at a time: the source may send more documents only after this step's weights are published.
             wanted += 1 if self._rule.docs_per_step else 1 + wanted // 8
         # Documents left out stay in the source: they belong to the next step if the files grow.
         if not complete and self._ends_before(waiting):
             return None
-        return source.take(sum(len(members) for members in bins), self.documents_seen)
+        return source.take(count, self.documents_seen)
 
     def _ends_before(self, documents: Sequence[Rollout]) -> bool:
         """Tell whether the data ends without a step from the remaining documents; note dropped ones."""

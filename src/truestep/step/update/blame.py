@@ -76,6 +76,9 @@ def _plain(document: Rollout, score: DocumentScore) -> Rollout:
 
 def _only(plan: StepPlan, some: Sequence[int]) -> StepPlan:
     """Leave other documents out of a plan; its totals and the number of its micro-batches stay."""
-    place = {index: number for number, index in enumerate(some)}
+    wanted = {index: number for number, index in enumerate(some)}
+    kept = [number for number, document in enumerate(plan.document_of) if document in wanted]
+    kept.sort(key=lambda number: (wanted[plan.document_of[number]], number))
+    place = {index: number for number, index in enumerate(kept)}
     micro_batches = (tuple(place[index] for index in members if index in place) for members in plan.micro_batches)
     return replace(plan, documents=tuple(plan.documents[i] for i in some), micro_batches=tuple(micro_batches))

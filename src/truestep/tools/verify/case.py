@@ -24,13 +24,14 @@ from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import GroupFunction, GroupSizeError, check_group_sizes
 from truestep.rollouts.fields import Field, declare
 from truestep.rollouts.record import Checks, Needs, parse_record
+from truestep.rollouts.sequences import join
 from truestep.run.assemble.sources import advantage_rule, declared_fields, read_documents
 from truestep.run.assemble.step import FROM_RECORDS, make_objective
 from truestep.tools.verify.layouts import Layout
-from truestep.tools.verify.oracle.advantages import Record, prepare
+from truestep.tools.verify.oracle.advantages import Record, documents_of, prepare
 from truestep.tools.verify.reduced import (
     draw_adapter,
-    record_of,
+    records_of,
     redraw_logprobs,
     reduce_model,
     reduce_record,
@@ -60,7 +61,7 @@ class Case:
     # Those of layouts in half precision, whose rounding decides nothing either; None: the same as of the others.
     half_records: list[Record] | None = None
     adapter: Path | None = None  # that every layout begins with
-    function: Callable[[list[Record]], list[float]] | None = None  # a user's own advantages of a group
+    function: Callable[[list[list[Record]]], list[float]] | None = None  # a user's own advantages of a group
 
     def prepare(self, records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
         """Give records as steps take them, with the oracle's own advantages; `data` is that section of a layout."""
@@ -69,7 +70,11 @@ class Case:
     def steps(self, prepared: Sequence[Record]) -> list[list[Record]]:
         """Cut prepared records into the batches of the steps; a batch comes once for each update on it."""
         size, updates = self.options["schedule"]["docs_per_step"], self.options["schedule"]["updates_per_batch"]
-        batches = [list(prepared[start : start + size]) for start in range(0, len(prepared), size)]
+        documents = documents_of(prepared)
+        batches = [
+            [record for document in documents[start : start + size] for record in document]
+            for start in range(0, len(documents), size)
+        ]
         return [batch for batch in batches[:STEPS] for _ in range(updates)]
 
     @property
@@ -151,7 +156,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         "seed": seed,
     }
     case = Case(scratch, model, options, records, budget, reference, half, adapter, function)
-    left = len(case.prepare(records, options["data"]))
+    left = len(documents_of(case.prepare(records, options["data"])))
     if not left:
         raise VerifyError("data.truncated: drop puts aside every one of the documents that verify chose")
     options["schedule"]["docs_per_step"] = math.ceil(left / STEPS)
@@ -198,7 +203,7 @@ def _advantages(config: Config, records: Sequence[Record], full: bool) -> dict[s
         options["overlong_penalty"] |= {"from": min(labels), "to": max(max(labels) - 1, min(labels) + 1)}
     try:
         check_group_sizes(
-            list(Counter(record["group_id"] for record in records if "group_id" in record).values()),
+            list(Counter(one[0]["group_id"] for one in documents_of(records) if "group_id" in one[0]).values()),
             options["group_size"],
         )
     except GroupSizeError:
@@ -206,12 +211,18 @@ def _advantages(config: Config, records: Sequence[Record], full: bool) -> dict[s
     return options
 
 
-def _called_with_records(function: GroupFunction, declared: Sequence[Field]) -> Callable[[list[Record]], list[float]]:
-    """Have a user's function take records, as the oracle has them."""
+def _called_with_records(
+    function: GroupFunction, declared: Sequence[Field]
+) -> Callable[[list[list[Record]]], list[float]]:
+    """Have a user's function take the records of each document, as the oracle has them."""
     checks = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), fields=tuple(declared))
 
-    def called(group: list[Record]) -> list[float]:
-        return [float(value) for value in function([parse_record(record, record["id"], checks) for record in group])]
+    def document_of(records: list[Record]) -> Rollout:
+        parsed = [parse_record(record, record["id"], checks) for record in records]
+        return parsed[0] if parsed[0].document_id is None else join(parsed, declared)
+
+    def called(group: list[list[Record]]) -> list[float]:
+        return [float(value) for value in function([document_of(records) for records in group])]
 
     return called
 
@@ -251,7 +262,7 @@ def _of_user(config: Config, documents: int) -> list[Record]:
     if not some:
         raise VerifyError(f"data.path: no record of {config.data.path} can be trained on")
     declared = declared_fields(config)
-    return [record_of(rollout, declared) for rollout in _chosen(some, documents)]
+    return [record for rollout in _chosen(some, documents) for record in records_of(rollout, declared)]
 
 
 def _can_be_used(rollout: Rollout, config: Config) -> bool:
@@ -307,12 +318,17 @@ def _draw_field(field: Field, draw: np.random.Generator, length: int) -> Any:
 def in_parts(layout: Layout, case: Case, folder: Path) -> list[Record]:
     """Give rank 0 no document, rank 1 one, rank 2 three and the last rank the rest; list them as steps take them.
     What a rank has of a group is a group of its own: no rank reads the files of others."""
-    cuts = [*(0, 0, 1, 4)[: layout.ranks], len(case.records)]
-    parts = [case.records[cuts[rank] : cuts[rank + 1]] for rank in range(layout.ranks)]
+    documents = documents_of(case.records)
+    cuts = [*(0, 0, 1, 4)[: layout.ranks], len(documents)]
+    parts = [
+        [record for document in documents[cuts[rank] : cuts[rank + 1]] for record in document]
+        for rank in range(layout.ranks)
+    ]
     for rank, part in enumerate(parts):
         parts[rank] = [
             record | ({"group_id": f"{record['group_id']} of rank {rank}"} if "group_id" in record else {})
             for record in part
         ]
         write_json_lines(folder / f"part-{rank}.jsonl", parts[rank])
-    return [record for row in zip_longest(*parts) for record in row if record is not None]
+    rows = zip_longest(*(documents_of(part) for part in parts))
+    return [record for row in rows for document in row for record in document or ()]

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from truestep.metrics.spent import of_the_machine
 from truestep.tools.verify.case import Case
 from truestep.tools.verify.difference import BOUND, Difference
+from truestep.tools.verify.oracle.advantages import documents_of
 from truestep.tools.verify.oracle.losses import next_entropy_bonus
 from truestep.tools.verify.oracle.records import Record
 from truestep.tools.verify.oracle.step import OracleResult, oracle_logprobs, oracle_step
@@ -62,7 +63,7 @@ class Comparer:
             ):
                 yield Difference(number, kind, name, value)
             yield from updates.differences(output, number)
-            seen += len(documents)
+            seen += len(documents_of(documents))
 
     def half_differences(
         self, output: Path, options: dict[str, Any], records: Sequence[Record]
@@ -81,7 +82,7 @@ class Comparer:
             squares = sum(float((gradients[n].double() - g).square().sum()) for n, g in oracle.gradients.items())
             yield math.sqrt(squares), oracle.grad_norm
             yield from updates.differences(output, number)
-            seen += len(documents)
+            seen += len(documents_of(documents))
 
     def _updates(self, options: dict[str, Any]) -> Updates:
         return Updates(options, self._began_with.ends, self._case.positions)
@@ -102,7 +103,7 @@ class Comparer:
         seen, bonus, norms = 0, self._loss.get("entropy_bonus", 0.0), []
         for documents in steps[::updates]:
             norms.append(self._reference(weights, documents, seen, None, bonus).grad_norm)
-            seen += updates * len(documents)
+            seen += updates * len(documents_of(documents))
         return norms
 
     @cached_property

@@ -23,6 +23,7 @@ from truestep.losses.objective import Objective
 from truestep.model.adapter import DOWN, Adapter, attach, matches, target_modules
 from truestep.model.adapter_files import read_adapter, write_adapter
 from truestep.rollouts.fields import Field, from_records
+from truestep.rollouts.turns import turn_lines
 from truestep.tools.verify.custom import document_labels
 from truestep.tools.verify.oracle.records import Document, Record, read_document
 from truestep.tools.verify.oracle.step import oracle_logprobs
@@ -158,15 +159,29 @@ def record_of(document: Rollout, declared: Sequence[Field] = ()) -> Record:
         value = document.value(field.name)
         if isinstance(value, Mapping):
             value = dict(value) or None
+        elif isinstance(value, tuple):
+            value = turn_lines(value) or None
         if value is not None:
             record[field.in_record] = value.tolist() if isinstance(value, np.ndarray) else value
     return record
 
 
+def records_of(document: Rollout, declared: Sequence[Field] = ()) -> list[Record]:
+    """Write a document as lines of a rollout file, one for each of its sequences."""
+    if not document.starts:
+        return [record_of(document, declared)]
+    joined = {"document_id": document.id, "sequences": len(document.starts)}
+    return [record_of(sequence, declared) | joined for sequence in document.sequences]
+
+
 def reduce_record(record: Record, most: int) -> Record:
     """Keep the end of the document, which holds its labels; position 0 is never a label."""
     cut = max(0, len(record["input_ids"]) - most)
-    short = {name: value[cut:] if isinstance(value, list) else value for name, value in record.items()}
+    of_tokens = {name: value for name, value in record.items() if isinstance(value, list) and name != "turns"}
+    short = record | {name: value[cut:] for name, value in of_tokens.items()}
+    if "turns" in record:
+        moved = [turn | {"start": max(turn["start"] - cut, 0), "end": turn["end"] - cut} for turn in record["turns"]]
+        short["turns"] = [turn for turn in moved if turn["end"] > 0]
     short["input_ids"] = [token % VOCABULARY for token in short["input_ids"]]
     short["loss_mask"] = [0, *short["loss_mask"][1:]]
     return short

@@ -31,6 +31,7 @@ from truestep.run.checkpoint.saves import SaveRule
 from truestep.run.train import make_trainer
 from truestep.run.trainer import Trainer
 from truestep.step.before.annotators import Annotator
+from truestep.step.before.scoring import by_record
 from truestep.step.update.optimizer import optimizer_parts
 from truestep.types import StepPlan
 from truestep.weights.tensor_parts import FOLDER, describe_parts, part_name, write_index
@@ -103,16 +104,16 @@ class _Witness(Observer, Annotator):
         save_file(self._gradients, self._folder / "gradients.safetensors")
         line = {
             "metrics": computed.line() | {"grad_norm": norm},
-            "documents": [document.id for document in plan.documents],
+            "documents": [sequence.id for sequence in plan.sequences],
             "documents_seen": plan.documents_seen,
             "advantages": {
-                document.id: document.advantages[document.loss_mask].tolist()
-                for document in plan.documents
-                if document.advantages is not None
+                sequence.id: sequence.advantages[sequence.loss_mask].tolist()
+                for sequence in plan.sequences
+                if sequence.advantages is not None
             },
             "scores": [
                 {"id": score.id, "logprobs": score.logprobs.tolist(), "entropy": score.entropy.tolist()}
-                for score in computed.scores
+                for _, score in by_record(plan.documents, computed.scores)
             ],
         }
         (self._folder / "step.json").write_text(json.dumps(line), encoding="utf-8")

@@ -12,13 +12,13 @@ _SCALES = {"group_normalized": "group", "batch_normalized": "step"}  # baselines
 
 def prepare(records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
     """Give the records, in their order, as steps take them. `data` is that section of the YAML file, and where
-    `advantages` is a user's function also `function`: it gives a number for each of a group's records.
+    `advantages` is a user's function also `function`: it gives a number for each of a group's documents.
 
     A record of a group with a reward has an `advantage` then, or where the step scales it a `difference`; a document
     that was truncated has no label (`mask`) or is not there (`drop`).
     """
     kind = data.get("advantages", "none")
-    prepared = [dict(record) for record in records]
+    prepared = [record for document in documents_of([dict(record) for record in records]) for record in document]
     for group in _groups(prepared, data.get("group_size")) if kind != "none" else ():
         _give_advantages(group, kind, data)
     rule = data.get("truncated", "keep")
@@ -30,46 +30,64 @@ def prepare(records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
     ]
 
 
-def _groups(records: Sequence[Record], group_size: int | None) -> list[list[Record]]:
-    """List the groups. One ends with its last member, and a later record of its name begins another. A member with an
-    advantage of its own takes a place, and is no part of the baseline."""
-    ended: list[list[Record]] = []
+def documents_of(records: Sequence[Record]) -> list[list[Record]]:
+    """Join the records of each document, in the order in which documents are complete."""
+    complete: list[list[Record]] = []
     still_open: dict[str, list[Record]] = {}
     for record in records:
-        if record.get("group_id") is None:
+        name = record.get("document_id")
+        if name is None:
+            complete.append([record])
             continue
-        group = still_open.setdefault(record["group_id"], [])
-        group.append(record)
+        still_open.setdefault(name, []).append(record)
+        if len(still_open[name]) == record["sequences"]:
+            complete.append(still_open.pop(name))
+    return complete
+
+
+def _groups(records: Sequence[Record], group_size: int | None) -> list[list[list[Record]]]:
+    """List the documents of each group. One ends with its last member, and a later document of its name begins another.
+    A member with an advantage of its own takes a place, and is no part of the baseline."""
+    ended: list[list[list[Record]]] = []
+    still_open: dict[str, list[list[Record]]] = {}
+    for document in documents_of(records):
+        name = document[0].get("group_id")
+        if name is None:
+            continue
+        group = still_open.setdefault(name, [])
+        group.append(document)
         if len(group) == group_size:
-            ended.append(still_open.pop(record["group_id"]))
+            ended.append(still_open.pop(name))
     return [
-        [record for record in group if record.get("advantage") is None and record.get("reward") is not None]
+        [one for one in group if one[0].get("advantage") is None and one[0].get("reward") is not None]
         for group in [*ended, *still_open.values()]
     ]
 
 
-def _give_advantages(group: list[Record], kind: str, data: dict[str, Any]) -> None:
+def _give_advantages(group: list[list[Record]], kind: str, data: dict[str, Any]) -> None:
     """Put into each record what its reward gives it; the reward is less by the penalty from then on."""
-    for record in group:
+    labels = [sum(len(label_positions(record)) for record in document) for document in group]
+    for document, count in zip(group, labels, strict=True):
         if (penalty := data.get("overlong_penalty")) is not None:
-            beyond = (len(label_positions(record)) - penalty["from"]) / (penalty["to"] - penalty["from"])
+            beyond = (count - penalty["from"]) / (penalty["to"] - penalty["from"])
             less = penalty["weight"] * min(max(beyond, 0.0), 1.0)
-            record["reward"] -= less
-            record["rewards"] = {**(record.get("rewards") or {}), "overlong_penalty": -less}
+            for record in document:
+                record["reward"] -= less
+                record["rewards"] = {**(record.get("rewards") or {}), "overlong_penalty": -less}
     if not group:
         return
-    rewards = [record["reward"] for record in group]
+    rewards = [document[0]["reward"] for document in group]
     function = data.get("function")
-    labels = [len(label_positions(record)) for record in group]
     made = differences(rewards, labels, kind) if function is None else list(function(group))
     scale = data.get("advantage_scale") or _SCALES.get(kind)
-    for record, difference in zip(group, made, strict=True):
-        if scale == "step":
-            record["difference"] = difference
-        elif scale == "group":
-            record["advantage"] = over_spread(difference, rewards, data.get("advantage_std_floor", 1e-4))
-        else:
-            record["advantage"] = difference
+    for document, difference in zip(group, made, strict=True):
+        for record in document:
+            if scale == "step":
+                record["difference"] = difference
+            elif scale == "group":
+                record["advantage"] = over_spread(difference, rewards, data.get("advantage_std_floor", 1e-4))
+            else:
+                record["advantage"] = difference
 
 
 def differences(rewards: Sequence[float], labels: Sequence[int], kind: str) -> list[float]:

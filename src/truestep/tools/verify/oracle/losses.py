@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from truestep.tools.verify.oracle.records import Document
+from truestep.tools.verify.oracle.records import Document, whole_documents
 from truestep.tools.verify.oracle.values import LabelValues
 
 Metric = tuple[float, float]  # the value, and the same sum with the absolute values of its terms
@@ -78,7 +78,9 @@ def loss_terms(
     documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
 ) -> list[tuple[str, Tensor]]:
     """List (name of the contribution, weight * term) for every label, all divisions done; the loss is their sum."""
-    num_documents = len(documents)
+    wholes = whole_documents(documents)
+    num_documents = len(wholes)
+    labels_of = {place: sum(len(values[other]) for other in whole) for whole in wholes for place in whole}
     num_labels = sum(len(document.positions) for document in documents)
     terms = []
 
@@ -93,12 +95,12 @@ def loss_terms(
             return num_documents * loss_config["max_labels"]
         raise ValueError(f"loss.normalize_by: {normalize_by}")
 
-    for document, labels in zip(documents, values, strict=True):
+    for place, (document, labels) in enumerate(zip(documents, values, strict=True)):
         losses = label_losses(document, labels, loss_config)
         weights = policy_weights(document, labels, loss_config)
         terms_of_document: list[LabelValues] = []
         for loss, weight, label in zip(losses, weights, labels, strict=True):
-            denominator = denominator_of(loss_config["normalize_by"], len(labels))
+            denominator = denominator_of(loss_config["normalize_by"], labels_of[place])
             # What weighs nothing adds nothing, whatever it is.
             terms.append(("policy_loss", weight * loss / denominator if weight else constant(0.0)))
             if loss_config["kl_reference"] and loss_config["kl_reference"].get("in", "loss") == "loss":
@@ -110,7 +112,8 @@ def loss_terms(
                 held = kl_of_chosen(document, label, len(terms_of_document) - 1)
                 terms.append(("kl_cov", loss_config["kl_cov"].get("weight", 1.0) * held / denominator))
             if loss_config["entropy_bonus"] or loss_config["entropy_target"]:
-                own = denominator_of(loss_config["entropy_normalize_by"] or loss_config["normalize_by"], len(labels))
+                normalize_by = loss_config["entropy_normalize_by"] or loss_config["normalize_by"]
+                own = denominator_of(normalize_by, labels_of[place])
                 terms.append(("entropy_bonus", -loss_config["entropy_bonus"] * label.entropy / own))
             if loss_config["z_loss"]:
                 terms.append(("z_loss", loss_config["z_loss"] * label.logsumexp**2 / denominator))

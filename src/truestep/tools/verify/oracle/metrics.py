@@ -20,7 +20,7 @@ from truestep.tools.verify.oracle.losses import (
     reference_divergence,
     value_and_scale,
 )
-from truestep.tools.verify.oracle.records import Document
+from truestep.tools.verify.oracle.records import Document, merged, whole_documents
 from truestep.tools.verify.oracle.values import LabelValues
 
 
@@ -33,25 +33,31 @@ def step_metrics(
 ) -> dict[str, Metric]:
     """Compute level `full` without percentiles, times and the gradient norm. A metric without input is absent."""
     metrics = term_metrics(terms, loss_config)
-    for name, count in [
-        ("num_documents", len(documents)),
-        ("num_labels", sum(len(document.positions) for document in documents)),
-        ("num_tokens", sum(len(document.input_ids) for document in documents)),
-    ]:
-        metrics[name] = (float(count), float(count))
+    sequences, values_of_sequences = documents, values
+    wholes = whole_documents(sequences)
+    documents = [merged([sequences[place] for place in whole]) for whole in wholes]
+    values = [[label for place in whole for label in values_of_sequences[place]] for whole in wholes]
+    counts = {"num_documents": len(documents), "num_sequences": len(sequences)}
+    counts["num_labels"] = sum(len(document.positions) for document in documents)
+    counts["num_tokens"] = sum(len(document.input_ids) for document in documents)
+    metrics.update({name: (float(count), float(count)) for name, count in counts.items()})
 
     # A list over its labels for each document that has labels and the input.
     logprobs, entropies, old_logprobs, advantages = [], [], [], []
     ratios: list[list[float]] = []
+    ratios_of_sequences: list[list[float]] = []
     staleness: list[list[float]] = []
-    for document, labels in zip(documents, values, strict=True):
+    for whole, document, labels in zip(wholes, documents, values, strict=True):
         if not labels:
             continue
         logprobs.append([label.logprob.item() for label in labels])
         entropies.append([label.entropy.item() for label in labels])
         if document.old_logprobs is not None:
             old_logprobs.append(document.old_logprobs)
-            ratios.append(metric_ratios(document, labels, loss_config["document_ratio"]) or [])
+            parts = [(sequences[place], values_of_sequences[place]) for place in whole if values_of_sequences[place]]
+            own = [metric_ratios(*part, loss_config["document_ratio"]) or [] for part in parts]
+            ratios.append([ratio for part in own for ratio in part])
+            ratios_of_sequences += own
         if document.advantages is not None:
             advantages.append(document.advantages)
         if document.versions is not None:
@@ -66,24 +72,35 @@ def step_metrics(
     metrics.update(document_mean("staleness", staleness))
     metrics.update(extremes("staleness", staleness))
 
-    rewards = [[document.reward] for document in documents if document.reward is not None]
-    metrics.update(document_mean("reward", rewards))
-    metrics.update(extremes("reward", rewards))
-    for name in sorted({name for document in documents for name in document.rewards}):
-        parts = [[document.rewards[name]] for document in documents if name in document.rewards]
-        metrics.update(document_mean(f"rewards/{name}", parts))
-    known = [[float(document.truncated)] for document in documents if document.truncated is not None]
-    metrics.update(document_mean("truncated_fraction", known))
-
+    metrics.update(reward_metrics(documents))
     empty = [[float(not any(values))] for values in advantages]
     metrics.update(document_mean("zero_advantage_fraction", empty))
     metrics.update(group_metrics(documents))
     metrics.update(answer_metrics(documents))
-    metrics.update(ratio_metrics(ratios, loss_config))
-    metrics.update(share_metrics(documents, values, loss_config))
-    metrics.update(covariance_metric(documents, values))
+    metrics.update(turn_metrics(documents))
+    metrics.update(ratio_metrics(ratios, ratios_of_sequences, loss_config))
+    metrics.update(share_metrics(sequences, values_of_sequences, loss_config))
+    metrics.update(covariance_metric(sequences, values_of_sequences))
     metrics.update(distance_metrics(documents, values, loss_config))
     return metrics
+
+
+def reward_metrics(documents: list[Document]) -> dict[str, Metric]:
+    """Compute the mean and the extremes of rewards, the means of their parts, and the share of truncated documents."""
+    rewards = [[document.reward] for document in documents if document.reward is not None]
+    metrics = document_mean("reward", rewards) | extremes("reward", rewards)
+    for name in sorted({name for document in documents for name in document.rewards}):
+        parts = [[document.rewards[name]] for document in documents if name in document.rewards]
+        metrics.update(document_mean(f"rewards/{name}", parts))
+    known = [[float(document.truncated)] for document in documents if document.truncated is not None]
+    return metrics | document_mean("truncated_fraction", known)
+
+
+def turn_metrics(documents: list[Document]) -> dict[str, Metric]:
+    """Compute how many turns documents have, and the mean reward of the turns that have one."""
+    counts = [[float(len(document.turns))] for document in documents if document.turns]
+    rewards = [turn["reward"] for document in documents for turn in document.turns if turn.get("reward") is not None]
+    return document_mean("turns", counts) | document_mean("turn_reward", [[reward] for reward in rewards])
 
 
 def group_metrics(documents: list[Document]) -> dict[str, Metric]:
@@ -251,8 +268,10 @@ def covariance_metric(documents: list[Document], values: list[list[LabelValues]]
     return {"logprob_advantage_covariance": (value, scale)}
 
 
-def ratio_metrics(ratios: list[list[float]], loss_config: dict[str, Any]) -> dict[str, Metric]:
-    """Compute the metrics of the ratios of every document's labels."""
+def ratio_metrics(
+    ratios: list[list[float]], of_sequences: list[list[float]], loss_config: dict[str, Any]
+) -> dict[str, Metric]:
+    """Compute the metrics of the ratios of every document's labels, and of every sequence's."""
     bounds = loss_config["bounds"]
     # The clip of gmpo looks at the log-ratio.
     clipped_value = math.log if loss_config["type"] == "gmpo" else float
@@ -276,8 +295,8 @@ def ratio_metrics(ratios: list[list[float]], loss_config: dict[str, Any]) -> dic
         metrics.update(document_mean("clipped_ratio_fraction_low", below))
         metrics.update(document_mean("clipped_ratio_fraction_high", above))
 
-    # One ratio of each document counts once.
-    counted = [document[:1] for document in ratios] if loss_config["document_ratio"] else ratios
+    # One ratio of each sequence counts once.
+    counted = [sequence[:1] for sequence in of_sequences] if loss_config["document_ratio"] else of_sequences
     flat = [ratio for document in counted for ratio in document]
     if flat:
         total = sum(flat)

@@ -1,15 +1,18 @@
-"""Rollout records, reduced to what a step needs: docs/contract.md, section 3."""
+"""Rollout records, reduced to what a step needs: docs/contract.md, section 3.
+
+A record is a sequence; a document is one sequence or several.
+"""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from truestep.tools.verify.oracle.advantages import Record, label_positions, over_spread, prepare
+from truestep.tools.verify.oracle.advantages import Record, documents_of, label_positions, over_spread, prepare
 
 
 @dataclass
 class Document:
-    """One record, reduced to what the step needs. Its lists are over the document's labels; None where absent."""
+    """One record, reduced to what the step needs. Its lists are over the record's labels; None where absent."""
 
     id: str | None
     input_ids: list[int]
@@ -29,6 +32,8 @@ class Document:
     fields: dict[str, Any] = field(
         default_factory=dict
     )  # a user's own: a list over the labels, or the document's value
+    document_id: str | None = None  # of a document of several sequences
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
@@ -37,7 +42,8 @@ def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[D
         records = prepare(records, data_config)
     declared = data_config.get("fields")
     documents = [read_document(record, data_config.get("temperature", 1.0), declared) for record in records]
-    differences = [record["difference"] for record in records if "difference" in record]
+    wholes = [document[0] for document in documents_of(records)]
+    differences = [record["difference"] for record in wholes if "difference" in record]
     for record, document in zip(records, documents, strict=True):
         if "difference" in record:
             advantage = over_spread(record["difference"], differences, data_config.get("advantage_std_floor", 1e-4))
@@ -69,6 +75,8 @@ def read_document(record: Record, default_temperature: float, declared: dict[str
         reference_logprobs=on_labels(record.get("reference_logprobs"), positions, len(input_ids)),
         truncated=record.get("truncated"),
         group_id=record.get("group_id"),
+        document_id=record.get("document_id"),
+        turns=record.get("turns") or [],
         rewards={name: value for name, value in (record.get("rewards") or {}).items() if value is not None},
         fields={
             name: _declared(record.get(name), options, positions, len(input_ids))
@@ -77,6 +85,31 @@ def read_document(record: Record, default_temperature: float, declared: dict[str
     )
 
 
+def whole_documents(sequences: list[Document]) -> list[list[int]]:
+    """List the places of the sequences of each document."""
+    wholes: dict[Any, list[int]] = {}
+    for place, sequence in enumerate(sequences):
+        wholes.setdefault(place if sequence.document_id is None else sequence.document_id, []).append(place)
+    return list(wholes.values())
+
+
+def merged(sequences: list[Document]) -> Document:
+    """Put the sequences of a document one after another."""
+    if len(sequences) == 1:
+        return sequences[0]
+    whole = replace(sequences[0], input_ids=[], positions=[], turns=[])
+    for sequence in sequences:
+        whole.positions += [len(whole.input_ids) + place for place in sequence.positions]
+        whole.input_ids += sequence.input_ids
+        whole.turns += sequence.turns
+    for name in _LISTS:
+        parts = [getattr(sequence, name) for sequence in sequences if sequence.positions]
+        known = parts and all(part is not None for part in parts)
+        setattr(whole, name, [value for part in parts for value in part] if known else getattr(whole, name))
+    return whole
+
+
+_LISTS = ("old_logprobs", "advantages", "versions", "reference_logprobs", "unpenalised", "sampler_logprobs", "chosen")
 _TYPES = {"float32": float, "int64": int, "bool": bool}
 
 

@@ -16,7 +16,7 @@ from truestep.tools.verify.oracle.losses import (
     value_and_scale,
 )
 from truestep.tools.verify.oracle.metrics import metric_ratios, step_metrics
-from truestep.tools.verify.oracle.records import Document, Record, read_document, read_documents
+from truestep.tools.verify.oracle.records import Document, Record, read_document, read_documents, whole_documents
 from truestep.tools.verify.oracle.values import Model, label_values
 
 
@@ -66,7 +66,7 @@ def oracle_step(
     divisor = loss_config["gradient_divisor"]
     if divisor not in (None, "none"):
         # The gradient is divided once more, by D or by a number; the reported loss stays.
-        divisor = len(documents) if divisor == "deepspeed" else divisor
+        divisor = len(whole_documents(documents)) if divisor == "deepspeed" else divisor
         gradients = {name: gradient / divisor for name, gradient in gradients.items()}
     grad_norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients.values()))
 
