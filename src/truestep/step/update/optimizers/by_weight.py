@@ -27,7 +27,7 @@ _MASTER = "master"  # key of a master weight among the tensors of a load
 
 @dataclass(frozen=True)
 class Home:
-    """Where states are stored between updates."""
+    """The place where states are stored between updates."""
 
     on_host: bool = False
     room: int = 0  # device bytes above a step's peak for copies of states that overlap with the passes
