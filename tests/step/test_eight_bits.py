@@ -28,7 +28,7 @@ from truestep.step.update.optimizers.eight_bits import (
 )
 from truestep.tools.verify.oracle.updates import Interval, blocks_of, stored
 from truestep.weights.blocks import Blocks
-from truestep.weights.pieces import Piece
+from truestep.weights.pieces import WeightSlice
 from truestep.weights.whole import WholeWeights
 
 OPTIONS = AdamWOptions((0.9, 0.95), 1e-6, 0.1)
@@ -256,7 +256,7 @@ def test_state_is_kept_in_eight_bits_and_goes_on_bit_for_bit() -> None:
 
 def test_ranks_that_cut_within_blocks_are_refused_by_name() -> None:
     weights = made_weights()
-    weights.pieces["matrix"] = Piece(torch.Size([6, 24]), cut={"tensor": 1})
+    weights.pieces["matrix"] = WeightSlice(torch.Size([6, 24]), cut={"tensor": 1})
     for ranks, fits in ((2, True), (4, True), (8, True), (3, False), (16, False)):
         weights.ranks = Ranks(0, RankLayout(data_shard=1, tensor=ranks))
         if fits:
@@ -264,7 +264,7 @@ def test_ranks_that_cut_within_blocks_are_refused_by_name() -> None:
         else:
             with pytest.raises(BlockError, match=f"parallel.tensor: {ranks} cuts the 24 columns of matrix within blo"):
                 check_blocks(weights, ["matrix"])
-    weights.pieces["matrix"] = Piece(torch.Size([6, 24]), cut={"tensor": 0})
+    weights.pieces["matrix"] = WeightSlice(torch.Size([6, 24]), cut={"tensor": 0})
     check_blocks(weights, ["matrix"])
 
 
