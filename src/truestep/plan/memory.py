@@ -11,7 +11,7 @@ from truestep.config.sections import AdamW8BitConfig, CustomOptimizer, MuonConfi
 from truestep.plan.activations import Activations, measure_activations
 from truestep.plan.shape import ModelShape, Part
 from truestep.ranks.axes import RankLayout
-from truestep.weights.blocks import Blocks
+from truestep.weights.blocks import ScaleBlocks
 
 GIB = 2**30
 _FLOAT32 = 4
@@ -198,7 +198,7 @@ def _number_bytes(config: Config, shape: tuple[int, ...], at_end: bool) -> float
     if isinstance(optimizer, MuonConfig) and len(shape) >= 2 and not at_end:
         return _FLOAT32
     if isinstance(optimizer, AdamW8BitConfig) and len(shape) >= 2:
-        return 2 * (1 + _FLOAT32 * Blocks.of(shape[-1]).of_row(shape[-1]) / shape[-1])
+        return 2 * (1 + _FLOAT32 * ScaleBlocks.of(shape[-1]).of_row(shape[-1]) / shape[-1])
     return 2 * _FLOAT32
 
 

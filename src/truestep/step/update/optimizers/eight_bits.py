@@ -24,7 +24,7 @@ from truestep.errors import TruestepError
 from truestep.gpu.self_test import serves
 from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.step.update.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
-from truestep.weights.blocks import PARTS, Blocks
+from truestep.weights.blocks import PARTS, ScaleBlocks
 from truestep.weights.protocol import Weights
 
 DECADES = 5.0
@@ -63,7 +63,7 @@ def _wrapped(values: torch.Tensor) -> torch.Tensor:
     return (((values + 2**31) & (2**32 - 1)) - 2**31).to(torch.int32)
 
 
-def quantise(values: torch.Tensor, blocks: Blocks, turn: torch.Tensor, count: int) -> Quantised:
+def quantise(values: torch.Tensor, blocks: ScaleBlocks, turn: torch.Tensor, count: int) -> Quantised:
     """Quantise values [R, C]. In the second moment (`count` = SECOND), only 0 becomes 0."""
     folded = blocks.fold(values.abs())
     scale = folded.amax(-1)
@@ -80,14 +80,14 @@ def quantise(values: torch.Tensor, blocks: Blocks, turn: torch.Tensor, count: in
     return Quantised((codes * values.sign()).to(torch.int8), scale)
 
 
-def dequantise(stored: Quantised, blocks: Blocks, count: int) -> torch.Tensor:  # [R, C]
+def dequantise(stored: Quantised, blocks: ScaleBlocks, count: int) -> torch.Tensor:  # [R, C]
     codes = stored.codes.to(torch.int32)
     values = levels(count, codes.device).index_select(0, codes.abs().flatten()).view_as(codes)
     scaled = blocks.unfold(blocks.fold(values) * stored.scale[..., None])
     return scaled * codes.sign() if count == FIRST else scaled
 
 
-def empty_state(part: torch.Tensor, blocks: Blocks) -> State:
+def empty_state(part: torch.Tensor, blocks: ScaleBlocks) -> State:
     """Return the state of a part of a weight before its first update."""
     largest = torch.zeros((*part.shape[:-1], blocks.of_row(part.shape[-1])), dtype=torch.float32, device=part.device)
     return {
@@ -111,8 +111,8 @@ class AdamW8Bit:
     def begin(self, name: str, part: torch.Tensor) -> State:
         return empty_state(part, self._blocks(name))
 
-    def _blocks(self, name: str) -> Blocks:
-        return Blocks.of(self.weights.pieces[name].shape[-1])
+    def _blocks(self, name: str) -> ScaleBlocks:
+        return ScaleBlocks.of(self.weights.pieces[name].shape[-1])
 
     def prepare(self, slots: Sequence[Slot]) -> Update:
         return partial(self._update, slots)
@@ -156,7 +156,7 @@ class Matrix:
     weight: torch.Tensor  # [R, C]
     gradient: torch.Tensor  # [R, C]
     state: State
-    blocks: Blocks
+    blocks: ScaleBlocks
     rows: torch.Tensor  # [R] indices in the whole weight
     columns: torch.Tensor  # [C]
     number: int  # of the update, from 1
@@ -229,7 +229,7 @@ def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
     generator = torch.Generator().manual_seed(0)
     options = AdamWOptions((0.9, 0.99), 1e-8, 0.1)
     for rows, columns in ((5, 16 * 300), (3, 7), (2, 2048)):
-        blocks = Blocks.of(columns)
+        blocks = ScaleBlocks.of(columns)
         start = torch.randn(rows, columns, generator=generator).to(device)
         found = []
         rounded = torch.empty_like(start, dtype=dtype)

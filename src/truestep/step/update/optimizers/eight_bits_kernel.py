@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from truestep.weights.blocks import Blocks
+from truestep.weights.blocks import ScaleBlocks
 
 _TILE = 2048  # elements per program, approximately
 _LOG10_2 = tl.constexpr(0.30102999566398120)
@@ -137,7 +137,7 @@ def update_(
     gradient: torch.Tensor,
     first: tuple[torch.Tensor, torch.Tensor],  # codes [R, C], and the largest number of each block [R, B]
     root: tuple[torch.Tensor, torch.Tensor],
-    blocks: Blocks,
+    blocks: ScaleBlocks,
     levels: tuple[torch.Tensor, torch.Tensor],  # of both moments
     along: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # terms of thresholds: rows of both moments, columns
     decades: float,
