@@ -19,7 +19,7 @@ from truestep.types import PackedBatch, PackedLabels, PackedTokens, RowStatistic
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TokenRuns:
     """How many labels of each document a share has."""
 
     lead: int  # of the document that begins in an earlier rank's share; 0: none
@@ -82,7 +82,7 @@ class LabelShare:
         unpadded = [part[:, : share.stop - share.start] for part, share in zip(parts, shares, strict=True)]
         return RowStatistics(*torch.cat(unpadded, dim=1))
 
-    def pieces(self, document_labels: Sequence[int]) -> Pieces:
+    def token_runs(self, document_labels: Sequence[int]) -> TokenRuns:
         """Count the labels of each document in this share, given the counts of the whole micro-batch."""
         lead, tail, whole = 0, 0, []
         for end, count in zip(accumulate(document_labels), document_labels, strict=True):
@@ -95,7 +95,7 @@ class LabelShare:
                 tail = part
             else:
                 whole.append(part)
-        return Pieces(lead, tuple(whole), tail)
+        return TokenRuns(lead, tuple(whole), tail)
 
 
 @dataclass(frozen=True)

@@ -218,11 +218,11 @@ class StepRunner:
             return objective.coefficients(objective.prepare(labels), totals)
 
         labels, shard = micro_batch.labels[share.own], self.policy.vocabulary_shard
-        pieces = share.pieces(micro_batch.label_counts) if objective.whole_documents else None
+        runs = share.token_runs(micro_batch.label_counts) if objective.whole_documents else None
         with self.policy.weights.head(self.policy.model) as (weight, weight_gradient), torch.no_grad():
             head = HeadRows(rows.detach(), weight, labels.ids, labels.temperature, self.policy.head, shard)
-            whole = None if pieces is None else pieces.whole
-            shared = SharedDocuments(pieces.lead, pieces.tail, shared_loss) if pieces and share.context else None
+            whole = None if runs is None else runs.whole
+            shared = SharedDocuments(runs.lead, runs.tail, shared_loss) if runs and share.context else None
             if not backward:
                 return share.gather(chunked.forward(head, document_labels=whole, shared=shared)), None
             result = chunked.forward_backward(
