@@ -16,7 +16,7 @@ from truestep.process import progress
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import wire
 from truestep.step.compute.label_shares import MicroBatch
-from truestep.step.compute.schedule import Pass, Schedule, make_schedule
+from truestep.step.compute.schedule import Pass, PipelineSchedule, make_schedule
 from truestep.weights.protocol import StagePass
 
 # Takes a micro-batch and the hidden states of this rank's labels; returns their gradient (None without backward pass).
@@ -142,7 +142,7 @@ class Passes:
 class _Wires:
     """Point-to-point transfers between pipeline stages: asynchronous sends, blocking receives."""
 
-    def __init__(self, ranks: Ranks, schedule: Schedule, like: Callable[[Pass], torch.Tensor]):
+    def __init__(self, ranks: Ranks, schedule: PipelineSchedule, like: Callable[[Pass], torch.Tensor]):
         self._ranks, self._schedule, self._like = ranks, schedule, like
         self._expected: dict[tuple[int, bool], Iterator[Pass]] = {}
         self._received: dict[Pass, torch.Tensor] = {}  # inputs received early

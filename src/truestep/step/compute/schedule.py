@@ -39,7 +39,9 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
+    """The passes of all ranks of a pipeline, in order."""
+
     pipeline: Pipeline
     ranks: "tuple[tuple[Pass, ...], ...]"  # each rank's passes, in order
 
@@ -59,9 +61,9 @@ def most_alive(pipeline: Pipeline, rank: int) -> int:
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def make_schedule(pipeline: Pipeline, micro_batches: int, backward: bool = True) -> Schedule:
+def make_schedule(pipeline: Pipeline, micro_batches: int, backward: bool = True) -> PipelineSchedule:
     ranks = (tuple(_passes(pipeline, rank, micro_batches, backward)) for rank in range(pipeline.ranks))
-    return Schedule(pipeline, tuple(ranks))
+    return PipelineSchedule(pipeline, tuple(ranks))
 
 
 def _passes(pipeline: Pipeline, rank: int, micro_batches: int, backward: bool) -> "Iterator[Pass]":
