@@ -9,7 +9,7 @@ from truestep.config.schema import Config
 from truestep.plan.cost import StepTime
 from truestep.plan.memory import RankMemory
 from truestep.plan.rates import named_rates
-from truestep.plan.report import Plan
+from truestep.plan.report import PlanReport
 from truestep.ranks.group import leave
 from truestep.tools.export import export as export_here
 from truestep.tools.parity.gap import Parity
@@ -87,7 +87,7 @@ def plan(
     file of rates that a run measured on such a GPU, which also gives the time of a step. `memory`: GiB of each GPU;
     None: the card's."""
     cards_memory, rates = (None, None) if card is None else named_rates(card)
-    found = Plan.of(configured(config), ranks, cards_memory if memory is None else memory, rates)
+    found = PlanReport.of(configured(config), ranks, cards_memory if memory is None else memory, rates)
     return MemoryPlan(tuple(found.planned), "\n".join(found.lines()), found.fits, found.time)
 
 
