@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from truestep.config.custom import user_directories
 from truestep.environments import frames, isolation
-from truestep.environments.batch_size import Pace
+from truestep.environments.batch_size import BatchSizer
 from truestep.environments.descendants import kill_below, started
 from truestep.environments.rewards import LONGEST_TRACEBACK, Rating, RewardError
 from truestep.process import progress
@@ -116,9 +116,11 @@ def _lines(traceback: Any) -> str | None:
 class Worker:
     """A worker process and its keeper. After a LostError of any method both are unusable."""
 
-    def __init__(self, options: WorkerOptions, pace: Pace | None = None, printed: Callable[[str], None] | None = None):
-        """`pace` is shared by all workers; `printed` is called with the reward's output."""
-        self._options, self._pace, self._print = options, pace or Pace(), printed
+    def __init__(
+        self, options: WorkerOptions, sizer: BatchSizer | None = None, printed: Callable[[str], None] | None = None
+    ):
+        """`sizer` is shared by all workers; `printed` is called with the reward's output."""
+        self._options, self._sizer, self._print = options, sizer or BatchSizer(), printed
         self.num_rated = 0
         self._number = 0
         self._worker: tuple[int, str | None] | None = None  # PID and start time
@@ -272,7 +274,7 @@ class Worker:
                 first, last = message["returned"]
                 self._returned.append((first, last))
             elif "rated" in message:
-                self._pace.note(message["rated"], message["seconds"])
+                self._sizer.note(message["rated"], message["seconds"])
             elif isinstance(number := message.get("worker"), int):
                 self._worker = number, started(number)
 
