@@ -3,7 +3,7 @@
     python benchmarks/kept.py
 
 A step has 256 documents in groups of 8. Its tokens are those of a tokenizer of bytes (BPE, 8,000 tokens), trained on
-the pages of docs; the keeper has its default options. All of its time is the run's own: none is hidden behind a GPU.
+the pages of docs; the recorder has its default options. All of its time is the run's own: none is hidden behind a GPU.
 The step it is held against is the shortest that there can be: the forward and backward passes of a model of 1.7 billion
 weights at 400 TFLOP/s, which is an H200 at 40% of its peak, and no sampling at all.
 """
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from truestep.config.sections import RolloutsConfig
 from truestep.metrics.spent import Stopwatch
-from truestep.rollouts.kept.keeper import Keeper
+from truestep.rollouts.kept.recorder import RolloutRecorder
 from truestep.rollouts.kept.rows import choose
 from truestep.step.compute.groups import measure_answers
 from truestep.types import DocumentScore, Rollout, StepPlan, StepTotals
@@ -86,11 +86,11 @@ def pieces(step: int) -> None:
     stopwatch.drain()
 
 
-def make_keeper(folder: Path, tokenizer: Tokenizer) -> Keeper:
+def make_recorder(folder: Path, tokenizer: Tokenizer) -> RolloutRecorder:
     def decode(ids: Sequence[int], plain: bool) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=plain))
 
-    return Keeper(folder, **RolloutsConfig().model_dump(), decode=decode, say=print, writes=True)
+    return RolloutRecorder(folder, **RolloutsConfig().model_dump(), decode=decode, say=print, writes=True)
 
 
 def main() -> None:
@@ -100,12 +100,12 @@ def main() -> None:
         plan, scores = make_plan(tokenizer, length)
         chosen = [scores[place] for place in choose(plan.documents, RolloutsConfig().documents)]
         with tempfile.TemporaryDirectory() as folder:
-            keeper = make_keeper(Path(folder), tokenizer)
-            keep(keeper, plan, chosen, 0)
-            keeper.sync()  # Parquet's library is imported
-            kept = milliseconds(partial(keep, keeper, plan, chosen))
+            recorder = make_recorder(Path(folder), tokenizer)
+            keep(recorder, plan, chosen, 0)
+            recorder.sync()  # Parquet's library is imported
+            kept = milliseconds(partial(keep, recorder, plan, chosen))
             start = time.perf_counter()
-            keeper.sync()
+            recorder.sync()
             written = 1000 * (time.perf_counter() - start) / STEPS
         measured = milliseconds(partial(measure, plan))
         step = 6 * WEIGHTS * DOCUMENTS * (length + 100) / SPEED
@@ -113,9 +113,9 @@ def main() -> None:
         print(f"{length:>7} {kept:>8.2f} {written:>9.2f} {measured:>11.2f} {step:>7.2f} {share:>7.2%}")
 
 
-def keep(keeper: Keeper, plan: StepPlan, scores: Sequence[DocumentScore], step: int) -> None:
-    keeper.wanted(plan)
-    keeper.trained(step, plan, scores)
+def keep(recorder: RolloutRecorder, plan: StepPlan, scores: Sequence[DocumentScore], step: int) -> None:
+    recorder.wanted(plan)
+    recorder.trained(step, plan, scores)
 
 
 def measure(plan: StepPlan, step: int) -> None:

@@ -25,7 +25,7 @@ import truestep
 
 ATTACKS: dict[str, Callable[[Victim], object]] = {}
 LONG = 20.0  # seconds, after which what an attack started ends by itself
-SEEN = 6.0  # seconds in which a keeper has looked at what its worker takes, also on a busy machine
+SEEN = 6.0  # seconds in which a supervisor has looked at what its worker takes, also on a busy machine
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -267,7 +267,7 @@ def signals_the_trainers_group(victim: Victim) -> bool:
 
 
 @attack
-def kills_its_keeper_and_stays(victim: Victim) -> None:
+def kills_its_supervisor_and_stays(victim: Victim) -> None:
     _stay(victim, "stays")
     if os.getppid() > 1:  # the first process of a namespace takes no signal from inside
         os.kill(os.getppid(), signal.SIGKILL)

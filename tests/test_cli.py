@@ -95,7 +95,7 @@ def test_every_option_is_in_the_help_of_train() -> None:
     assert not missing
     for section in ("loss.", "optimizer.", "sampler.", "evaluation."):
         assert f"--{section}" in result.output or section in result.output
-    assert "Never round logits to bfloat16" in " ".join(result.output.split())
+    assert "Keep logits in float32 instead of rounding them to bfloat16" in " ".join(result.output.split())
 
 
 def test_the_help_of_train_is_short_and_names_every_section() -> None:

@@ -86,7 +86,8 @@ def test_no_field_of_the_schema_is_left_out() -> None:
             "loss.dual_clip",
             "float > 1 | null",
             "null",
-            "Dual clipping, c > 1: where the advantage is negative, the loss is at most -c x advantage. null: none.",
+            "Dual clipping: the largest ratio, above 1, for labels with negative advantage. Their loss is at most "
+            "-dual_clip x advantage. null: none.",
             ("grpo", "gspo"),
         ),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from truestep.environments import frames, valve
-from truestep.environments.batch_size import MOST, Pace
+from truestep.environments.batch_size import MOST, BatchSizer
 from truestep.environments.process import Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rater
@@ -38,7 +38,7 @@ def warm(rater: Rater) -> None:
     """Rate until completions are sent many at a time: it may take a while on a busy machine."""
     good = Prompt("good", "p", {}, (1,))
     rater.submit(good, "a", "0").result(PATIENCE)
-    rater._pace._usual = 1e-6
+    rater._sizer._usual = 1e-6
 
 
 def at_once(rater: Rater, fields: list[dict[str, Any]], completion: str = "a b") -> list[Future[float]]:
@@ -79,16 +79,16 @@ def test_quick_ratings_go_in_batches_and_each_gets_its_own(sizes: list[int]) -> 
 
 
 def test_slow_ratings_go_one_at_a_time() -> None:
-    pace = Pace()
-    assert pace.batch == 1, "nothing is known"
-    pace.note(200, 200 * 1e-4)
-    assert pace.batch == MOST
-    pace.note(1, 3600.0)
-    assert pace.batch == 1
-    pace.note(1, 1e-4)
-    assert pace.batch == 1, "one quick rating among slow ones says little"
-    pace.note(100, 100 * 2e-3)
-    assert pace.batch == 4
+    sizer = BatchSizer()
+    assert sizer.batch == 1, "nothing is known"
+    sizer.note(200, 200 * 1e-4)
+    assert sizer.batch == MOST
+    sizer.note(1, 3600.0)
+    assert sizer.batch == 1
+    sizer.note(1, 1e-4)
+    assert sizer.batch == 1, "one quick rating among slow ones says little"
+    sizer.note(100, 100 * 2e-3)
+    assert sizer.batch == 4
 
 
 @pytest.mark.parametrize("attack", ["exits_at_once", "guessed_frames", "kills_its_parent", "closes_every_descriptor"])

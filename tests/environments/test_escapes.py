@@ -172,7 +172,7 @@ def left_over(folder: Path, console: bytes) -> dict[str, bool]:
     found = {
         "shadows_installed_modules": bool({"pandas.py", "torch.py", "json.py", "truestep.py"} & set(imported)),
         "shadows_missing_modules": bool({"sitecustomize.py", "bottleneck.py", "numexpr.py"} & set(imported)),
-        "kills_its_keeper_and_stays": (folder / "stayed").read_text() != "",
+        "kills_its_supervisor_and_stays": (folder / "stayed").read_text() != "",
         "leaves_a_process": bool(mentioning(f"{mark}-left")),
         "leaves_system_v_memory": bool(own),
         "leaves_a_file_in_memory": in_memory.exists(),

@@ -270,8 +270,8 @@ def test_the_environment_holds_what_was_named_and_no_other_secret(monkeypatch: p
 def test_a_closed_rater_has_ended_its_processes_and_cancels_what_waits() -> None:
     rater = Rater(options("server.rewards:choosy"), 1)
     assert outcome(rater, PROMPT, "four") == 4.0
-    keepers = [worker._keeper.pid for worker in rater._workers]
-    below = descendants(keepers[0])
+    supervisors = [worker._supervisor.pid for worker in rater._workers]
+    below = descendants(supervisors[0])
     assert below
     hanging, waiting = (rater.submit(PROMPT, text, "0") for text in ("hang", "four"))
     while not hanging.running():
@@ -279,7 +279,7 @@ def test_a_closed_rater_has_ended_its_processes_and_cancels_what_waits() -> None
     rater.close()
     rater.close()
     assert waiting.cancelled() and isinstance(hanging.exception(PATIENCE), RewardError)
-    assert not any(running(pid) for pid in (*keepers, *below))
+    assert not any(running(pid) for pid in (*supervisors, *below))
 
 
 RUN = """
@@ -354,7 +354,7 @@ def test_frames_come_as_they_were_sent_in_whatever_portions() -> None:
 
 def test_a_worker_starts_without_torch_and_without_numpy() -> None:
     code = (
-        "import sys, truestep.environments.keeper, truestep.environments.worker; "
+        "import sys, truestep.environments.supervisor, truestep.environments.worker; "
         "sys.exit(bool({'torch', 'numpy', 'jinja2'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,7 +12,7 @@ from truestep.ranks.launch import run_ranks
 from truestep.step.update.clipping import gradient_norm
 from truestep.step.update.optimizer import make_adamw, restore_optimizer, update
 from truestep.step.update.optimizers.adamw import AdamWOptions
-from truestep.weights.pieces import Piece, pieces_of, sum_parts
+from truestep.weights.pieces import WeightSlice, pieces_of, sum_parts
 from truestep.weights.whole import WholeWeights
 
 SHAPES = {"embedding": (7, 3), "columns": (2, 8), "norm": (5,), "late": (4,)}
@@ -22,7 +22,7 @@ SHAPES = {"embedding": (7, 3), "columns": (2, 8), "norm": (5,), "late": (4,)}
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_slices_are_all_of_it(rows: int, ranks: int) -> None:
     whole = torch.arange(rows * 2).view(rows, 2)
-    piece = Piece(whole.shape, cut={"tensor": 0})
+    piece = WeightSlice(whole.shape, cut={"tensor": 0})
     slices = [piece.slice(whole, Ranks(rank, RankLayout(data_shard=1, tensor=ranks))) for rank in range(ranks)]
     assert torch.equal(torch.cat(slices), whole)
 
@@ -32,7 +32,7 @@ def test_the_pieces_of_a_model_that_is_not_cut() -> None:
     model[1].weight.requires_grad_(False)
     pieces = pieces_of(model)
     assert list(pieces) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert pieces["1.weight"] == Piece(torch.Size([1, 3]), trained=False)
+    assert pieces["1.weight"] == WeightSlice(torch.Size([1, 3]), trained=False)
     assert all(piece.counted_on(Ranks()) for piece in pieces.values())
 
 
@@ -50,10 +50,10 @@ def _check_pieces() -> None:
     ranks = join(RankLayout(tensor=2, pipeline=2), device="cpu", stall_timeout=30)
     shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
     pieces = {
-        "embedding": Piece(shapes["embedding"], cut={"tensor": 0}, stages=(0, 1)),
-        "columns": Piece(shapes["columns"], cut={"tensor": 1}, stages=(0,)),
-        "norm": Piece(shapes["norm"], stages=(0,)),
-        "late": Piece(shapes["late"], stages=(1,)),
+        "embedding": WeightSlice(shapes["embedding"], cut={"tensor": 0}, stages=(0, 1)),
+        "columns": WeightSlice(shapes["columns"], cut={"tensor": 1}, stages=(0,)),
+        "norm": WeightSlice(shapes["norm"], stages=(0,)),
+        "late": WeightSlice(shapes["late"], stages=(1,)),
     }
     whole = _whole()
     model = torch.nn.ParameterDict(

@@ -11,7 +11,7 @@ from truestep.step.update.optimizers import adamw, eight_bits
 from truestep.step.update.optimizers.adamw import AdamWOptions, in_one_pass, in_passes, wrong_on
 from truestep.step.update.optimizers.by_weight import Slot
 from truestep.step.update.optimizers.eight_bits import Matrix, empty_state
-from truestep.weights.blocks import Blocks
+from truestep.weights.blocks import ScaleBlocks
 
 pytest.importorskip("triton")
 
@@ -124,7 +124,7 @@ def test_a_tiny_decay_is_right_on_average(kind: str) -> None:
         slot = Slot("one", 0, 1, weight, zeros, {"exp_avg": zeros.clone(), "exp_avg_sq": zeros.clone()})
         in_one_pass([slot], options)(2.5e-5, 1.0)
     else:
-        blocks, place = Blocks.of(weight.shape[1]), torch.arange(weight.shape[1], device=DEVICE)
+        blocks, place = ScaleBlocks.of(weight.shape[1]), torch.arange(weight.shape[1], device=DEVICE)
         matrix = Matrix(weight, zeros, empty_state(weight, blocks), blocks, place[:16], place, 1)
         eight_bits.in_one_pass(matrix, options, 2.5e-5)
     found = float((before - weight.double().sum()) / before)

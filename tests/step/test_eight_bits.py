@@ -27,8 +27,8 @@ from truestep.step.update.optimizers.eight_bits import (
     turns,
 )
 from truestep.tools.verify.oracle.updates import Interval, blocks_of, stored
-from truestep.weights.blocks import Blocks
-from truestep.weights.pieces import Piece
+from truestep.weights.blocks import ScaleBlocks
+from truestep.weights.pieces import WeightSlice
 from truestep.weights.whole import WholeWeights
 
 OPTIONS = AdamWOptions((0.9, 0.95), 1e-6, 0.1)
@@ -83,7 +83,7 @@ def test_what_is_read_again_is_what_plain_loops_make(shape: tuple[int, int], cou
     values = torch.randn(shape, generator=generator) * 10 ** (-9 * torch.rand(shape, generator=generator))
     values[0, :3] = 0.0
     values = values if count == FIRST else values.abs()
-    blocks, number = Blocks.of(shape[1]), 5
+    blocks, number = ScaleBlocks.of(shape[1]), 5
     turn = turns(torch.arange(shape[0]), torch.arange(shape[1]), number, count)
     written = quantise(values, blocks, turn, count)
     assert written.codes.dtype == (torch.int8 if count == FIRST else torch.uint8)
@@ -100,7 +100,7 @@ def test_what_is_read_again_is_what_plain_loops_make(shape: tuple[int, int], cou
 
 @pytest.mark.parametrize("columns", [1, 7, 16, 61, 96, 768, 1024, 3072, 5120, 9728])
 def test_blocks_fold_and_unfold_and_end_where_ranks_cut(columns: int) -> None:
-    blocks = Blocks.of(columns)
+    blocks = ScaleBlocks.of(columns)
     values = torch.arange(2.0 * columns).view(2, columns)
     folded = blocks.fold(values)
     assert folded.shape[1] == blocks.of_row(columns) and folded.shape[2] <= 256
@@ -115,7 +115,7 @@ def test_blocks_fold_and_unfold_and_end_where_ranks_cut(columns: int) -> None:
 def test_the_largest_of_a_block_is_exact_and_levels_are_close() -> None:
     values = torch.tensor([[3.5, -0.1, 0.0, 1e-3] * 4])
     turn = torch.full((1, 16), 0.999)
-    found = dequantise(quantise(values, Blocks.of(16), turn, FIRST), Blocks.of(16), FIRST)
+    found = dequantise(quantise(values, ScaleBlocks.of(16), turn, FIRST), ScaleBlocks.of(16), FIRST)
     assert torch.equal(found, values), "each block has one number"
     table = levels(SECOND, torch.device("cpu"))
     assert len(table) == 256 and table[-1] == 1 and float((table[2:] / table[1:-1]).max()) < 1.0656
@@ -129,8 +129,8 @@ def test_numbers_are_right_on_average() -> None:
     for count in (FIRST, SECOND):
         total = torch.zeros(4, 64, dtype=torch.float64)
         for number in range(400):
-            written = quantise(values, Blocks.of(64), turns(rows, columns, number, count), count)
-            total += dequantise(written, Blocks.of(64), count).double()
+            written = quantise(values, ScaleBlocks.of(64), turns(rows, columns, number, count), count)
+            total += dequantise(written, ScaleBlocks.of(64), count).double()
         assert float((total / 400 / values - 1).abs().max()) < 1e-3
 
 
@@ -146,7 +146,7 @@ def test_a_second_moment_follows_slow_changes() -> None:
         update(optimizer, weights, 0.0)
         plain = 0.999 * plain + 0.001 * gradient**2
     state = optimizer.state[weights.master["w"]]
-    blocks = Blocks.of(64)
+    blocks = ScaleBlocks.of(64)
     root = dequantise(Quantised(state["exp_avg_root"], state["exp_avg_root_largest"]), blocks, SECOND)
     assert float((root / plain.sqrt() - 1).abs().mean()) < 0.05
     assert abs(float((root / plain.sqrt()).mean()) - 1) < 0.01
@@ -154,7 +154,7 @@ def test_a_second_moment_follows_slow_changes() -> None:
 
 def test_what_is_not_zero_never_divides_by_zero() -> None:
     values = torch.tensor([[1.0, 1e-30] + [0.0] * 14]).repeat(1, 16)
-    blocks = Blocks.of(256)
+    blocks = ScaleBlocks.of(256)
     written = quantise(values, blocks, torch.full((1, 256), 0.999), SECOND)
     found = dequantise(written, blocks, SECOND)
     assert float(found[0, 1]) > 0 and float(found[0, 2]) == 0
@@ -256,7 +256,7 @@ def test_state_is_kept_in_eight_bits_and_goes_on_bit_for_bit() -> None:
 
 def test_ranks_that_cut_within_blocks_are_refused_by_name() -> None:
     weights = made_weights()
-    weights.pieces["matrix"] = Piece(torch.Size([6, 24]), cut={"tensor": 1})
+    weights.pieces["matrix"] = WeightSlice(torch.Size([6, 24]), cut={"tensor": 1})
     for ranks, fits in ((2, True), (4, True), (8, True), (3, False), (16, False)):
         weights.ranks = Ranks(0, RankLayout(data_shard=1, tensor=ranks))
         if fits:
@@ -264,7 +264,7 @@ def test_ranks_that_cut_within_blocks_are_refused_by_name() -> None:
         else:
             with pytest.raises(BlockError, match=f"parallel.tensor: {ranks} cuts the 24 columns of matrix within blo"):
                 check_blocks(weights, ["matrix"])
-    weights.pieces["matrix"] = Piece(torch.Size([6, 24]), cut={"tensor": 0})
+    weights.pieces["matrix"] = WeightSlice(torch.Size([6, 24]), cut={"tensor": 0})
     check_blocks(weights, ["matrix"])
 
 

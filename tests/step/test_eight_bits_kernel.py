@@ -22,7 +22,7 @@ from truestep.step.update.optimizers.eight_bits import (
     in_one_pass,
     in_passes,
 )
-from truestep.weights.blocks import Blocks
+from truestep.weights.blocks import ScaleBlocks
 
 pytest.importorskip("triton")
 
@@ -45,7 +45,7 @@ def kernel_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_each_update_is_that_of_torchs_operations(rows: int, columns: int) -> None:
     """Of a part of a weight, whose rows and columns begin elsewhere. Both go on from the same codes each time."""
     generator = torch.Generator().manual_seed(rows + columns)
-    blocks, places = Blocks.of(columns), (torch.arange(rows) + 70_000, torch.arange(columns) + 3 * columns)
+    blocks, places = ScaleBlocks.of(columns), (torch.arange(rows) + 70_000, torch.arange(columns) + 3 * columns)
     places = tuple(place.to(DEVICE) for place in places)
     weight = torch.randn(rows, columns, generator=generator).to(DEVICE)
     state = empty_state(weight, blocks)

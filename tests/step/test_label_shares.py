@@ -58,14 +58,14 @@ def test_a_documents_labels_are_whole_on_one_rank_or_at_the_edges_of_several(len
     shares, _, counts = shares_of(lengths, size)
     ends = {0, *accumulate(counts)}
     for share in shares:
-        pieces = share.pieces(counts)
-        assert pieces.lead + sum(pieces.whole) + pieces.tail == share.own.stop - share.own.start
-        place = share.own.start + pieces.lead
-        assert not pieces.lead or share.own.start not in ends
-        for count in pieces.whole:
+        runs = share.token_runs(counts)
+        assert runs.lead + sum(runs.whole) + runs.tail == share.own.stop - share.own.start
+        place = share.own.start + runs.lead
+        assert not runs.lead or share.own.start not in ends
+        for count in runs.whole:
             assert {place, place + count} <= ends
             place += count
-        assert not pieces.tail or (place in ends and share.own.stop not in ends)
+        assert not runs.tail or (place in ends and share.own.stop not in ends)
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truestep.ranks.pipeline import Pipeline, wire, wires
-from truestep.step.compute.schedule import Pass, Schedule, make_schedule, most_alive
+from truestep.step.compute.schedule import Pass, PipelineSchedule, make_schedule, most_alive
 
 _TIMES = {True: 1, False: 2}  # of a forward and a backward pass
 
@@ -21,7 +21,7 @@ class Played:
     """Each rank on its own: it sends as soon as a pass is done, and waits for what the next one needs. Messages of one
     sender to one receiver, in one direction of the pipeline, come in the order in which they were sent."""
 
-    def __init__(self, schedule: Schedule):
+    def __init__(self, schedule: PipelineSchedule):
         self.schedule, self.pipeline = schedule, schedule.pipeline
         self.wires: dict[tuple[int, int, bool], deque[tuple[Pass, int]]] = {}
         self.expected: dict[tuple[int, int, bool], deque[Pass]] = {}

@@ -29,7 +29,7 @@ from truestep.step.compute.runner import StepRunner
 from truestep.step.compute.schedule import Pass
 from truestep.types import PackedBatch, StepPlan, StepTotals
 from truestep.weights import sharded, whole
-from truestep.weights.pieces import Piece, pieces_of
+from truestep.weights.pieces import WeightSlice, pieces_of
 from truestep.weights.protocol import StagePass
 from truestep.weights.sharded import ShardedWeights
 
@@ -201,7 +201,7 @@ def tied_gradient_of_one_stage() -> None:
     """What the head adds to a tied embedding never comes to the embedding."""
     honest = whole.sum_parts
 
-    def dropping(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
+    def dropping(ranks: Ranks, pieces: dict[str, WeightSlice], gradients: dict[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():
             if ranks.stage > 0 and len(pieces[name].stages) > 1:
                 gradient.zero_()

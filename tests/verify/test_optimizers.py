@@ -15,7 +15,7 @@ from truestep.step.update.optimizers import by_weight, conveyor, eight_bits
 from truestep.step.update.optimizers.exchange import WholeMatrices
 from truestep.tools.verify.judge import Verdict, verify
 from truestep.tools.verify.report import complaints
-from truestep.weights.blocks import Blocks
+from truestep.weights.blocks import ScaleBlocks
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"type": "adamw", "weight_decay": 0.1},
@@ -67,7 +67,7 @@ def blocks_of_the_part() -> None:
         return honest(self, name, part)
 
     eight_bits.AdamW8Bit.begin = begin  # type: ignore[method-assign]
-    eight_bits.AdamW8Bit._blocks = lambda self, name: Blocks.of(widths[name])  # type: ignore[method-assign]
+    eight_bits.AdamW8Bit._blocks = lambda self, name: ScaleBlocks.of(widths[name])  # type: ignore[method-assign]
 
 
 def turns_of_the_part() -> None:

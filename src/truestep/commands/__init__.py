@@ -1,6 +1,6 @@
-"""The commands, for the shell and for Python. `truestep` itself has the functions' names (docs/python.md).
+"""The commands, for the shell and for Python. The package `truestep` exports the functions (docs/python.md).
 
-cli               the shell's commands
-running           `train`, and its result
-looking           `score`, `verify`, `parity`, `plan`, `export` and a look at rollout files
+cli               the command line
+running           `train` and its result, in Python
+looking           `score`, `verify`, `parity`, `plan` and `export`, in Python
 """

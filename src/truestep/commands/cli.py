@@ -1,4 +1,4 @@
-"""The commands. Each reads its arguments, calls one function, and reports what went wrong in one message."""
+"""The command line. Each command parses its arguments, calls one function, and reports an error in one message."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from truestep.errors import TruestepError
 from truestep.files.disks import no_file, refusal
 from truestep.text import printable, shown
 
-if TYPE_CHECKING:  # each command imports what it runs: help must not wait for torch
+if TYPE_CHECKING:  # commands import what they run themselves, so that help does not wait for torch
     from rich.console import RenderableType
 
     from truestep.config.schema import Config
@@ -26,8 +26,8 @@ _FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--
 
 
 class ConfigCommand(click.Command):
-    """A command that takes CONFIG.yaml and overrides. Its help ends with the sections of the configuration; with a word
-    behind `--help` it is about the options that the word names."""
+    """A command that takes CONFIG.yaml and overrides. Its help ends with the sections of the configuration; `--help
+    WORD` shows the options that match the word."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         asked = next((place for place, word in enumerate(args) if word in ctx.help_option_names), None)
@@ -49,9 +49,9 @@ class ConfigCommand(click.Command):
 
         formatter.write("\nThe sections of the configuration, and how many options each has:\n\n")
         formatter.write(_rendered(ctx, render_sections()))
-        formatter.write(f"\n  {ctx.command_path} --help sampler   tells the options of a section\n")
-        formatter.write(f"  {ctx.command_path} --help clip      those whose name has a word in it\n")
-        formatter.write(f"  {ctx.command_path} --help all       every option\n")
+        formatter.write(f"\n  {ctx.command_path} --help sampler   shows the options of a section\n")
+        formatter.write(f"  {ctx.command_path} --help clip      the options with this word in their names\n")
+        formatter.write(f"  {ctx.command_path} --help all       all options\n")
 
 
 def _rendered(ctx: click.Context, content: "RenderableType") -> str:
@@ -63,7 +63,7 @@ def _rendered(ctx: click.Context, content: "RenderableType") -> str:
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Report a mistake that the user can mend as one message on standard error, with exit code 1."""
+    """Report errors that the user can correct as one message on standard error, with exit code 1."""
 
     @wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             sys.exit(130)
         except Exception as error:
             file, number = getattr(error, "filename", None), refusal(error)
-            if number is not None:  # what another library writes, in a place that nobody named
+            if number is not None:  # raised by another library's write, for example to a full disk
                 _fail(f"{file or 'a file or standard output'} cannot be written: {os.strerror(number)}")
             if not isinstance(error, OSError) or file is None:
                 raise
@@ -93,18 +93,18 @@ def _fail(message: str) -> NoReturn:
 
 
 def _print(text: str) -> None:
-    """Print text as it is: paths and names may look like markup."""
+    """Print text without rich's markup, which paths and names might look like."""
     Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def _as_typed() -> list[str]:
-    """Give the words of this process's command, without options of its own."""
+    """Return the words of this command line, without the command's own options."""
     context = click.get_current_context()
     return ["truestep", context.info_name or "", str(context.params["config"]), *context.params["overrides"]]
 
 
 def _display() -> "Display":
-    """Make what shows how far a command has come: on the first rank, where a person looks on."""
+    """Return the display of a command's progress, which is silent except on the first rank."""
     from truestep.process import progress
     from truestep.run.terminal.display import Display
 
@@ -120,13 +120,13 @@ def main() -> None:
 
 
 def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """Leave out the sampler of a configuration whose rollouts are named by --data.path, where none is sampled."""
+    """Return overrides that remove the sampler and the evaluation if --data.path gives rollouts to score or verify."""
     named = any(word.partition("=")[0] == "--data.path" for word in overrides)
     return ("--sampler", "null", "--evaluation", "null") if named and command in ("score", "verify") else ()
 
 
 def _config_command(command: Callable[..., None]) -> click.Command:
-    """Make a command of a function that takes a configuration, which CONFIG and overrides give."""
+    """Make a command of a function that takes a configuration, given on the command line as CONFIG and overrides."""
 
     @wraps(command)
     def with_config(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
@@ -141,13 +141,13 @@ def _config_command(command: Callable[..., None]) -> click.Command:
     return main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)(file(words(_guarded(with_config))))
 
 
-_output = click.option("--output", required=True, type=click.Path(path_type=Path), help="Where the files are written.")
+_output = click.option("--output", required=True, type=click.Path(path_type=Path), help="Directory for the results.")
 
 
 @_config_command
-@click.option("--explain", is_flag=True, help="Only print the objective that CONFIG means, as a formula.")
+@click.option("--explain", is_flag=True, help="Only print the objective of CONFIG as formulas.")
 def train(config: "Config", explain: bool) -> None:
-    """Train as CONFIG says. A run that has a checkpoint goes on from its last one."""
+    """Train as CONFIG says. A run with checkpoints continues from the last one."""
     if explain:
         from truestep.config.explain import explain as write_out
 
@@ -172,12 +172,12 @@ def train(config: "Config", explain: bool) -> None:
 
 @_config_command
 @click.option(
-    "--ranks", "--gpus", type=click.IntRange(1), help="Plan for this many. Without it: those of torchrun, or 1."
+    "--ranks", "--gpus", type=click.IntRange(1), help="Number of GPUs. Default: as started by torchrun, or 1."
 )
-@click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU; exit code 1 if too few.")
-@click.option("--card", help="Another card: its memory by name (H200, H100, ...), or a file of kept rates: time too.")
-@click.option("--length", type=click.FloatRange(1), help="Tokens of a document, for the time.")
-@click.option("--output", type=click.Path(path_type=Path), help="Also write plan.json there.")
+@click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU. If too few: exit code 1.")
+@click.option("--card", help="Plan for another GPU: a name (H200, H100, ...), or a file of its measured rates.")
+@click.option("--length", type=click.FloatRange(1), help="Tokens in a document, for the predicted time.")
+@click.option("--output", type=click.Path(path_type=Path), help="Directory to write plan.json to.")
 def plan(
     config: "Config",
     ranks: int | None,
@@ -186,7 +186,7 @@ def plan(
     length: float | None,
     output: Path | None,
 ) -> None:
-    """Print the memory that CONFIG needs, and the time of a step. No GPU is needed, and no weight is read."""
+    """Print the memory and the time of a step that CONFIG needs. It needs no GPU and reads no weights."""
     from truestep.plan.rates import named_rates, rates_of_plan
     from truestep.plan.report import make_plan_report
 
@@ -207,9 +207,9 @@ def plan(
 
 @_config_command
 @_output
-@click.option("--gradients", is_flag=True, help="Also the backward pass: gradients.safetensors and grad_norm.")
+@click.option("--gradients", is_flag=True, help="Run the backward pass too: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:
-    """Run all of data.path as one step and update nothing. What the step is made of is written to files."""
+    """Run all of data.path as one step without an update. Log-probs, ratios and metrics are written to files."""
     with _display():
         from truestep.metrics.tables import step_table
         from truestep.ranks.group import leave
@@ -217,7 +217,7 @@ def score(config: "Config", output: Path, gradients: bool) -> None:
 
         result = run(config, output, gradients=gradients)
     leave()
-    if int(os.environ.get("RANK", "0")):  # the first rank alone prints
+    if int(os.environ.get("RANK", "0")):  # only the first rank prints
         return
     Console().print(step_table(result.step))
     _print(f"weights: {result.weights}; written to {output}")
@@ -225,13 +225,13 @@ def score(config: "Config", output: Path, gradients: bool) -> None:
 
 @_config_command
 @_output
-@click.option("--full", is_flag=True, help="The model and rollouts as they are, not reduced in size.")
-@click.option("--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="The most processes at a time.")
+@click.option("--full", is_flag=True, help="Use the model and the rollouts at full size. Default: reduced.")
+@click.option("--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="The most processes to use.")
 @click.option(
     "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="The number of rollouts to use."
 )
 def verify(config: "Config", output: Path, full: bool, ranks: int, documents: int) -> None:
-    """Prove the numbers of CONFIG under many layouts. Each is compared with a float64 reference over the same steps."""
+    """Run the steps of CONFIG under many layouts. Compare each with a float64 reference of the same steps."""
     from truestep.ranks import forks
 
     forks.begin()
@@ -263,10 +263,10 @@ def verify(config: "Config", output: Path, full: bool, ranks: int, documents: in
     "--older",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="An earlier version of the weights, to recognise stale ones by; a run's own checkpoints are tried anyway.",
+    help="Earlier weights, to recognise stale ones. The run's own checkpoints are always tried.",
 )
 def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ...]) -> None:
-    """Measure how far the sampler's log-probs are from the trainer's. Each possible cause is tried alone."""
+    """Compare the sampler's log-probs with the trainer's. Each possible cause of a difference is tested separately."""
     with _display():
         from truestep.files.whole import write_json, write_text_whole
         from truestep.tools.parity import report
@@ -292,23 +292,23 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="bfloat16",
     show_default=True,
-    help="The type of the written weights.",
+    help="The dtype of the written weights.",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 @click.option(
-    "--adapter", "adapter_alone", is_flag=True, help="Write a run's adapter alone, as peft does, and not merged."
+    "--adapter", "adapter_alone", is_flag=True, help="Write the adapter alone, as peft does, instead of merging it."
 )
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="The model that the run's adapter belongs to, if it is not where it was.",
+    help="The model that the adapter was trained on, if it has moved.",
 )
 @_guarded
 def export(
     source: Path, output: Path, dtype: str, trust_remote_code: bool, adapter_alone: bool, model: Path | None
 ) -> None:
-    """Make a Hugging Face directory of a checkpoint. SOURCE is a checkpoint, or the directory of a run, whose last one
-    is taken. An adapter is merged into its model."""
+    """Convert a checkpoint to a Hugging Face directory. SOURCE is a checkpoint, or a run's directory, whose last
+    checkpoint is used. An adapter is merged into its model."""
     with _display():
         from truestep.tools.export import export as run
 
@@ -318,7 +318,7 @@ def export(
 
 @main.group()
 def data() -> None:
-    """Look at rollouts."""
+    """Inspect rollout files."""
 
 
 @data.command()
@@ -326,17 +326,17 @@ def data() -> None:
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="A model directory: token ids are held against it, and chat messages become its tokens.",
+    help="A model directory, to check token ids and to tokenise chat messages.",
 )
-@click.option("--tokens-per-microbatch", type=click.IntRange(min=1), help="The longest document allowed.")
+@click.option("--tokens-per-microbatch", type=click.IntRange(min=1), help="The longest document allowed, in tokens.")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0, min_open=True),
     default=1.0,
     show_default=True,
-    help="The temperature of records that have none.",
+    help="The temperature of records without one.",
 )
-@click.option("--group-size", type=click.IntRange(min=1), help="The run's data.group_size, which must fit a group.")
+@click.option("--group-size", type=click.IntRange(min=1), help="The run's data.group_size, to check groups against.")
 @click.option("--fields", help="The run's data.fields, as YAML: '{my_weight: {level: label}}'.")
 @_guarded
 def check(
@@ -347,7 +347,7 @@ def check(
     group_size: int | None,
     fields: str | None,
 ) -> None:
-    """Show what is in rollout FILES, and what is rejected and why. Counts, lengths and groups are shown."""
+    """Show the contents of rollout FILES. Counts, lengths and groups, and which records are rejected and why."""
     with _display():
         from truestep.rollouts.check import check_files, render
 
@@ -365,7 +365,7 @@ def check(
 
 
 def _declared_fields(text: str) -> dict[str, Any]:
-    """Read the fields of a user's own that are declared on the command line."""
+    """Parse and check the fields that --fields declares."""
     import yaml
     from pydantic import ValidationError
 
@@ -383,7 +383,7 @@ def _declared_fields(text: str) -> dict[str, Any]:
 
 
 def _chat_template(model: Path | None) -> Any:
-    """Make the reader of chat messages, which needs the model's tokenizer once a record has messages."""
+    """Return the chat template, which loads the model's tokenizer only when a record has messages."""
     from truestep.rollouts.chat import ChatTemplate
 
     def load() -> Any:
@@ -413,7 +413,7 @@ def _vocabulary_size(model: Path) -> int:
 @click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
 @_guarded
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
-    """Write a self-contained page of one run, or of several compared."""
+    """Write a self-contained HTML page about one run, or a comparison of several."""
     from truestep.report import write_report
 
     for run in runs:
@@ -433,7 +433,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
 )
 @_guarded
 def demo(output: Path, seed: int) -> None:
-    """Do a whole RL run on this machine. It makes a tiny model, warms it up, trains it by GRPO and writes a report."""
+    """Run a whole RL training on this machine. Make a tiny model, train it with GRPO, and write a report."""
     from truestep.tools.demo.run import run
 
     run(output, seed, Console())
@@ -445,7 +445,7 @@ def demo(output: Path, seed: int) -> None:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seeds the prompts.")
 @_guarded
 def init(directory: Path, model: Path | None, seed: int) -> None:
-    """Write a task that runs as it is into DIRECTORY. It has prompts, a reward, a configuration and a test."""
+    """Write a complete example task to DIRECTORY. It has prompts, a reward, a configuration and a test."""
     from truestep.tools.init.make import init as run
 
     if model is None:

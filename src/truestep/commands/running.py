@@ -1,4 +1,4 @@
-"""Training from Python."""
+"""Training from Python: `train` and its result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ from truestep.run.train import train as train_here
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What became of a run."""
+    """The result of a run."""
 
     ended: str
     """How the run ended, as a sentence."""
     finished: bool
-    """True where all steps were made or the data ended; False where a callback or a signal stopped the run."""
+    """True if all steps were made or the data ended; False if a callback or a signal stopped the run."""
     step: int
     """The number of the last step."""
     documents_seen: int
-    """The documents that the policy has been trained on."""
+    """The number of documents that the policy has been trained on."""
     directory: Path
     """The run's directory."""
     checkpoint: Path | None
-    """The last checkpoint, of which `export` makes a Hugging Face directory."""
+    """The last checkpoint, which `export` converts to a Hugging Face directory."""
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read the lines of metrics.jsonl, one for each step."""
@@ -50,7 +50,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def configured(config: Config | str | Path) -> Config:
-    """Load a configuration where a file is named."""
+    """Return a configuration; if a path is given, load it."""
     loaded = config if isinstance(config, Config) else load_config(Path(config))
     check_secrets(loaded, Path("Config") if isinstance(config, Config) else Path(config))
     return loaded
@@ -65,9 +65,9 @@ def train(
 ) -> TrainingResult:
     """Train as the configuration says, from the run's last checkpoint if it has one.
 
-    `sinks` get every step's and every evaluation's line, beside those of the configuration. `console` is where the run
-    says what it does, standard output by default; `logging.console: false` silences it. Under torchrun every rank
-    calls this; callbacks and sinks are called on the first rank alone.
+    `sinks` get the line of every step and evaluation, in addition to the configuration's sinks. `console` shows
+    progress, on standard output by default; `logging.console: false` silences it. Under torchrun every rank calls
+    this; callbacks and sinks run only on the first rank.
     """
     given = configured(config)
     if given.checkpoint.directory is None:

@@ -1,10 +1,14 @@
-"""The configuration: every option, how it is read, and what is said when it is wrong. Imports no torch.
+"""The configuration: all options, the loader, and its error messages. Imports no torch.
 
-sections, losses  the options, each with its default and meaning; section: their base class
-schema            the whole configuration, and options that contradict each other
-load              a YAML file and the command line's overrides become a `Config`; yaml_tree: the line of every option
-presets           published recipes, as options to fill in
-foreign           the names of other trainers' options, answered with ours
-explain           the objective as formulas (`--explain`)
+section           the base class of sections, and types of options
+sections          all options except those of losses, each with its default and meaning
+losses            the options of losses
+schema            the whole configuration, and rules for options that contradict each other
+load              makes a `Config` from a YAML file and overrides from the command line
+yaml_tree         reads YAML with the line of every option
+presets           published recipes as sets of options
+custom            imports users' own functions and classes, and checks their options
+foreign           translates option names of other trainers in error messages
+explain           writes the objective as formulas (`--explain`)
 describe          `--help`, docs/configuration.md and the types in error messages
 """

@@ -1,4 +1,4 @@
-"""The loader of users' own code, named in the configuration by import path, and the check of its options."""
+"""Imports users' own code by the import paths in the configuration, and checks its options."""
 
 import ast
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 from truestep.errors import TruestepError
 
 _own_directories: set[str] = set()
-_ENDINGS = tuple(all_suffixes())  # of files that are modules
+_ENDINGS = tuple(all_suffixes())  # of module files
 
 
 class CustomError(TruestepError):
@@ -27,14 +27,14 @@ class CustomError(TruestepError):
 
 
 class _UsersModules(MetaPathFinder):
-    """Imports the modules that lie in directories of the user's, after all others: they replace no installed module.
+    """Imports modules from the user's directories, after all others: they cannot replace an installed module.
 
-    It knows those that were there when a run started. So what is written there later, for instance by code that
-    a reward runs, is not imported under the name of an optional package that is not installed.
+    Only modules that existed when the run started are imported. So a file written later, for example by code that a
+    reward runs, cannot pose as an optional package that is not installed.
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, frozenset[str]] = {}  # of each directory
+        self._names: dict[str, frozenset[str]] = {}  # module names by directory
 
     def add(self, directory: str) -> None:
         self._names[directory] = frozenset(_modules_in(directory))
@@ -54,7 +54,7 @@ _users_modules = _UsersModules()
 
 
 def _modules_in(directory: str) -> set[str]:
-    """List the names that can be imported from a directory; a folder without an __init__.py is a package too."""
+    """Return the names that can be imported from a directory; folders without an __init__.py are packages too."""
     with contextlib.suppress(OSError):
         entries = list(os.scandir(directory))
         return {entry.name.partition(".")[0] for entry in entries if entry.is_dir() or entry.name.endswith(_ENDINGS)}
@@ -62,11 +62,10 @@ def _modules_in(directory: str) -> set[str]:
 
 
 def keep_path_clean() -> Callable[[], None]:
-    """Take the working directory and the program's own off the path by which this process imports; give a function that
-    puts them back.
+    """Remove the working directory and the program's directory from sys.path; return a function that puts them back.
 
-    `python` has one of them first. Others may write to them while imports of a run go on: for example code that a
-    reward runs. What lies there now can still be imported, after everything that is installed.
+    Python has one of them first on the path, and other code, such as a reward's, may write to them during a run.
+    Modules that exist there now can still be imported, after all installed ones.
     """
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     own = {Path.cwd(), *([] if program is None else [Path(program).resolve().parent])}
@@ -85,28 +84,28 @@ def keep_path_clean() -> Callable[[], None]:
 
 
 def add_directory(directory: str) -> None:
-    """Have the modules of a directory of the user's found, after all others."""
+    """Make the modules of a user's directory importable, after all others."""
     _users_modules.add(directory)
     if _users_modules not in sys.meta_path:
         sys.meta_path.append(_users_modules)
 
 
 def user_directories() -> list[str]:
-    """List the directories whose modules are found after all others, for a process that is started by this one."""
+    """List the directories given to `add_directory`, so that a child process can add them too."""
     return _users_modules.directories
 
 
 def own_directories() -> tuple[str, ...]:
-    """List the directories of the packages that the user's code was loaded from: they may be installed ones."""
+    """List the directories of the packages that the user's code was loaded from, which may be installed packages."""
     return tuple(_own_directories)
 
 
 def load_custom(option: str, name: str) -> Any:
-    """Import `package.module:object`, where `name` is the value of `option`. The working directory is searched too."""
+    """Import `package.module:object`, given as `name` for `option`. The working directory is searched too."""
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
         raise CustomError(f"{option} {name!r}: write it as package.module:function")
-    add_directory(str(Path.cwd()))  # which a console script does not have on its path
+    add_directory(str(Path.cwd()))  # a console script does not have it on its path
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -128,10 +127,10 @@ def load_custom(option: str, name: str) -> Any:
 
 
 def import_path(option: str, given: Any) -> str:
-    """Name a function or a class as package.module:function, by which every process of a run finds it again.
+    """Return the import path package.module:function of a function or class, so that other processes can import it.
 
-    Refused is what no import finds: a lambda, a function inside a function, a method, an instance, what was typed into
-    an interpreter or a notebook, and what stands in a script that would run when it is imported.
+    Raises for objects that no import finds: lambdas, nested functions, methods, instances, definitions typed into an
+    interpreter or a notebook, and those in a script that would run when it is imported.
     """
     name, module = getattr(given, "__qualname__", None), getattr(given, "__module__", None)
     what = f"{option}: {name or type(given).__name__}"
@@ -150,7 +149,7 @@ def import_path(option: str, given: Any) -> str:
 
 
 def _name_of_main(what: str) -> str:
-    """Find the name that the program itself can be imported by."""
+    """Return the module name under which other processes can import the running program."""
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None and not spec.name.endswith("__main__"):
@@ -170,7 +169,7 @@ def _name_of_main(what: str) -> str:
 
 
 def _is_guarded(script: Path) -> bool:
-    """True if importing the script calls nothing: beside imports and definitions it has only its guarded part."""
+    """Return whether importing the script has no effects: apart from imports and definitions, all code is guarded."""
     for node in ast.parse(script.read_text(encoding="utf-8")).body:
         guards = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
         if not guards and isinstance(node, ast.Expr | ast.For | ast.While | ast.With | ast.Try | ast.If):
@@ -184,17 +183,17 @@ def _is_guarded(script: Path) -> bool:
 
 
 def _calls_the_trainer(node: ast.AST) -> bool:
-    """Tell whether a statement such as `result = train(config)` starts a run."""
+    """Return whether a statement starts a run, such as `result = train(config)`."""
     called = [inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call)]
     names = {getattr(function, "id", getattr(function, "attr", "")) for function in called}
     return bool(names & {"train", "score", "verify", "parity"})
 
 
 def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the options of a user's class or function to the types that its signature names.
+    """Convert the options of a user's class or function to the types in its signature.
 
-    A class takes all parameters of its constructor as options, a function its keyword-only ones. An unknown option, a
-    missing one or a value of another type is an error that names `option` and the nearest name.
+    A class takes all parameters of its constructor as options, a function only its keyword-only ones. Raises for
+    unknown and missing options and for values of wrong types; the message names `option`.
     """
     import pydantic
 
@@ -224,6 +223,6 @@ def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[s
 
 
 def make_custom(option: str, name: str, options: Mapping[str, Any]) -> Any:
-    """Make an instance of the user's class `name` from its checked options, which stand beside `option`."""
+    """Make an instance of the user's class `name`, given for `option`, from its checked options."""
     maker = load_custom(option, name)
     return maker(**check_options(f"{option.rpartition('.')[0]}.options", maker, options))

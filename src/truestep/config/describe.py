@@ -1,4 +1,4 @@
-"""The options with their types, defaults and meanings, read from the schema for `--help`, the docs and error messages.
+"""Reads all options with their types, defaults and meanings from the schema, for `--help`, docs and error messages.
 
 `python -m truestep.config.describe > docs/configuration.md` writes the reference. Imports no torch.
 """
@@ -24,7 +24,7 @@ from rich.text import Text
 from truestep.config.losses import LOSSES_OF_OTHERS
 from truestep.config.schema import Config
 
-ALL = "all"  # in the place of a section: every one
+ALL = "all"  # given in place of a section's name: all sections
 TEXT, BOOL, NULL, REQUIRED = "text", "true | false", "null", "required"
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -38,7 +38,7 @@ class Option:
     default: str
     meaning: str
     variants: tuple[str, ...] = ()
-    """The values of the section's `type` that have this option; empty where all of them have it."""
+    """The values of the section's `type` that have this option; empty if all of them have it."""
 
     @property
     def section(self) -> str:
@@ -68,17 +68,17 @@ class SectionInfo:
     name: str
     meaning: str
     optional: bool
-    """True where the section is absent unless the file gives it: its default is null."""
+    """True if the section's default is null: it is absent unless the file has it."""
     variants: tuple[str, ...] = ()
-    """The values of the outer section's `type` that have this section; empty where all of them have it."""
+    """The values of the outer section's `type` that have this section; empty if all of them have it."""
 
 
 Models = dict[str, type[BaseModel]]
-"""The variants of a section by their values of `type`; a section without variants has the key ''."""
+"""A section's variants by their value of `type`; a section without variants has the single key ''."""
 
 
 def section_models(field: FieldInfo) -> Models:
-    """Find the models behind a field; {} for a plain option."""
+    """Return the section models in a field's type; {} for a plain option."""
     return dict(_models_in(field.annotation, ""))
 
 
@@ -118,7 +118,7 @@ def _walk(models: Models, prefix: str) -> Iterator[Option | SectionInfo]:
 
 
 def list_options() -> list[Option]:
-    """List every option that a file may give, in the order of the schema, one for each dotted name."""
+    """List all options in the order of the schema, one for each dotted name."""
     return [item for item in _walk_schema() if isinstance(item, Option)]
 
 
@@ -138,7 +138,7 @@ def _option(dotted: str, name: str, holders: Models, models: Models) -> Option:
 
 
 def _default(name: str, fields: dict[str, FieldInfo]) -> str:
-    """Show the first variant's default, and in parentheses those that differ from it: `0.2 (gspo: 0.0003)`."""
+    """Return the first variant's default, with those of other variants in parentheses: `0.2 (gspo: 0.0003)`."""
     defaults = {tag: REQUIRED if field.is_required() else show_value(field.default) for tag, field in fields.items()}
     if name == "type":  # without a type, the variant whose own `type` has a default is taken
         return next((default for default in defaults.values() if default != REQUIRED), REQUIRED)
@@ -148,7 +148,7 @@ def _default(name: str, fields: dict[str, FieldInfo]) -> str:
 
 
 def show_value(value: Any) -> str:
-    """Write a plain value as the file would give it: null, true, 3e-4."""
+    """Write a plain value as in YAML: null, true, 3e-4."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, float):
@@ -157,7 +157,7 @@ def show_value(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """Write a value as the file gives it, short and on one line."""
+    """Write a value as in YAML, shortened to one line."""
     if isinstance(value, dict):
         return "a section of options"
     if isinstance(value, list):
@@ -169,7 +169,7 @@ def show(value: Any) -> str:
 
 
 def _meaning(name: str, holders: Models) -> str:
-    """Read the attribute's docstring. Variants that say different things get a line each."""
+    """Return the attribute's docstring. If variants have different ones, each gets a line."""
     texts = {tag: _description(model, name) for tag, model in holders.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -177,7 +177,7 @@ def _meaning(name: str, holders: Models) -> str:
 
 
 def _description(model: type[BaseModel], name: str) -> str:
-    """Read a field's docstring, or its parent's where a redeclared field has none (pydantic: None)."""
+    """Return a field's docstring, or that of a parent class if the field is redeclared without one."""
     for parent in model.__mro__:
         field = getattr(parent, "__pydantic_fields__", {}).get(name)
         if field is not None and field.description:
@@ -186,7 +186,7 @@ def _description(model: type[BaseModel], name: str) -> str:
 
 
 def _type_texts(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
-    """Word the alternatives of a type. Example: Annotated[int, Field(ge=1)] | None: `int >= 1`, `null`."""
+    """Yield the alternatives of a type as text. Example: Annotated[int, Field(ge=1)] | None: `int >= 1`, `null`."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         yield from _type_texts(arguments[0], [*metadata, *arguments[1:]])
@@ -221,10 +221,10 @@ def join_words(words: Sequence[str], last: str) -> str:
 
 
 def locate(location: Sequence[str | int]) -> tuple[tuple[str, ...], str]:
-    """Turn pydantic's location of an error into the option's name, in parts, and the variant of its section.
+    """Convert pydantic's location of an error to the parts of the option's name and the variant of its section.
 
-    Example: ("loss", "grpo", "ratio_cap") is ("loss", "ratio_cap") of `grpo`. Pydantic puts a variant's tag in the
-    middle, and the alternatives of a plain option's type at the end.
+    Example: ("loss", "grpo", "ratio_cap") becomes ("loss", "ratio_cap") and `grpo`. Pydantic puts a variant's tag in
+    the middle, and the alternatives of a plain option's type at the end.
     """
     models: Models = {"": Config}
     name: list[str] = []
@@ -240,13 +240,14 @@ def locate(location: Sequence[str | int]) -> tuple[tuple[str, ...], str]:
     return tuple(name), variant
 
 
-_NEAR, _VERY_NEAR = 0.65, 0.85  # of a name in the same section, and in another
+_NEAR, _VERY_NEAR = 0.65, 0.85  # similarity of suggested names, in the same section and in others
 
 
 def explain_unknown(name: Sequence[str], variant: str = "") -> str:
-    """Suggest what to write for a name that no section has.
+    """Return a suggestion for an unknown name.
 
-    It is a near name of the same section, the same name or a near one of another section, or all that the section has.
+    In this order: a similar name in the same section, the same name in another section, a similar name in another
+    section, or a list of all options of the section.
     """
     section, leaf = ".".join(name[:-1]), name[-1]
     if (opened := re.match(r"(\w+)\s*[{\[]", leaf)) is not None:
@@ -266,13 +267,13 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
     return f"{f'section {section}' if section else 'the file'} has {', '.join(siblings)}"
 
 
-# How other programs write a value.
+# Values as other programs write them.
 _OF_TYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "torch.bfloat16": "bfloat16"}
 _OF_OTHERS = _OF_TYPES | LOSSES_OF_OTHERS
 
 
 def explain_wrong(name: str, value: Any) -> str:
-    """Say why a value cannot be the option's (or the section's), and what can."""
+    """Return a message about a wrong value of an option or a section, with the values that are allowed."""
     option = options().get(name)
     if option is None:
         null = " or null" if name in sections() and sections()[name].optional else ""
@@ -286,13 +287,13 @@ def explain_wrong(name: str, value: Any) -> str:
 
 
 def _grouped() -> list[tuple[SectionInfo | None, list[Option]]]:
-    """Group the options by section; those of no section come first."""
+    """Group the options by section. Options outside of sections come first, with None."""
     found: dict[str, SectionInfo | None] = {"": None, **sections()}
     return [(info, [option for option in list_options() if option.section == name]) for name, info in found.items()]
 
 
 def render_sections() -> RenderableType:
-    """Lay the sections out for `truestep train --help`: how many options each has, and what it is for."""
+    """Return the table of sections for `truestep train --help`: number of options and purpose of each."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -304,8 +305,8 @@ def render_sections() -> RenderableType:
 
 
 def render_options(about: str) -> RenderableType | None:
-    """Lay options out: name, type and default, and the meaning indented below them. `about` is a section, which is
-    shown with those in it, part of options' names, or `all`. None: there is nothing about that."""
+    """Return options with name, type, default and meaning for `--help ABOUT`; None if nothing matches. `about`: a
+    section (shown with the sections in it), a part of option names, or `all`."""
     wanted = about.removeprefix("--").lower()
 
     def asked_for(section: SectionInfo | None, option: Option) -> bool:
@@ -357,7 +358,7 @@ explains the words."""
 
 
 def markdown_reference() -> str:
-    """Write all of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     lines = [_MARKDOWN_HEAD]
     for section, options in _grouped():
         title, note = (f"`{section.name}`", _section_note(section)) if section else ("Options of no section", "")
@@ -375,7 +376,7 @@ def _markdown_row(option: Option) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape what a cell cannot hold: a bar or a new line would end it, and a `<` outside of code would be markup."""
+    """Escape text for a table cell: bars and new lines would end the cell, and `<` outside of code would be markup."""
     escaped = re.sub(r"`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], text.replace("|", "\\|"))
     return escaped.replace("\n", "<br>")
 

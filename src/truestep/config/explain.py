@@ -1,4 +1,4 @@
-"""The objective that a configuration means, written out: every term, denominator, clip, mask and correction that is on.
+"""Writes out a configuration's objective: every term, denominator, clip, mask and correction that is on.
 
 The symbols are those of docs/contract.md, section 6. Imports no torch.
 """
@@ -33,7 +33,7 @@ _ESTIMATORS = {
 _COVARIANCE = "covariance: (logπ_sampler - its mean) · (A - its mean), with means over the step's labels"
 _BASELINES = {
     "group_mean": "reward - mean reward of the group",
-    "leave_one_out": "reward - mean reward of the others of the group",
+    "leave_one_out": "reward - mean reward of the other members of the group",
     "length_weighted": "reward - Σ N_d · reward / Σ N_d over the group",
 }
 
@@ -99,7 +99,7 @@ def _terms(config: Config) -> Iterator[Line]:
         yield f"KL = {_ESTIMATORS[kl['estimator'] or 'k3']}", f"r = logπ - logπ_ref; {_reference(kl)}"
     if loss.gradient_divisor != "none":
         divisor = "D" if loss.gradient_divisor == "deepspeed" else short(loss.gradient_divisor)
-        yield "", f"the gradient, and not the reported loss, is divided by {divisor} once more"
+        yield "", f"the gradient, but not the reported loss, is also divided by {divisor}"
 
 
 def _entropy_target(config: Config) -> Iterator[Line]:
@@ -108,7 +108,7 @@ def _entropy_target(config: Config) -> Iterator[Line]:
         yield (
             f"w_H starts at {short(config.loss.entropy_bonus)}; after each step it grows by {short(target.rate)} · "
             f"({short(target.entropy)} - the step's entropy)",
-            f"held between 0 and {short(target.largest_weight)}",
+            f"clamped to between 0 and {short(target.largest_weight)}",
         )
 
 
@@ -160,18 +160,18 @@ def _weights(config: Config) -> Iterator[Line]:
         )
     if correction is None:
         yield "w = 1 elsewhere", ""
-    yield "", "a label that weighs 0 still counts in the denominator"
+    yield "", "a label of weight 0 still counts in the denominator"
 
 
 def _logprobs(config: Config) -> Iterator[Line]:
-    yield "logπ", "the policy's log-prob of the label, at the temperature that it was sampled at"
+    yield "logπ", "the policy's log-prob of the label, at its sampling temperature"
     if config.loss.supervised:
         return
     if _recomputed(config):
         yield "logπ_old", "the trainer's own, before the first update on the documents"
         yield "logπ_sampler", "the record's"
     else:
-        yield "logπ_old", "the sampler's, which the record carries"
+        yield "logπ_old", "the sampler's, from the record"
     if config.schedule.updates_per_batch > 1:
         yield "", f"the same documents are trained on {config.schedule.updates_per_batch} times, with the same logπ_old"
 
@@ -189,7 +189,7 @@ def _advantages(config: Config) -> Iterator[Line]:
         spread = {"group": "the group's rewards", "step": "these differences over the whole step"}.get(scale or "none")
         if spread is not None:
             formula = f"({formula}) / (sample standard deviation of {spread} + {short(data.advantage_std_floor)})"
-    own = "" if baseline == "none" else "a record's own advantage comes first"
+    own = "" if baseline == "none" else "a record's own advantage takes precedence"
     if kl is not None and kl["in"] == "reward":
         yield f"A = {formula} - {short(kl['weight'])} · (logπ_old - logπ_ref),", _reference(kl)
         if own:
@@ -201,8 +201,8 @@ def _advantages(config: Config) -> Iterator[Line]:
         yield (
             "",
             (
-                f"a reward is less by {short(penalty['weight'])} · (N_d - {penalty['from']}) / "
-                f"({penalty['to']} - {penalty['from']}), held between 0 and {short(penalty['weight'])}"
+                f"reward: after subtracting {short(penalty['weight'])} · (N_d - {penalty['from']}) / "
+                f"({penalty['to']} - {penalty['from']}), clamped to between 0 and {short(penalty['weight'])}"
             ),
         )
 
@@ -211,17 +211,17 @@ def _documents(config: Config) -> Iterator[Line]:
     data, schedule = config.data, config.schedule
     if schedule.docs_per_step:
         rest = ", and the rest of the micro-batch that crosses this number" if schedule.overshoot == "keep" else ""
-        yield "", f"{schedule.docs_per_step} documents a step{rest}"
+        yield "", f"{schedule.docs_per_step} documents in each step{rest}"
     else:
         number = schedule.depth_first_micro_batches * schedule.breadth_first_micro_batches
-        yield "", f"full micro-batches of {data.tokens_per_microbatch} tokens: {number} of each rank"
+        yield "", f"{number} micro-batches of up to {data.tokens_per_microbatch} tokens on each rank"
     if data.group_size is not None and not config.loss.supervised:
         yield "", f"groups of {data.group_size} rollouts of one prompt"
     if data.zero_advantage != "keep":
         yield (
             "",
             {
-                "skip": "documents whose advantages are all 0 count, and have no backward pass",
+                "skip": "documents whose advantages are all 0 count, but have no backward pass",
                 "replace": f"groups whose advantages are all 0 are sampled anew, up to {data.replace_limit} a step",
             }[data.zero_advantage],
         )
@@ -229,7 +229,7 @@ def _documents(config: Config) -> Iterator[Line]:
         yield (
             "",
             {
-                "mask": "truncated documents have no labels, and count as documents",
+                "mask": "truncated documents have no labels, but count as documents",
                 "drop": "truncated documents are left out",
             }[data.truncated],
         )

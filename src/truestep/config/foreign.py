@@ -1,6 +1,6 @@
-"""The names that other trainers give to options: what each is called here, and what its value becomes.
+"""Translates option names and values of other trainers to this trainer's, for error messages. Imports no torch.
 
-The names are in foreign.yaml, which is read when an option is unknown. Imports no torch.
+The names are in foreign.yaml, which is read when an option is unknown.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import yaml
 
 _TABLE = Path(__file__).with_name("foreign.yaml")
 _SERVER = "a server has options of its own: give them where it is started (docs/sampling.md)"
-# How a value becomes ours. `differs`: not from the value alone.
+# How values are converted, by the names that foreign.yaml uses. A value marked `differs` has no conversion.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "integer": int,
     "list": lambda value: f"[{value}]",
@@ -31,7 +31,7 @@ Name = tuple[str, ...]
 
 
 class _NoValueError(Exception):
-    """Our value does not follow from theirs."""
+    """A value that cannot be converted."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Foreign:
     """An option of other trainers. Example: `max_steps` of TRL, here `schedule.steps`."""
 
     of: Sequence[str]
-    here: str | None  # None: there is none
+    here: str | None  # this trainer's option; None: there is none
     note: str = ""
-    value: str = ""  # one of the conversions, or `differs`, or `times the group`: it counts prompts
-    values: Mapping[Any, Any] = field(default_factory=dict)  # ours by theirs
+    value: str = ""  # a conversion; `differs`: none; `times the group`: it counts prompts, and ours documents
+    values: Mapping[Any, Any] = field(default_factory=dict)  # our values by theirs
 
     def converted(self, value: Any, group_size: Any = None) -> Any:
         if self.values:
@@ -61,7 +61,7 @@ class Foreign:
             raise _NoValueError from None
 
     def explain(self, value: Any, group_size: Any = None) -> str:
-        """Say what to write in place of this option."""
+        """Return a sentence with what to write instead of this option."""
         whose = f"it is an option of {_join(self.of)}"
         if self.here is None:
             return f"{whose}, and truestep has none like it{f': {self.note}' if self.note else ''}"
@@ -79,7 +79,7 @@ class _Table:
     options: Mapping[str, Foreign]
 
     def find(self, name: Name) -> Foreign | str | None:
-        """Find what a name is: an option by its last parts, or the reason why a section of it is not here."""
+        """Return the option that the last parts of a name match, or the reason why its section does not exist here."""
         ends = [".".join(name[start:]) for start in range(len(name))]
         several, single = ends[:-1], ends[-1]
         found: Foreign | str | None = next((self.options[end] for end in several if end in self.options), None)
@@ -106,8 +106,8 @@ def _shown(value: Any) -> str:
 
 
 def explain(name: Sequence[str], value: Any = None, options: Mapping[str, Any] | None = None) -> str | None:
-    """Say what a name of another trainer is here; None where no other trainer has it. `options`: all that were given,
-    of which the number of completions of a prompt may be one."""
+    """Return what to write instead of another trainer's option; None if no known trainer has it. `options`: all given
+    options, which may include the group size."""
     if not name:
         return None
     found = table().find(tuple(part.replace("-", "_").lstrip("+~") for part in name))
@@ -119,7 +119,7 @@ def explain(name: Sequence[str], value: Any = None, options: Mapping[str, Any] |
 
 
 def is_section(name: Sequence[str]) -> bool:
-    """Tell whether a name is a section of another trainer of which nothing is here."""
+    """Return whether a name is in a section of another trainer that has no counterpart here."""
     return isinstance(table().find(tuple(name)), str)
 
 
@@ -130,7 +130,7 @@ def _group_size(options: Mapping[str, Any]) -> Any:
 
 
 def leaves(options: Mapping[str, Any], inside: Name = ()) -> Iterator[tuple[Name, Any]]:
-    """Give the options below a section with their full names."""
+    """Yield the options below a section, with their full names."""
     for name, value in options.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, (*inside, str(name)))
@@ -139,7 +139,7 @@ def leaves(options: Mapping[str, Any], inside: Name = ()) -> Iterator[tuple[Name
 
 
 def markdown_table() -> str:
-    """Write the names of each trainer beside ours, as a page of the documentation."""
+    """Return docs/coming-from.md: tables of each trainer's option names and ours."""
     lines = [
         "# Coming from another trainer",
         "",

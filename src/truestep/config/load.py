@@ -1,6 +1,6 @@
-"""One YAML file and the command line's overrides become a Config, or an error that says what to change and where.
+"""Makes a Config from a YAML file and overrides from the command line. Imports no torch.
 
-YAML is read as nodes, not as values, so that the line of every option is known. Imports no torch.
+Error messages say what to change, and in which line.
 """
 
 import re
@@ -20,7 +20,7 @@ from truestep.files.disks import no_file
 from truestep.text import HIDDEN, hidden_options, redacted_options
 
 COMMAND_LINE = "command line"
-# The options that name a user's own code. In Python they take the function or the class itself as well.
+# Options that name a user's own code. In Python they also take the function or class itself.
 TAKES_OBJECTS = frozenset(
     {
         *("sampler.reward", "sampler.protocol", "evaluation.reward", "data.advantages", "data.source.function"),
@@ -32,7 +32,7 @@ TAKES_OBJECTS = frozenset(
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the file, apply overrides such as `--loss.type gspo`, and check everything.
 
-    Raises ConfigError with all that is wrong. A null checkpoint.directory becomes runs/NAME-OF-THE-CONFIG-FILE.
+    Raises ConfigError with all errors. A null checkpoint.directory becomes runs/NAME-OF-THE-CONFIG-FILE.
     """
     source = _read_file(Path(path))
     _apply_overrides(source, list(overrides))
@@ -53,9 +53,9 @@ def _check(source: "_Source") -> Config:
 
 
 def config_of(options: Mapping[str, Any]) -> Config:
-    """Check options that are given in Python, as `Config(model={...})`, and make a configuration of them.
+    """Make a configuration from options given in Python, as `Config(model={...})`, and check it.
 
-    A path may be a pathlib.Path, a list a tuple, and an option that takes package.module:function the function itself.
+    A pathlib.Path may stand for a path, a tuple for a list, and a function for its package.module:function.
     """
     plain = {name: _plain(value, (name,)) for name, value in options.items()}
     return _check(_Source("Config", plain, dict.fromkeys(_names(plain, ()), "Config")))
@@ -72,7 +72,7 @@ def _names(options: Mapping[str, Any], inside: Name) -> Iterator[Name]:
 
 
 def _plain(value: Any, name: Name) -> Any:
-    """Turn what Python has more of than YAML into what YAML has."""
+    """Convert a Python value to the types of YAML: sections to mappings, paths and functions to text."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
@@ -90,13 +90,13 @@ def _plain(value: Any, name: Name) -> Any:
 
 
 def dump_config(config: Config, *, without_secrets: bool = False) -> str:
-    """Write every option as YAML, defaults included; it loads back to an equal Config, but for secrets left out."""
+    """Write all options as YAML, with defaults. Loading it gives an equal Config, except for secrets left out."""
     options = config.model_dump()
     return yaml_tree.dump(redacted_options(options) if without_secrets else options)
 
 
 def check_secrets(config: Config, source: Path) -> None:
-    """Refuse options that hold *** for a secret: the file is one that a run wrote about itself."""
+    """Raise if an option is *** in place of a secret, as in the config.yaml that a run writes."""
     if hidden := hidden_options(config.model_dump()):
         raise ConfigError(
             f"{source}: {', '.join(hidden)}: {HIDDEN} stands where a secret was left out, as in the config.yaml of a "
@@ -106,14 +106,14 @@ def check_secrets(config: Config, source: Path) -> None:
 
 @dataclass
 class _Source:
-    """The options as they were given, and where each was given: `file:line` or `command line`."""
+    """The given options, and the place where each was given: `file:line` or `command line`."""
 
     file: str
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Name, str] = field(default_factory=dict)
 
     def where(self, name: Name) -> str:
-        """Find the place of an option, or of the nearest section around it that was given, whole or in part."""
+        """Return the place of an option, or else that of the nearest given section around it."""
         while name:
             inside = [origin for option, origin in self.origins.items() if option[: len(name)] == name]
             if inside:
@@ -155,7 +155,7 @@ def _apply_overrides(source: _Source, tokens: list[str]) -> None:
     while tokens:
         token = tokens.pop(0)
         if (named := re.match(r"\+{0,2}([\w.]+)=", token)) is not None and not _is_option(named[1]):
-            token = f"--{token.lstrip('+')}"  # as Hydra's users write: it is answered with all that is wrong
+            token = f"--{token.lstrip('+')}"  # Hydra's syntax: report it with all other errors
         flag, equals, text = token.partition("=")
         name = tuple(flag.removeprefix("--").replace("-", "_").split("."))
         if not flag.startswith("--") or not all(re.fullmatch(r"\w+", part) for part in name):
@@ -187,10 +187,10 @@ def _refuse_repeat(flag: str, name: Name, seen: dict[Name, str]) -> None:
 
 
 def _override_value(flag: str, name: Name, text: str | None) -> tuple[Any, dict[Name, str]]:
-    """Read an override's value, and the origins of the options inside it where it is a whole section."""
+    """Return an override's value, and the origins of the options in it if it is a whole section."""
     option = describe.options().get(dotted(name))
     if text is None and (option.is_bool if option else dotted(name) not in describe.sections()):
-        return True, {}  # an unknown name is better reported as unknown than as a flag without value
+        return True, {}  # also for an unknown name, which is reported as unknown later
     if text is not None and option is not None and option.takes_text and not _is_yaml(text):
         return text, {}
     if not text:
@@ -207,7 +207,7 @@ def _override_value(flag: str, name: Name, text: str | None) -> tuple[Any, dict[
 
 
 def _is_yaml(text: str) -> bool:
-    """Tell YAML from text for an option that takes text: `*.jsonl`, `12` and `a: b` are the text itself."""
+    """Return whether to read the value of an option that takes text as YAML: not `*.jsonl`, `12` and `a: b`."""
     return text in ("null", "~") or text[:1] in ("[", "{", "'", '"')
 
 
@@ -224,7 +224,7 @@ def _set(source: _Source, flag: str, name: Name, value: Any) -> None:
 
 
 def _fill_in_presets(source: _Source) -> None:
-    """Fill in the options of presets, and note for each the preset and the place that names it."""
+    """Add the options of presets, and record for each its preset and the place that names it."""
     try:
         filled = presets.fill(source.data)
     except presets.PresetError as error:
@@ -234,7 +234,7 @@ def _fill_in_presets(source: _Source) -> None:
 
 
 def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
-    """Word one of pydantic's errors as the file says it; there are several where a section is missing."""
+    """Turn one of pydantic's errors into messages: one for each required option if a section is missing."""
     name, variant = describe.locate(detail["loc"])
     where = source.where(name)
     cause = detail.get("ctx", {}).get("error")
@@ -254,8 +254,8 @@ def _problems(detail: ErrorDetails, source: _Source) -> list[str]:
 
 
 def _beyond(location: tuple[int | str, ...], name: Name, source: _Source) -> Name | None:
-    """Find the name of what is wrong inside an option whose value is a mapping of the user's own names, such as
-    data.fields; None where it is no such option."""
+    """Return the name of a wrong value inside an option whose value is a mapping with the user's own keys, such as
+    data.fields; None for other options."""
     value = source.value(name)
     if dotted(name) not in describe.options() or not isinstance(value, dict) or len(location) <= len(name):
         return None
@@ -264,7 +264,7 @@ def _beyond(location: tuple[int | str, ...], name: Name, source: _Source) -> Nam
 
 
 def _unknowns(name: Name, variant: str, source: _Source) -> list[str]:
-    """Word an unknown option. Of an unknown section of another trainer each option that it has is worded."""
+    """Return the messages for an unknown option, or for each option of another trainer's section."""
     value = source.value(name)
     inside = dict(foreign.leaves(value, name)) if isinstance(value, dict) else {}
     known = [option for option in inside if foreign.explain(option) is not None]
@@ -291,7 +291,7 @@ def _unknown(name: Name, variant: str, source: _Source) -> str:
 
 
 def _disagreement(message: str, name: Name, source: _Source) -> str:
-    """Word a contradiction, with every place where an option that it names was given."""
+    """Add the places where the options of a contradiction were given to its message."""
     optional = {section.name for section in describe.sections().values() if section.optional}
     places: dict[str, None] = {}
     for word in re.findall(r"\w+(?:\.\w+)*", message):

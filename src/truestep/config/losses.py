@@ -18,33 +18,34 @@ NormalizeBy = Literal["labels", "documents", "document_means", "constant"]
 
 
 Line = tuple[str, str]
-"""A formula or a name, and what it means; either may be empty. The symbols are those of docs/contract.md, section 6."""
+"""A formula or a name, and its meaning; either may be empty. Symbols are as in docs/contract.md, section 6."""
 
-_RATIO = ("ρ = exp(logπ - logπ_old)", "log ρ is held within ±20, without a gradient beyond")
+_RATIO = ("ρ = exp(logπ - logπ_old)", "log ρ is clamped to ±20, without a gradient beyond")
 _DOCUMENT_RATIO = (
     "R = exp(mean of logπ - logπ_old over the document's labels)",
-    "the mean is held within ±20, without a gradient beyond",
+    "the mean is clamped to ±20, without a gradient beyond",
 )
 
 
 def short(value: float) -> str:
-    """Write a number as a formula has it. Example: 0.9997."""
+    """Write a number for a formula. Example: 0.9997."""
     return f"{value:.10g}"
 
 
 class EntropyTargetConfig(Section):
     entropy: NotNegative
-    """The entropy to hold, in nats. It is compared with the metric `entropy`, the mean over documents of the mean over
-    a document's labels."""
+    """The target entropy in nats, for the metric `entropy`: the mean over documents of the mean over a document's
+    labels."""
     rate: Positive = 0.005
-    """After each step the weight grows by rate x (target - the step's entropy); above the target it falls."""
+    """The weight changes by rate x (target - the step's entropy) after each step. Lower it if the entropy
+    oscillates."""
     largest_weight: Positive = 0.1
-    """The weight stays between 0 and this."""
+    """The largest weight; the smallest is 0."""
 
 
 class ClipCovConfig(Section):
     share: Share = 2e-4
-    """The share of the step's labels to drop from the loss (at least one), at random among those in the band."""
+    """The share of the step's labels to drop from the loss (at least one label), at random among those in the band."""
     low: Finite = 1.0
     """The lower end of the band of covariances."""
     high: Finite = 5.0
@@ -59,7 +60,7 @@ class ClipCovConfig(Section):
 
 class KlCovConfig(Section):
     share: Share = 2e-4
-    """The share of the step's labels to penalise (at least one): those with the highest covariance above 0."""
+    """The share of the step's labels to penalise (at least one label): those with the highest covariance above 0."""
     weight: Positive = 1.0
     """The weight of the KL term at the chosen labels."""
 
@@ -68,30 +69,31 @@ class LossBase(Section):
     supervised: ClassVar[bool] = False  # True: the loss needs no advantage and no log-probs of a sampler
 
     normalize_by: NormalizeBy = "labels"
-    """The denominator of every term of the loss. labels: all labels of the step. documents: all documents of the step.
-    document_means: the mean over each document's labels, then over documents. constant: documents x max_labels (Dr.
-    GRPO)."""
+    """The denominator of every term of the loss. labels: all labels of the step, so that each label weighs the same.
+    documents: all documents of the step. document_means: the mean over each document's labels, then over documents, so
+    that each document weighs the same. constant: documents x max_labels (Dr. GRPO)."""
     max_labels: Count | None = None
     """The constant of normalize_by: constant; usually the longest completion allowed."""
     gradient_divisor: Literal["none", "deepspeed"] | Positive = "none"
-    """Divide the gradient (not the reported loss) by this too, so that clip thresholds tuned in other trainers carry
-    over. deepspeed: by the number of documents in the step, as DeepSpeed does (1 / (accumulation x world)) with one
-    document in each batch."""
+    """Also divide the gradient (not the reported loss) by this, so that clip thresholds from other trainers can be
+    kept. deepspeed: the number of documents in the step, by which DeepSpeed divides (1 / (accumulation x world)) with
+    one document in each batch."""
     entropy_bonus: NotNegative = 0.0
-    """The weight w of the term -w x entropy. Its denominator is that of the loss."""
+    """The weight w of the term -w x entropy, with the denominator of the loss. It keeps the policy exploring."""
     entropy_normalize_by: Literal["labels", "documents", "document_means"] | None = None
-    """A denominator for the entropy bonus alone. null: that of the loss."""
+    """A denominator of its own for the entropy bonus. null: that of the loss."""
     entropy_target: EntropyTargetConfig | None = None
     """Adjust the weight of the entropy bonus after each step so that the entropy stays at a target; it starts at
     entropy_bonus. null: a constant weight."""
     z_loss: NotNegative = 0.0
-    """The weight of the term logsumexp squared. Its denominator is that of the loss."""
+    """The weight of the squared logsumexp of the logits, with the denominator of the loss. It keeps logits from
+    growing."""
     metrics: Literal["none", "basic", "full"] = "basic"
     """Which metrics are logged. none: only those of every run. basic: also ratios, advantages, rewards and staleness.
     full: also percentiles of the log-ratio."""
 
     def formulas(self) -> Iterator[Line]:
-        """Write out the loss l of a label, with every bound that is on."""
+        """Write out the loss l of a label, with all bounds that are set."""
         yield from ()
 
     @model_validator(mode="after")
@@ -125,12 +127,12 @@ class CorrectionConfig(Section):
     """The weight of a label, by its importance ratio c. truncate: c clamped to [low, high]. mask: c inside [low,
     high], else 0. reject: 1 inside [low, high], else 0."""
     level: Literal["label", "document", "document_mean"] = "label"
-    """Whose ratio c is. label: the label's own. document: the product over the document's labels. document_mean: their
-    geometric mean."""
+    """What the ratio c is taken over. label: each label. document: the product over the document's labels.
+    document_mean: the geometric mean over the document's labels."""
     high: Positive
-    """The largest c."""
+    """The upper bound of c."""
     low: NotNegative = 0.0
-    """The smallest c."""
+    """The lower bound of c."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> "CorrectionConfig":
@@ -183,7 +185,7 @@ KlReferenceConfig = create_model(
             Field(
                 False,
                 description="Keep the reference's weights in host memory, and copy them to the GPU for its forward "
-                "pass in each step. It changes no number.",
+                "pass in each step. Results do not change.",
             ),
         ),
     },  # type: ignore[call-overload]
@@ -191,18 +193,18 @@ KlReferenceConfig = create_model(
 
 
 class PolicyLoss(LossBase):
-    """The losses that learn from advantages."""
+    """The options of losses that learn from advantages."""
 
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
     """Where the old log-probs of the importance ratio come from. sampler: from the record. recompute: from the
-    trainer, with the weights before the first update on the documents. The ratio then shows what the updates changed,
-    and `correction` the gap between sampler and trainer. It costs no extra forward pass."""
+    trainer, with the weights before the first update on the documents. The ratio then covers only what updates changed,
+    and `correction` the difference between sampler and trainer. It costs no extra forward pass."""
     kl_reference: KlReferenceConfig | None = None  # type: ignore[valid-type]
     """A KL penalty against a frozen reference model. null: none."""
 
     correction: CorrectionConfig | None = None
-    """Importance weights for a sampler that is not quite the policy: a constant weight on each label's policy loss. A
-    label of weight 0 still counts in the denominator. null: none."""
+    """Importance weights against the difference between sampler and policy (TIS, IcePop): a constant weight on each
+    label's policy loss. A label of weight 0 still counts in the denominator. null: none."""
     off_policy_mask: NotNegative | None = None
     """Mask the labels with negative advantage in documents whose mean of (sampler's log-prob - policy's log-prob) is
     above this. null: none."""
@@ -232,13 +234,14 @@ class Clipped(PolicyLoss):
 
 class DualClipped(Clipped):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Dual clipping, c > 1: where the advantage is negative, the loss is at most -c x advantage. null: none."""
+    """Dual clipping: the largest ratio, above 1, for labels with negative advantage. Their loss is at most -dual_clip x
+    advantage. null: none."""
 
     def _surrogate(self, ratio: str) -> Iterator[Line]:
         yield f"l = -min({ratio} · A, {self._clip(ratio)} · A)", ""
         if self.dual_clip is not None:
             most = short(self.dual_clip)
-            yield f"where A < 0: l is at most -{most} · A", f"without a gradient where {ratio} > {most}"
+            yield f"if A < 0: l is at most -{most} · A", f"without a gradient if {ratio} > {most}"
 
 
 class GrpoLoss(DualClipped):
@@ -264,24 +267,24 @@ class GspoLoss(DualClipped):
 
 class ReinforceLoss(PolicyLoss):
     type: Literal["reinforce"]
-    """Policy gradient with the importance ratio, capped and detached, as a weight."""
+    """Policy gradient weighted by the importance ratio, which is capped and has no gradient."""
     ratio_cap: Positive | None = None
     """The largest importance ratio. null: no cap."""
 
     def formulas(self) -> Iterator[Line]:
         ratio = "ρ" if self.ratio_cap is None else f"min(ρ, {short(self.ratio_cap)})"
-        yield f"l = -{ratio} · A · logπ", f"{ratio} held constant"
+        yield f"l = -{ratio} · A · logπ", f"no gradient through {ratio}"
         yield _RATIO
 
 
 class CispoLoss(Clipped):
     type: Literal["cispo"]
-    """Policy gradient with the clipped importance ratio, detached, as a weight: no label loses its gradient."""
+    """Policy gradient weighted by the clipped importance ratio, which has no gradient: all labels keep theirs."""
     epsilon_low: NotNegative = 1.0
     epsilon_high: NotNegative = 4.0
 
     def formulas(self) -> Iterator[Line]:
-        yield f"l = -{self._clip('ρ')} · A · logπ", f"{self._clip('ρ')} held constant"
+        yield f"l = -{self._clip('ρ')} · A · logπ", f"no gradient through {self._clip('ρ')}"
         yield _RATIO
 
 
@@ -289,12 +292,12 @@ class SapoLoss(PolicyLoss):
     type: Literal["sapo"]
     """A soft gate instead of a clip: the gradient decreases smoothly as the ratio moves away from 1."""
     tau_positive: Positive = 1.0
-    """How fast the gradient decreases where the advantage is 0 or positive."""
+    """How fast the gradient decreases for labels with advantages of at least 0."""
     tau_negative: Positive = 1.05
-    """How fast the gradient decreases where the advantage is negative."""
+    """How fast the gradient decreases for labels with negative advantages."""
 
     def formulas(self) -> Iterator[Line]:
-        tau = f"τ = {short(self.tau_positive)} where A ≥ 0, and {short(self.tau_negative)} where A < 0"
+        tau = f"τ = {short(self.tau_positive)} if A ≥ 0, and {short(self.tau_negative)} if A < 0"
         yield "l = -(4/τ) · σ(τ · (ρ - 1)) · A", tau
         yield _RATIO
 
@@ -307,7 +310,7 @@ class GmpoLoss(Clipped):
     epsilon_high: NotNegative = 0.4
 
     def formulas(self) -> Iterator[Line]:
-        yield "l = -G · A", "G is held within exp(±20), without a gradient beyond"
+        yield "l = -G · A", "log G is clamped to ±20, without a gradient beyond"
         clip = f"clip(Δ, {short(-self.epsilon_low)}, {short(self.epsilon_high)})"
         yield f"G = exp(mean of s · min(s · Δ, s · {clip}) over the document's labels)", "s: the sign of A"
         yield "Δ = logπ - logπ_old", "a label whose own Δ is clipped has no gradient"
@@ -323,11 +326,9 @@ class DppoLoss(PolicyLoss):
     """Labels with a larger divergence are masked."""
 
     def formulas(self) -> Iterator[Line]:
-        moved = (
-            "|π - π_old|" if self.divergence == "tv" else "the divergence of π_old from π (the label against the rest)"
-        )
+        moved = "|π - π_old|" if self.divergence == "tv" else "KL(π_old ‖ π) (the label against all other tokens)"
         yield "l = -m · ρ · A", ""
-        yield f"m = 0 where {moved} is above {short(self.threshold)} and the label moves outward, else 1", ""
+        yield f"m = 0 if {moved} is above {short(self.threshold)} and the label moves outward, else 1", ""
         yield "outward", "A > 0 and ρ > 1, or A < 0 and ρ < 1"
         yield _RATIO
 
@@ -345,10 +346,10 @@ class CustomLoss(PolicyLoss):
     type: Literal["custom"]
     """Your own loss, by import path."""
     function: str
-    """Your loss, as package.module:Class: a frozen dataclass derived from truestep's LabelLoss. Its fields are its
-    options."""
+    """Your loss, as package.module:Class: a frozen dataclass derived from
+    truestep.losses.label_losses.LabelLoss. Its fields are its options."""
     options: dict[str, Any] | None = None
-    """The options of your loss, by the names of its fields; checked like any other option."""
+    """The options of your loss, by the names of its fields. They are checked like other options."""
 
     @cached_property
     def custom(self) -> Any:
@@ -389,7 +390,7 @@ class CustomLoss(PolicyLoss):
         return bool(getattr(self.custom, "whole_documents", False))
 
 
-LOSSES_OF_OTHERS = {"ppo": "grpo"}  # by the names of other programs: the same clipped loss of a label
+LOSSES_OF_OTHERS = {"ppo": "grpo"}  # names in other programs for the same loss
 
 LossConfig = Annotated[
     Annotated[GrpoLoss, Tag("grpo")]

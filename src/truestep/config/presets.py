@@ -1,4 +1,4 @@
-"""Presets: published recipes, as names for plain options. What the user gives wins. Imports no torch."""
+"""Presets: published recipes, each a name for a set of options. The user's own options win. Imports no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ PresetName = Literal[
     "on_policy_distillation",
 ]
 Name = tuple[str, ...]
-"""A dotted name in parts."""
+"""The parts of a dotted name."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Preset:
 
     meaning: str
     options: Mapping[str, Any]  # by dotted name
-    sampled: Mapping[str, Any] = field(default_factory=dict)  # only where the configuration has a sampler
-    needs: Mapping[str, str] = field(default_factory=dict)  # options that the user has to give, and what they are
+    sampled: Mapping[str, Any] = field(default_factory=dict)  # only if the configuration has a sampler
+    needs: Mapping[str, str] = field(default_factory=dict)  # options that the user must give, with their meanings
 
 
 _CORRECTION = {"loss.old_logprobs": "recompute", "loss.correction.level": "label"}
 
 PRESETS: dict[str, Preset] = {
     "dapo": Preset(
-        "a wider clip above than below, every label weighs the same, groups without a difference are sampled anew",
+        "clip range wider above than below, all labels weigh the same, groups with equal rewards are replaced",
         {
             "loss.type": "grpo",
             "loss.epsilon_low": 0.2,
@@ -45,40 +45,40 @@ PRESETS: dict[str, Preset] = {
         sampled={"data.zero_advantage": "replace"},
     ),
     "dr_grpo": Preset(
-        "no length and no spread in a denominator",
+        "no division by a completion's length or by the standard deviation of rewards",
         {"loss.type": "grpo", "loss.normalize_by": "constant", "data.advantages": "group_mean"},
         needs={"loss.max_labels": "the longest completion allowed, in tokens"},
     ),
     "bnpo": Preset(
-        "grpo over the labels of the batch, which here is the whole step",
+        "grpo with the mean over all labels of the batch, which here is the whole step",
         {"loss.type": "grpo", "loss.normalize_by": "labels", "data.advantages": "group_normalized"},
     ),
     "luspo": Preset(
-        "gspo in which a document weighs as much as it has labels",
+        "gspo in which the weight of a document is its number of labels",
         {"loss.type": "gspo", "loss.normalize_by": "documents", "data.advantages": "group_normalized"},
     ),
     "icepop": Preset(
-        "labels weigh the sampler's ratio within bounds, and nothing beyond them",
+        "weights labels by the ratio of trainer to sampler, and masks labels whose ratio is out of bounds",
         _CORRECTION | {"loss.correction.type": "mask", "loss.correction.low": 0.5, "loss.correction.high": 5.0},
     ),
     "tis": Preset(
-        "labels weigh the sampler's ratio, up to a bound",
+        "weights labels by the ratio of trainer to sampler, truncated at a bound",
         _CORRECTION | {"loss.correction.type": "truncate", "loss.correction.high": 2.0},
     ),
     "rloo": Preset(
-        "the policy gradient of whole completions, less the mean reward of the others of the group",
+        "policy gradient with the mean reward of the group's other completions as baseline",
         {"loss.type": "reinforce", "loss.normalize_by": "documents", "data.advantages": "leave_one_out"},
     ),
     "reinforce++": Preset(
-        "the clip of grpo, with advantages less the group's mean over the spread of the whole step",
+        "grpo with the group's mean reward as baseline, divided by the standard deviation over the step",
         {"loss.type": "grpo", "loss.normalize_by": "labels", "data.advantages": "batch_normalized"},
     ),
     "opo": Preset(
-        "the policy gradient with the baseline of least variance: the group's mean reward, weighed by length",
+        "policy gradient with the baseline of least variance: the group's mean reward, weighted by length",
         {"loss.type": "reinforce", "loss.normalize_by": "documents", "data.advantages": "length_weighted"},
     ),
     "on_policy_distillation": Preset(
-        "the divergence from a teacher is all that is rewarded",
+        "the only reward is minus the KL divergence from a teacher",
         {
             "loss.type": "reinforce",
             "loss.kl_reference.weight": 1.0,
@@ -92,19 +92,19 @@ assert tuple(PRESETS) == get_args(PresetName)
 
 
 class PresetError(ValueError):
-    """The reason why a preset cannot be filled in, as a sentence that names the options."""
+    """A preset that contradicts other options. The message names them."""
 
 
 def names_of(value: Any) -> list[str]:
-    """List the presets that the option `preset` names; a value of any other kind is the schema's to refuse."""
+    """List the known presets in the value of the option `preset`. The schema refuses all other values."""
     names = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
     return [name for name in names if isinstance(name, str) and name in PRESETS]
 
 
 def fill(options: dict[str, Any]) -> dict[Name, str]:
-    """Put the options of the presets that `options` names into it, where they are not given.
+    """Add the options of the presets that `options` names to it, except those that are given.
 
-    Returns the name of each option that was put in, with its preset. Filling in twice changes nothing.
+    Returns the name of each added option, with its preset. Idempotent.
     """
     filled: dict[Name, str] = {}
     sampled = options.get("sampler") is not None
@@ -136,7 +136,7 @@ def _options_of(preset: str, sampled: bool) -> Iterator[tuple[str, Any]]:
 
 
 def overridden(options: dict[str, Any], preset: str) -> dict[str, tuple[Any, Any]]:
-    """Find the options of a preset that are given otherwise: by dotted name, the value and that of the preset."""
+    """Return the preset's options that the user set to other values: by dotted name, the user's and the preset's."""
     found = {}
     for dotted, value in _options_of(preset, options.get("sampler") is not None):
         given = _given(options, tuple(dotted.split(".")))
@@ -149,7 +149,7 @@ _ABSENT: Any = object()
 
 
 def _given(options: Any, name: Name) -> Any:
-    """Find what is given for an option. A section that is given as null has none of its options."""
+    """Return the given value of an option, or `_ABSENT`, also if a section around it is null."""
     for part in name:
         if not isinstance(options, dict) or part not in options:
             return _ABSENT
@@ -158,7 +158,7 @@ def _given(options: Any, name: Name) -> Any:
 
 
 def _put(options: dict[str, Any], name: Name, value: Any) -> bool:
-    """Put an option in; False where a section around it was given as something else, such as null."""
+    """Set an option. Return False if a section around it was given as another value, such as null."""
     section = options
     for depth, part in enumerate(name[:-1]):
         inner = section.setdefault(part, {})

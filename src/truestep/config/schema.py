@@ -1,4 +1,4 @@
-"""The whole configuration, and the rules that refuse options which are valid alone and contradict each other."""
+"""The whole configuration, and rules that refuse combinations of options which contradict each other."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Given = Mapping[str, Any] | Section  # a section's options by name
 
 
 class _MadeInPython(type(Section)):  # type: ignore[misc]
-    """Has options that are given as `Config(model={...})` checked as those of a file are, with the same messages."""
+    """A metaclass that checks the options of `Config(model={...})` like those of a file, with the same messages."""
 
     check: Callable[[dict[str, Any]], "Config"] | None = None  # `load` sets it: it knows the messages
 
@@ -52,7 +52,7 @@ class Config(Section, metaclass=_MadeInPython):
         ) -> None: ...
 
     preset: presets.PresetName | list[str] | None = None
-    """Published recipes by name. A recipe sets options that you do not set yourself; docs/objectives.md lists them."""
+    """Names of published recipes. A recipe sets options that you do not set; docs/objectives.md lists them."""
     model: sections.ModelConfig
     """The policy."""
     adapter: sections.AdapterConfig | None = None
@@ -62,7 +62,7 @@ class Config(Section, metaclass=_MadeInPython):
     data: sections.DataConfig = sections.DataConfig()
     """The training data: where documents come from, their advantages, and packing."""
     sampler: sections.SamplerConfig | None = None
-    """Sample rollouts while training. Without this section they come from data.path or data.source."""
+    """Sampling of rollouts during training. Without this section rollouts come from data.path or data.source."""
     evaluation: sections.EvaluationConfig | None = None
     """Evaluation on held-out prompts or documents."""
     schedule: sections.ScheduleConfig = sections.ScheduleConfig()
@@ -78,10 +78,10 @@ class Config(Section, metaclass=_MadeInPython):
     seed: Annotated[int, Field(ge=0)] = 0
     """The seed of sampling, of shuffling and of the order of prompts."""
     deterministic: bool = False
-    """Use deterministic operations only; a resumed run is then bitwise the uninterrupted one."""
+    """Use only deterministic operations, so that a resumed run is bitwise equal to an uninterrupted one."""
 
     def changed(self, options: Mapping[str, Any]) -> "Config":
-        """Make another configuration, with options given by their whole names: `{"optimizer.learning_rate": 1e-5}`."""
+        """Return a configuration with some options changed, by dotted name: `{"optimizer.learning_rate": 1e-5}`."""
         given = self.model_dump(exclude_unset=True)
         for name, value in options.items():
             section = given
@@ -95,7 +95,7 @@ class Config(Section, metaclass=_MadeInPython):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_presets(cls, options: Any) -> Any:
-        """Fill in what presets name. Where a file was read, that is done, and nothing is left to fill in."""
+        """Add the options of presets. After `load_config` this changes nothing, since they are there already."""
         if not isinstance(options, dict) or not presets.names_of(options.get("preset")):
             return options
         plain = {
@@ -113,11 +113,11 @@ class Config(Section, metaclass=_MadeInPython):
         return self
 
 
-# Terms of a loss that have a gradient where the advantage is 0.
+# Terms of the loss that have a gradient even if the advantage is 0.
 _BESIDE_THE_ADVANTAGE = ("entropy_bonus", "entropy_target", "z_loss", "kl_reference", "kl_cov")
 
 
-# Each rule yields a sentence for every contradiction it finds; the first one is reported.
+# Each rule yields a sentence for each contradiction that it finds. The first one is reported.
 
 
 def _presets(config: "Config") -> Iterator[str]:
@@ -179,7 +179,7 @@ def _documents(config: "Config") -> Iterator[str]:
 
 
 def learns_from_groups_alone(config: "Config") -> bool:
-    """True where advantages are differences within a group, and no other term of the loss has a gradient."""
+    """Return whether advantages are differences within a group and no other term of the loss has a gradient."""
     own = ":" in config.data.advantages or config.data.zero_advantage == "replace" or config.loss.type == "custom"
     terms = ("kl_reference", "entropy_bonus", "entropy_target", "z_loss")
     return not own and not any(getattr(config.loss, term, None) for term in terms)
@@ -349,7 +349,7 @@ def _learning_rate(config: "Config") -> Iterator[str]:
 
 
 def _ranks(config: "Config") -> Iterator[str]:
-    """Sampling in process and evaluation decode with all layers."""
+    """Check parallelism. Sampling in process and evaluation need all layers on a rank."""
     parallel, evaluation = config.parallel, config.evaluation
     if parallel.pipeline > 1 and config.sampler is not None and config.sampler.type == "in_process":
         yield (

@@ -11,11 +11,13 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
+    """A section of the configuration. Unknown options are errors; the docstring below an option is its description."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
 
 def by_type(default: str | None = None) -> Discriminator:
-    """Choose among the kinds of a section by its option `type`, which has this default."""
+    """Return a pydantic discriminator that chooses a section's class by its option `type`, with this default."""
 
     def read_type(value: Any) -> Any:
         return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)

@@ -12,22 +12,23 @@ from truestep.config.section import Count, ImportPath, NotNegative, Positive, Se
 
 class HeadConfig(Section):
     fp32_lm_head: bool = False
-    """Never round logits to bfloat16: log-probs are then within 1e-4 of float64, given the hidden states. Set it as
-    your sampler does."""
+    """Keep logits in float32 instead of rounding them to bfloat16: given the hidden states, log-probs are then within
+    1e-4 of float64. Set it as in your sampler, so that both compute the same log-probs."""
     logits_chunk_size: Count | Literal["auto"] = "auto"
-    """At most this many rows of logits exist at a time. It changes memory and speed, never a result. auto: half of the
-    free memory; with `deterministic`, a number that depends on the vocabulary's size alone."""
+    """The largest number of rows of logits in memory at a time. It affects memory and speed, not results: lower it if
+    the head runs out of memory. auto: at most half of the free memory; with `deterministic`, by the vocabulary's size
+    alone."""
     head_gradient: Literal["bfloat16", "split"] = "bfloat16"
     """Precision of the logits' gradient in the head's backward products on a GPU. bfloat16: rounded to bfloat16.
-    split: a high and a low bfloat16 part, so that the weight's gradient is 4 (on a Hopper GPU) to 40 times nearer
-    float64, at 1.7 times the cost."""
+    split: the sum of two bfloat16 numbers, which brings the gradient of the head's weight 4 (on a Hopper GPU) to 40
+    times nearer to float64, at 1.7 times the cost."""
 
 
 class ModelConfig(Section):
     path: str
     """A Hugging Face causal LM directory (safetensors, config.json, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """The type that the model computes in. Weights and the optimizer's state stay float32."""
+    """The dtype that the model computes in. Trained weights and the optimizer's state are float32 in any case."""
     head: HeadConfig = HeadConfig()
     """The LM head and its log-probabilities."""
     freeze: list[Annotated[str, Field(min_length=1)]] | None = None
@@ -45,15 +46,15 @@ class ModelConfig(Section):
     ] = False
     """Recompute activations in the backward pass: less memory, the same numbers. full (or true): whole layers, about a
     third more time. selective: everything but attention and the products of about the layer's width, about a sixth
-    more time. elementwise: norms, RoPE and activation functions, and no matrix product; with `compile` it costs 1 to
-    2%, saves a third of the memory of activations, and rounds at other places. auto: the fastest that fits the GPU, by
-    the memory plan; false on a CPU."""
+    more time. elementwise: only norms, RoPE and activation functions; with `compile` it costs 1 to 2%, saves a third
+    of the memory of activations, and changes rounding. auto: the fastest that fits the GPU, by the memory plan; false
+    on a CPU."""
     activation_offload: bool | Literal["auto"] = False
     """Keep the saved inputs of recomputed layers in host memory; the copies overlap with computation. It needs
     activation_checkpointing. auto: only if the run would not fit otherwise, by the memory plan."""
     compile: bool = False
-    """Compile the layers (torch.compile): up to twice the speed, after a minute or less at the start. On a CPU it
-    needs a C++ compiler."""
+    """Compile the layers (torch.compile): up to twice the speed, for up to a minute at the start. On a CPU it needs a
+    C++ compiler."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model directory."""
 
@@ -63,9 +64,9 @@ class AdapterConfig(Section):
     """lora: each adapted layer W computes W x + (alpha / rank) B (A x). W is frozen in `model.dtype`; only the small
     matrices A and B are trained."""
     rank: Count = 32
-    """The LoRA rank: the rows of A and the columns of B."""
+    """The LoRA rank: the rows of A and the columns of B. A larger rank can learn more and takes more memory."""
     alpha: Positive = 32.0
-    """The adapter's output is scaled by alpha / rank."""
+    """The adapter's output is multiplied by alpha / rank."""
     targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = "all-linear"
     """The linear layers to adapt. all-linear: all but the head. Otherwise names such as q_proj, or patterns of full
     names such as model.layers.[0-7].mlp.*."""
@@ -132,11 +133,11 @@ OverlongPenaltyConfig = create_model(
 
 class FieldConfig(Section):
     level: Literal["label", "document"]
-    """label: a value of each label, which a record gives as it gives `advantage`. document: one value."""
+    """label: a value for each label, given in a record like `advantage`. document: one value."""
     dtype: Literal["float32", "int64", "bool"] = "float32"
-    """The type of its values."""
+    """The dtype of the values."""
     default: bool | int | float | None = None
-    """What a record without the field gets. null: such a record is rejected."""
+    """The value for records without the field. null: such records are rejected."""
 
 
 FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -144,10 +145,10 @@ FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 class DataConfig(Section):
     path: str | list[str] | None = None
-    """Rollout files: JSONL (.jsonl) or Parquet (.parquet). A glob's files are read in sorted order. With {rank} in it,
-    each data rank reads its own part and no other."""
+    """Rollout files: JSONL (.jsonl) or Parquet (.parquet). The files of a glob are read in sorted order. With {rank}
+    in the path, each data rank reads only its own files."""
     source: SourceConfig | None = None
-    """Rollouts that your own sampler sends while the run goes on."""
+    """Rollouts that your own sampler sends during the run."""
     cache_directory: str | None = None
     """The directory for converted copies of large rollout files. Each file is converted once for all ranks and runs of
     the machine, and takes about half of its size. null: truestep/data in $XDG_CACHE_HOME or ~/.cache. Files of less
@@ -158,15 +159,16 @@ class DataConfig(Section):
         Literal["group_mean", "leave_one_out", "length_weighted", "group_normalized", "batch_normalized", "none"]
         | ImportPath
     ) = "group_normalized"
-    """How rewards become advantages: the baseline that is subtracted within a group. length_weighted: the mean over
-    the labels of the group. group_normalized and batch_normalized: group_mean with advantage_scale group and step.
-    none: each record has its own advantage. package.module:function: your own function, from the records of a group to
-    one advantage for each."""
+    """How rewards become advantages: which baseline is subtracted from each reward. group_mean: the mean of the group.
+    leave_one_out: the mean of the others of the group. length_weighted: the group's mean, weighted by labels.
+    group_normalized and batch_normalized: group_mean with advantage_scale group and step. none: records have their own
+    advantages. package.module:function: your own function, from the records of a group to one advantage for each."""
     advantage_scale: Literal["none", "group", "step"] | None = None
     """What advantages are divided by. group: the standard deviation of the group's rewards. step: the standard
-    deviation over all documents of the step, after the baseline. null: what `advantages` implies, else none."""
+    deviation over all documents of the step, after the baseline. null: as `advantages` implies, else none."""
     advantage_std_floor: NotNegative = 1e-4
-    """Added to the standard deviation that advantages are divided by."""
+    """Added to the standard deviation that advantages are divided by, so that nearly equal rewards do not become large
+    advantages."""
     overlong_penalty: OverlongPenaltyConfig | None = None  # type: ignore[valid-type]
     """Subtracts a length penalty from the reward, before advantages are computed: 0 up to `from` labels, then linear
     up to `weight` at `to` labels."""
@@ -175,23 +177,23 @@ class DataConfig(Section):
     for them; no result changes. replace: discard groups whose rewards are all equal and sample other prompts until the
     step is full (dynamic sampling)."""
     replace_limit: Count = 64
-    """With zero_advantage: replace, at most this many groups are discarded in one step. Further ones stay in the step.
-    """
+    """With zero_advantage: replace, the largest number of groups to discard in a step. Further ones are kept."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
-    """What to do with documents that ended at a length limit. Their rewards count in the baseline first. mask: they
-    have no labels, but count as documents. drop: they are left out of steps."""
+    """What to do with documents that ended at a length limit, after their rewards were counted in the baseline. keep:
+    train on them like others. mask: they have no labels, but count as documents. drop: leave them out of steps."""
     group_size: Count | None = None
     """The number of rollouts for each prompt. A group of rollouts from files is complete at this size; null: at the
     end of the data."""
     group_timeout: Positive | None = 3600.0
-    """With data.source: the seconds after which an incomplete group is given up and its documents are rejected. The
-    clock stops while the trainer has enough documents. null: a group waits as long as the run lasts."""
+    """With data.source: seconds after which the documents of an incomplete group are rejected. The time does not run
+    while the trainer has enough documents. null: groups wait as long as the run lasts."""
     tokens_per_microbatch: Count = 16384
-    """The largest number of tokens in one forward pass. A longer document is rejected."""
+    """The largest number of tokens in one micro-batch. Longer documents are rejected. Raise it for speed; lower it if
+    memory runs out."""
     pad_to_multiple: Count = 1
-    """Each micro-batch is padded to a multiple of this many tokens. Padding never reaches a result."""
+    """Pad each micro-batch to a multiple of this many tokens. Padding does not affect results."""
     on_bad_record: Literal["reject", "stop"] = "reject"
-    """reject: a bad record is written to rejected.jsonl and the run goes on. stop: the first bad record ends the run.
+    """What to do with invalid records. reject: write them to rejected.jsonl and go on. stop: end the run at the first.
     """
     fields: dict[FieldName, FieldConfig] | None = None
     """Fields of your own in the records, by name, for your own loss, metrics and advantages. Each is {level: label or
@@ -224,11 +226,11 @@ class SamplerBase(Section):
     """Environment variables to pass to rewards, by name, beside the usual ones that hold no secret (PATH, HOME, LANG
     and the like). null: no others."""
     reward_isolation: Literal["auto", "require", "off"] = "auto"
-    """Linux namespaces for reward processes: they see no other process, and all files read-only but for a /tmp in
-    memory of their own (SECURITY.md). auto: isolate if the system permits it; the run prints whether it does. require:
-    end the run if it does not. off: no isolation."""
+    """Linux namespaces for reward processes: they see no other processes, and cannot write to files outside a private
+    /tmp in memory (SECURITY.md). auto: isolate if the system permits it; the run prints whether it does. require: end
+    the run if it does not. off: no isolation."""
     reward_writable: list[str] | None = None
-    """Directories that isolated rewards may write to. Files that they write stay, and their size is not limited: do
+    """Directories that isolated rewards may write to. The files stay after the run, and their size is not limited. Do
     not list directories that code is imported from. null: none."""
     reward_network: bool = True
     """Whether rewards may use the network, for example to ask a judge. false, with isolation: no network at all, also
@@ -237,31 +239,30 @@ class SamplerBase(Section):
 
 class InProcessSampler(SamplerBase):
     type: Literal["in_process"] = "in_process"
-    """The policy itself samples, with the weights that are trained."""
+    """The trainer samples in process, with the weights that it trains."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1: off. Log-probs are those of the whole distribution."""
+    """Nucleus sampling; 1: off. Log-probs are still those of the full distribution."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from the k likeliest tokens; 0: off. Log-probs are those of the whole distribution."""
+    """Sample from the k likeliest tokens; 0: off. Log-probs are still those of the full distribution."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample only tokens that are at least this many times as likely as the likeliest; 0: off. Log-probs are those of
-    the whole distribution."""
+    """Sample only tokens with at least this fraction of the likeliest token's probability; 0: off. Log-probs are still
+    those of the full distribution."""
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that end a completion. They stay part of it."""
     engine: bool = True
     """Sample with the engine (paged KV cache, continuous batching, kernels and CUDA graphs on a GPU). false:
     transformers' attention and cache, one batch after another; slower."""
     exact: bool = False
-    """Compute log-probs, in sampling and in training, so that they do not depend on the other sequences of a batch.
-    The ratio of the first update on fresh documents is then exactly 1. It costs one more forward pass in each step,
-    and slower products."""
+    """Compute log-probs in sampling and training with batch-invariant kernels: the ratio of the first update on fresh
+    documents is then exactly 1. It costs one more forward pass in each step, and slower matrix products."""
     batch_size: Count | None = None
-    """The largest number of completions decoded at a time. null: as many as the free memory holds, at most 1,024 on a
-    GPU and 256 on a CPU."""
+    """The largest number of completions decoded at a time. null: as many as fit in free memory, at most 1,024 on a GPU
+    and 256 on a CPU."""
 
 
 class ServerSampler(SamplerBase):
     type: Literal["server"]
-    """Inference servers sample. They get the new weights after each update."""
+    """Inference servers sample. They get new weights after each update."""
     protocol: str = "vllm"
     """The kind of server: vllm, sglang, or package.module:Class, your own implementation of
     truestep.generate.servers.protocol.InferenceServer."""
@@ -272,9 +273,10 @@ class ServerSampler(SamplerBase):
     api_key_env: str | None = None
     """The environment variable that holds the servers' API key. null: no key."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """How old the weights behind a token may be when it is trained on, in documents trained on since. 0: sampling and
-    training take turns. n x schedule.docs_per_step: the servers sample up to n steps ahead while the trainer trains. A
-    document that is too old goes to rejected.jsonl, and its prompt is sampled again."""
+    """The largest staleness of a token: the number of documents that the policy may have been trained on between the
+    token's sampling and its training. 0: sampling and training alternate. n x schedule.docs_per_step: servers sample
+    up to n steps ahead while the trainer trains. Older documents go to rejected.jsonl, and their prompts are sampled
+    again."""
     pause: Literal["wait", "keep", "abort"] = "wait"
     """What happens to running completions when servers get new weights. wait: they finish with the old weights first.
     keep: they continue with the new weights, and each token records its version. abort: they are discarded and sampled
@@ -283,26 +285,28 @@ class ServerSampler(SamplerBase):
     """How several servers get new weights. at_once: all at the same time. rolling: one after another; the others keep
     sampling meanwhile."""
     concurrency: Count = 256
-    """The largest number of groups in flight, over all servers. One request asks for a whole group."""
+    """The largest number of groups in flight over all servers; one request asks for a whole group. Raise it if servers
+    have capacity left."""
     request_timeout: Positive = 600.0
-    """Seconds for one request, to the end of its answer."""
+    """Seconds until a request must be answered completely."""
     adapter: Literal["merged", "served"] = "merged"
-    """How servers get an adapter. merged: merged into the model, whose weights they load. served: alone, beside the
-    model that they were started with, so that several runs share a server (vLLM with --enable-lora)."""
+    """How servers get a LoRA adapter. merged: they load the model's weights with the adapter merged into them. served:
+    they load the adapter alone, on top of the model that they were started with, so that several runs can share a
+    server (vLLM with --enable-lora)."""
     transfer: Literal["disk", "nccl"] = "disk"
-    """How new weights get to the servers. disk: through weights_directory. nccl: from the trainer's first GPU to those
-    of vLLM servers started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another."""
+    """How new weights get to the servers. disk: through weights_directory. nccl: from the trainer's first GPU to the
+    GPUs of vLLM servers started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another."""
     weights_directory: str | None = None
-    """The directory that new weights are written to for the servers to read: on a disk that they see under the same
-    path, or in memory of this machine, below /dev/shm. Several runs may share it. null: weights, in the run's
+    """The directory for new weights, which trainer and servers must see under the same path: on a shared disk, or in
+    memory below /dev/shm if servers run on this machine. Several runs may share it. null: weights, in the run's
     directory."""
     tolerance: Positive | None = None
-    """The largest mean difference, in nats, between a server's and the trainer's log-probs of a probe, measured
-    after each update of the weights. If it is larger, the run ends before it trains on anything sampled with them.
-    Completions are held to the same bound. null: 0.001 with model.dtype: float32, else 0.1."""
+    """The largest mean difference, in nats, between a server's and the trainer's log-probs of a probe, measured after
+    each update of the weights. With a larger one, the run ends before it trains on rollouts of these weights.
+    Completions must keep the same bound. null: 0.001 with model.dtype: float32, else 0.1."""
     check_share: Annotated[float, Field(ge=0, le=1)] = 0.002
-    """With max_staleness above 0: the share of completions that the trainer scores as they arrive, with the weights
-    that sampled them. A larger share finds wrong log-probs sooner; each scored completion costs a forward pass."""
+    """With max_staleness above 0: the share of completions that the trainer scores on arrival, with the weights that
+    sampled them. A larger share finds wrong log-probs sooner; each scored completion costs a forward pass."""
 
 
 SamplerConfig = Annotated[
@@ -314,8 +318,8 @@ class EvaluationConfig(Section):
     prompts: str | None = None
     """Held-out prompts that the policy answers, in the format of sampler.prompts."""
     path: str | list[str] | None = None
-    """With a supervised loss: held-out documents, in the format of data.path. Their loss is the mean over all of their
-    labels."""
+    """With a supervised loss: held-out documents, in the format of data.path. The logged loss is the mean over all of
+    their labels."""
     every: Count = 10
     """Evaluate before the first step, every n steps, and after the last step."""
     reward: str | None = None
@@ -337,10 +341,10 @@ class EvaluationConfig(Section):
     max_prompts: Count | None = None
     """Use only the first n prompts. null: all."""
     samples_per_prompt: Count = 1
-    """Sampled completions for each prompt, beside the greedy one."""
+    """The number of sampled completions for each prompt, in addition to the greedy one."""
     pass_reward: float | None = None
-    """An answer with at least this reward passes: pass@1, pass@2, pass@4 and so on are logged, up to
-    samples_per_prompt. null: pass@k is not logged."""
+    """The reward from which an answer passes: pass@1, pass@2, pass@4 and so on, up to samples_per_prompt, are then
+    logged. null: no pass@k."""
     temperature: Positive = 1.0
     """The temperature of the sampled completions."""
     max_new_tokens: Count | None = None
@@ -350,7 +354,7 @@ class EvaluationConfig(Section):
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from the k likeliest tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample only tokens that are at least this many times as likely as the likeliest; 0: off."""
+    """Sample only tokens with at least this fraction of the likeliest token's probability; 0: off."""
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that end a completion."""
     engine: bool = True
@@ -358,55 +362,55 @@ class EvaluationConfig(Section):
     batch_size: Count | None = None
     """As sampler.batch_size."""
     servers: bool = False
-    """Let the sampler's inference servers answer, with the weights of the step. false: the policy answers in process.
-    """
+    """Let the sampler's inference servers answer, with the step's weights. false: the trainer answers in process."""
 
 
 class ScheduleConfig(Section):
     docs_per_step: Annotated[int, Field(ge=0)] = 0
-    """The number of documents in a step. 0: a step is a fixed number of micro-batches on each rank,
+    """The number of documents in a step. 0: a step is a fixed number of micro-batches on each rank:
     depth_first_micro_batches x breadth_first_micro_batches."""
     overshoot: Literal["carry", "keep"] = "carry"
-    """carry: a step is exactly docs_per_step documents. keep: a step ends with the micro-batch that reaches
-    docs_per_step, and trains on all of it."""
+    """carry: a step has exactly docs_per_step documents; further ones wait for the next step. keep: a step ends with
+    the micro-batch that reaches docs_per_step, and trains on all documents of it."""
     depth_first_micro_batches: Count = 1
-    """With docs_per_step: 0, micro-batches of each rank in a step (times breadth_first_micro_batches)."""
+    """With docs_per_step: 0, the number of micro-batches of each rank in a step, divided by
+    breadth_first_micro_batches."""
     breadth_first_micro_batches: Count = 1
-    """The number of consecutive micro-batches that share one all-gather of the sharded weights. The micro-batches of a
-    step are a multiple of it."""
+    """The number of consecutive micro-batches that share one all-gather of the sharded weights: a larger number means
+    less communication. The number of micro-batches in a step is a multiple of it."""
     steps: Count | None = None
     """The number of optimizer steps of the whole run. null: until the data ends."""
     last_step: Literal["train", "drop"] = "train"
-    """What to do with the documents left at the end of the data. train: one last, smaller step. drop: leave them out;
-    the run prints how many."""
+    """What to do with the documents that are left at the end of the data. train: make a last, smaller step. drop:
+    leave them out; the run prints how many."""
     stall_timeout: Positive = 600.0
     """Seconds without progress after which the run ends and names what is stuck: a rank, a server, a source or a disk.
     Tokens, micro-batches, layers, bytes and processor time all count as progress, so a slow run is not ended."""
     updates_per_batch: Count = 1
-    """Optimizer updates on the same documents before new ones are taken."""
+    """The number of optimizer updates on the same documents."""
 
 
 class ParallelConfig(Section):
     data_shard: Literal[-1] | Count = -1
-    """Shard weights, gradients and optimizer state over this many ranks, times parallel.context (FSDP2). -1: all ranks
-    that the other options leave."""
+    """Shard weights, gradients and optimizer state over this many ranks, times parallel.context (FSDP2). More ranks
+    take less memory each. -1: all ranks that the other options leave."""
     data_replicate: Count = 1
     """The number of replicas of the sharded model (HSDP). With data_shard: 1, every rank holds all weights."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass and gather them again in the backward pass: less memory,
     1.5 times the communication."""
     reduce_each_micro_batch: bool | Literal["auto"] = "auto"
-    """Reduce gradients after every micro-batch instead of once a step. Gradients then take a rank's share of the
-    memory; communication grows by the number of micro-batches in a step. auto: the faster of the two that fits the
+    """Reduce gradients after every micro-batch instead of once a step: each rank then keeps the gradients of its own
+    shard only, but communicates as many times as a step has micro-batches. auto: the faster of the two that fits the
     GPU, by the memory plan; false on a CPU."""
     tensor: Count = 1
-    """Tensor parallelism: split each layer's heads and MLP, the embedding and the head over this many ranks, by the
-    model's own plan, and the tokens between layers too (sequence parallelism)."""
+    """Tensor parallelism: split each layer's heads and MLP, the embedding and the head over this many ranks by the
+    model's own plan, and also the tokens between layers (sequence parallelism). It suits GPUs with fast links."""
     context: Count = 1
-    """Context parallelism: split the tokens of each micro-batch over this many ranks. It must divide the model's query
-    heads."""
+    """Context parallelism: split the tokens of each micro-batch over this many ranks, for documents whose activations
+    do not fit one GPU. It must divide the number of the model's query heads."""
     pipeline: Count = 1
-    """Pipeline parallelism: split the layers over this many ranks."""
+    """Pipeline parallelism: split the layers over this many ranks. It communicates least, so it suits slow links."""
     stages_per_rank: Count = 1
     """Pipeline stages on each rank (interleaved 1F1B above 1). More stages idle less at the start and end of a step,
     but send and keep more activations."""
@@ -416,14 +420,14 @@ class OptimizerBase(Section):
     learning_rate: Annotated[float, Field(ge=0, le=1e30)] = 1e-6
     """The peak learning rate, reached after warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """The learning rate after warm-up. cosine and linear fall from the peak to minimum_learning_rate, which they would
-    reach one step after schedule.steps."""
+    """The learning rate after warm-up. cosine and linear decrease it from the peak to minimum_learning_rate, which
+    they would reach one step after schedule.steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up: the first step has learning_rate / warmup_steps."""
+    """The number of steps of linear warm-up: the first step has learning_rate / warmup_steps."""
     minimum_learning_rate: NotNegative = 0.0
-    """The learning rate that cosine and linear end at."""
+    """The learning rate at the end of cosine and linear."""
     gradient_clip: Positive | None = 1.0
-    """The largest norm of the gradient: a larger one is scaled down to it. null: no clipping."""
+    """The largest norm of the gradient: gradients with a larger norm are scaled down to it. null: no clipping."""
 
 
 class BuiltInOptimizer(OptimizerBase):
@@ -434,11 +438,11 @@ class BuiltInOptimizer(OptimizerBase):
     epsilon: Positive = 1e-8
     """Added to the denominator of the update."""
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Weight decay of matrices. Nothing else is decayed."""
+    """Weight decay of matrices. Norms and biases have none."""
     offload: Literal["none", "states", "all"] = "none"
-    """What is kept in host memory between updates. states: the optimizer's state. all: the float32 weights too; the
-    GPU keeps a copy in model.dtype. An update copies a few weights at a time to the GPU and back. Numbers do not
-    change."""
+    """What is kept in host memory between updates, if GPU memory is too small. states: the optimizer's state. all: also
+    the float32 weights; the GPU keeps a copy in model.dtype. An update copies a few weights at a time to the GPU and
+    back. Results do not change."""
     offload_room: NotNegative = 0.0
     """Extra GPU memory (GiB) for prefetching offloaded state. More hides more of the copies; the peak of a step grows
     by at most this."""
@@ -446,12 +450,13 @@ class BuiltInOptimizer(OptimizerBase):
 
 class AdamWConfig(BuiltInOptimizer):
     type: Literal["adamw"] = "adamw"
-    """Adam with decoupled weight decay. Norms and biases are never decayed."""
+    """Adam with decoupled weight decay. Norms and biases have no weight decay."""
 
 
 class AdamW8BitConfig(BuiltInOptimizer):
     type: Literal["adamw_8bit"]
-    """AdamW that keeps the two moments of matrices in 8 bits, with a float32 scale for each block of at most 256."""
+    """AdamW with the two moments of matrices in 8 bits and a float32 scale for each block of at most 256 numbers: the
+    state takes a quarter of the memory."""
 
 
 class MuonConfig(BuiltInOptimizer):
@@ -461,15 +466,14 @@ class MuonConfig(BuiltInOptimizer):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """The decay of the momentum."""
     nesterov: bool = True
-    """Nesterov momentum: mix the momentum with the gradient once more before it is orthogonalised."""
+    """Nesterov momentum: add the gradient to the momentum once more before orthogonalising."""
     ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """The number of Newton-Schulz iterations."""
     ns_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the Newton-Schulz products. bfloat16 is several times faster on a GPU, and less exact."""
+    """The dtype of the Newton-Schulz products. bfloat16 is several times faster on a GPU, and less precise."""
     adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """How an update is scaled by the shape of its matrix. match_rms_adamw: by 0.2 x sqrt(the larger side), which makes
-    it as large as AdamW's, so that one learning rate is right for both. original: by sqrt(rows / columns), if there
-    are more rows than columns."""
+    """The factor on a matrix's update, by its shape. match_rms_adamw: 0.2 x sqrt(the larger side), which makes updates
+    as large as AdamW's, so that the same learning rate suits both. original: sqrt(rows / columns), at least 1."""
 
 
 class CustomOptimizer(OptimizerBase):
@@ -499,12 +503,12 @@ class CheckpointConfig(Section):
     keep: Count = 3
     """How many checkpoints to keep: the newest complete ones."""
     hugging_face_every: Annotated[int, Field(ge=0)] | None = None
-    """Write every n-th checkpoint as a Hugging Face directory too, with float32 weights. 0: none; `truestep export`
-    converts any checkpoint. null: 1 if data.source is a stream or a directory, whose senders load the checkpoints;
-    else 0."""
+    """Also write every n-th checkpoint as a Hugging Face directory with float32 weights. 0: none; `truestep export`
+    converts any checkpoint later. null: 1 if data.source is a stream or a directory, whose senders load the
+    checkpoints; else 0."""
     grace: Annotated[float, Field(gt=0)] | None = None
-    """Seconds for saving a run that a signal stops. If that is not enough, the run keeps its last complete checkpoint
-    and says so. null: no limit."""
+    """Seconds for saving a checkpoint after a signal to stop. If they are not enough, the run keeps its last complete
+    checkpoint and says so. null: no limit."""
     lock: bool = True
     """Lock the run's directory against a second process. false: for file systems without locks."""
 
@@ -533,15 +537,15 @@ class TrackioConfig(Section):
 
 class RolloutsConfig(Section):
     documents: Count = 16
-    """The largest number of documents kept of each step, as whole groups spread over the step, and of rejected
+    """The largest number of documents to keep of each step (whole groups, spread over the step), and of rejected
     completions."""
     with_tokens: Annotated[int, Field(ge=0)] = 4
-    """How many of them are kept with the text, log-prob and log-ratio of each token."""
+    """How many of these documents are kept with text, log-prob and log-ratio of each token."""
     longest_text: Count = 20_000
-    """Longer prompts and completions are cut off after this many characters."""
+    """Cut off prompts and completions after this many characters."""
     gigabytes: Positive = 1.0
-    """The largest size of the kept files. Above it every second file is removed, so that fewer steps stay, spread over
-    the whole run."""
+    """The largest size of the kept files in GB. Beyond it every second file is removed, so that the remaining steps are
+    spread over the whole run."""
 
 
 class LoggingConfig(Section):
@@ -562,6 +566,6 @@ class LoggingConfig(Section):
     """Your own metrics, each as package.module:function. The function gets the labels of a micro-batch and facts of
     the step, and returns metrics by name; the type of a metric says how it is reduced."""
     custom_sinks: list[str] | None = None
-    """Your own metric loggers, each as package.module:Class, made as Class(directory, options, done): the run's
-    directory, its options without secrets, and the number of steps made before. The methods are step(line),
+    """Your own metric loggers, each as package.module:Class. It is made as Class(directory, options, done), with the
+    run's directory, its options without secrets, and the number of earlier steps. Its methods are step(line),
     evaluation(line) and close()."""

@@ -1,6 +1,6 @@
-"""YAML read as nodes, not as values, so that the line of every option is known; and plain values made of them.
+"""Reads YAML as nodes and turns them into plain values, so that the line of every option is known.
 
-Numbers are YAML 1.2's: PyYAML's own reader takes `1e-6` for text.
+Numbers follow YAML 1.2: PyYAML's own loader reads `1e-6` as text.
 """
 
 import re
@@ -13,7 +13,7 @@ from truestep.config.describe import show
 from truestep.errors import TruestepError
 
 Name = tuple[str, ...]
-"""A dotted name in parts."""
+"""The parts of a dotted name."""
 
 _MOST_NODES = 10_000  # aliases of aliases can ask for more than memory holds
 _TAG = "tag:yaml.org,2002:"
@@ -21,7 +21,7 @@ UNREADABLE = (yaml.YAMLError, ValueError, OverflowError, RecursionError)  # all 
 
 
 class ConfigError(TruestepError):
-    """The errors of a configuration, a line each."""
+    """The errors of a configuration, one per line."""
 
 
 def compose(text: str) -> yaml.Node | None:
@@ -33,11 +33,11 @@ def dump(values: dict[str, Any]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers of YAML 1.2 (1e-6 is one, 010 is ten, 1:30 is text), no dates; yes and no stay true and false."""
+    """A loader with numbers of YAML 1.2 (1e-6; 010 is ten; 1:30 is text) and without dates. yes and no are booleans."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever text the loader, or another program's, would not read as text."""
+    """A dumper that quotes text which this loader, or PyYAML's own, would not read as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -60,7 +60,7 @@ for _kind, _pattern in _NUMBERS.items():
 
 
 def _number(text: str) -> int | float:
-    """Read a number. 1e4 counts as the whole number it is, so that `tokens_per_microbatch: 1e4` works."""
+    """Read a number. 1e4 becomes an int, so that `tokens_per_microbatch: 1e4` works."""
     plain = text.replace("_", "")
     if _NUMBERS["int"].match(text):
         integer = int(plain, 0 if plain.lstrip("+-")[:2] in ("0x", "0o") else 10)
@@ -72,7 +72,7 @@ def _number(text: str) -> int | float:
 
 
 class TreeReader:
-    """Turns nodes into plain values and notes where each option was given."""
+    """A converter of nodes to plain values that records where each option was given."""
 
     def __init__(self, place: Callable[[yaml.Node], str]) -> None:
         self.place = place
@@ -118,7 +118,7 @@ class TreeReader:
         return values
 
     def _merge(self, nodes: list[yaml.Node], name: Name) -> dict[str, Any]:
-        """Read what `<<` brings in. The first of several mappings wins, so it is read last."""
+        """Read the mappings of `<<`. The first one takes precedence, so it is read last."""
         values: dict[str, Any] = {}
         for node in reversed(nodes):
             if not isinstance(node, yaml.MappingNode):
@@ -141,19 +141,19 @@ class TreeReader:
 
 
 def forget(origins: dict[Name, str], name: Name) -> None:
-    """Remove the origins of an option and of all inside it."""
+    """Remove the origins of an option and of all options inside it."""
     for option in [option for option in origins if option[: len(name)] == name]:
         del origins[option]
 
 
 def line_of(error: Exception, text: str) -> str:
-    """Give `:line` of a syntax error, where PyYAML knows it."""
+    """Return `:LINE` of a syntax error, or an empty text if PyYAML does not know the line."""
     mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
     line = mark.line if mark else text.count("\n", 0, position) if position is not None else None
     return "" if line is None else f":{line + 1}"
 
 
-# What PyYAML says, and what a person should hear; the first that is found in it counts.
+# Parts of PyYAML's messages, and plainer messages; the first match is used.
 _IN_WORDS = (
     ("'\\t' that cannot start any token", "a tab begins the line or a value: use spaces"),
     ("expected <block end>", "this line's indentation is not that of the lines it belongs to"),
@@ -173,7 +173,7 @@ _IN_WORDS = (
 
 
 def reason_of(error: Exception) -> str:
-    """Say what is wrong in a text that is not YAML."""
+    """Return the reason why a text is not valid YAML."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     reasons = [getattr(error, part, None) for part in ("context", "problem")]
@@ -182,5 +182,5 @@ def reason_of(error: Exception) -> str:
 
 
 def dotted(name: Name) -> str:
-    """Join a name's parts; what could not be a part is quoted, so that a key `loss.type` is not `type` in `loss`."""
+    """Join the parts of a name. Unusual parts are quoted, so that a key `loss.type` differs from `type` in `loss`."""
     return ".".join(part if re.fullmatch(r"[\w-]+", part) else show(part) for part in name)

@@ -3,12 +3,14 @@
 prompts           prompts of a JSONL file or a Hugging Face dataset, tokenised once
 rewards           loading and calling a reward function, with checks of its signature and result
 rater             the reward service: a pool of worker processes that rate completions
-process           a worker process as the run sees it; batch_size: requests sent to a worker at a time
-keeper            the worker's parent process: enforces limits and kills all processes below it (imports no torch)
-valve             the keeper's relay, which gives the worker one request at a time
+process           a worker process as the run sees it
+batch_size        the number of completions to send to a worker at a time
+supervisor        the worker's parent process: enforces limits and kills all processes below it (imports no torch)
+valve             the supervisor's relay, which gives the worker one request at a time
 worker            the process that imports and calls the user's reward (imports no torch)
-isolation         Linux namespaces for keeper and worker
-memory            the memory that a group of processes takes; descendants: finding and killing a process's descendants
+isolation         Linux namespaces for supervisor and worker
+memory            the memory that a group of processes takes
+descendants       finding and killing a process's descendants
 frames            the messages between run and worker: JSON, which cannot carry code
 printed           the log of the output that rewards print
 sorting           the demo's task

@@ -7,8 +7,9 @@ _LONGEST = 1.0  # upper limit of a measurement, in seconds
 _WEIGHT = 0.1  # weight of one rating in the moving average
 
 
-class Pace:
-    """A moving average of the seconds per rating. Threads share it without a lock: a lost update does not matter."""
+class BatchSizer:
+    """The batch size, from a moving average of the seconds per rating. Threads share it without a lock, since a lost
+    update does not matter."""
 
     def __init__(self) -> None:
         self._usual = _FIRST

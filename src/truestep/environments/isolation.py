@@ -1,8 +1,8 @@
 """Isolation of the processes that call rewards, by Linux namespaces. Needs no installation.
 
-`enter` moves a keeper and its descendants to new namespaces. There they see only their own processes, System V memory
-and POSIX queues, and a file system that is read-only except for a directory in memory. When the first process of the
-namespace dies, the kernel kills all others. Imports no other module of truestep.
+`enter` moves a supervisor and its descendants to new namespaces. There they see only their own processes, System V
+memory and POSIX queues, and a file system that is read-only except for a directory in memory. When the first process of
+the namespace dies, the kernel kills all others. Imports no other module of truestep.
 
     python -P -m truestep.environments.isolation '{"memory": 1073741824, ...}'    test: prints why isolation fails here
 """
@@ -95,7 +95,7 @@ def enter(room: dict[str, Any]) -> None:
 
 
 def limit_worker(isolated: bool) -> None:
-    """Drop the capabilities that only the keeper needs, for this process and its descendants, and undo `hide`."""
+    """Drop the capabilities that only the supervisor needs, for this process and its descendants, and undo `hide`."""
     if isolated:
         drop_capabilities(_WORKERS)
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""A worker process as the run sees it: starting it with its keeper, requesting ratings, and ending its process tree."""
+"""A worker process as the run sees it: starts it with its supervisor, requests ratings, and ends its process tree."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from truestep.config.custom import user_directories
 from truestep.environments import frames, isolation
-from truestep.environments.batch_size import Pace
+from truestep.environments.batch_size import BatchSizer
 from truestep.environments.descendants import kill_below, started
 from truestep.environments.rewards import LONGEST_TRACEBACK, Rating, RewardError
 from truestep.process import progress
@@ -114,15 +114,17 @@ def _lines(traceback: Any) -> str | None:
 
 
 class Worker:
-    """A worker process and its keeper. After a LostError of any method both are unusable."""
+    """A worker process and its supervisor. After a LostError of any method both are unusable."""
 
-    def __init__(self, options: WorkerOptions, pace: Pace | None = None, printed: Callable[[str], None] | None = None):
-        """`pace` is shared by all workers; `printed` is called with the reward's output."""
-        self._options, self._pace, self._print = options, pace or Pace(), printed
+    def __init__(
+        self, options: WorkerOptions, sizer: BatchSizer | None = None, printed: Callable[[str], None] | None = None
+    ):
+        """`sizer` is shared by all workers; `printed` is called with the reward's output."""
+        self._options, self._sizer, self._print = options, sizer or BatchSizer(), printed
         self.num_rated = 0
         self._number = 0
         self._worker: tuple[int, str | None] | None = None  # PID and start time
-        self._ended: dict[str, Any] | None = None  # the keeper's last message
+        self._ended: dict[str, Any] | None = None  # the supervisor's last message
         self._returned: list[tuple[int, int]] = []  # (first, last) number of requests that the worker did not get
         control, kept = frames.connected()
         channel, works = frames.connected()
@@ -130,8 +132,8 @@ class Worker:
         try:
             # A new program, since the trainer's threads and CUDA state do not survive a fork. Settings are sent over
             # the socket and not as arguments.
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-m", "truestep.environments.keeper"],
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-P", "-m", "truestep.environments.supervisor"],
                 stdin=kept.fileno(),
                 stdout=works.fileno(),
                 stderr=subprocess.PIPE,
@@ -261,7 +263,7 @@ class Worker:
         return Rating.of(value, parts)
 
     def _hear(self) -> None:
-        """Read and apply the keeper's messages."""
+        """Read and apply the supervisor's messages."""
         self._control.fill()
         while (message := self._control.take()) is not None:
             if self._print is not None and isinstance(printed := message.get("new"), str):
@@ -272,7 +274,7 @@ class Worker:
                 first, last = message["returned"]
                 self._returned.append((first, last))
             elif "rated" in message:
-                self._pace.note(message["rated"], message["seconds"])
+                self._sizer.note(message["rated"], message["seconds"])
             elif isinstance(number := message.get("worker"), int):
                 self._worker = number, started(number)
 
@@ -291,34 +293,34 @@ class Worker:
         return f" ({self._options.section}.reward_memory)" if "GiB of memory" in breach else ""
 
     def ask_to_end(self) -> None:
-        """Tell the keeper to end the worker. May be called from any thread."""
+        """Tell the supervisor to end the worker. May be called from any thread."""
         with contextlib.suppress(frames.EndOfFramesError, frames.LateError):
             self._control.send(frames.encode({"end": True}), time.monotonic() + 1.0)
 
     def end(self) -> None:
-        """End the worker, its keeper and all descendants, and wait until they are gone."""
-        if self._keeper.returncode is not None:
+        """End the worker, its supervisor and all descendants, and wait until they are gone."""
+        if self._supervisor.returncode is not None:
             return
         self.ask_to_end()
         deadline = time.monotonic() + _END_SECONDS
         try:
             while self._ended is None:
-                self._wait_for_keeper(deadline)
+                self._wait_for_supervisor(deadline)
                 self._hear()
         except (frames.EndOfFramesError, frames.FrameError, frames.LateError):
-            self._end_without_keeper()
+            self._end_without_supervisor()
         self._channel.close()
         self._control.close()
         self._complaint = self._read_complaint()
         try:
-            self._keeper.wait(_END_SECONDS)
+            self._supervisor.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._supervisor.kill()
+            self._supervisor.wait()
 
-    _complaint = ""  # stderr of the keeper, such as the interpreter's error if it could not start
+    _complaint = ""  # stderr of the supervisor, such as the interpreter's error if it could not start
 
-    def _wait_for_keeper(self, deadline: float) -> None:
+    def _wait_for_supervisor(self, deadline: float) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             raise frames.LateError
@@ -326,17 +328,17 @@ class Worker:
         poll.register(self._control, select.POLLIN)
         poll.poll(left * 1000 + 1)
 
-    def _end_without_keeper(self) -> None:
-        """Kill the keeper, its descendants and the worker. A reward may have stopped or killed the keeper."""
-        if self._keeper.poll() is None:
-            kill_below(self._keeper.pid)
-            self._keeper.kill()
+    def _end_without_supervisor(self) -> None:
+        """Kill the supervisor, its descendants and the worker. A reward may have stopped or killed the supervisor."""
+        if self._supervisor.poll() is None:
+            kill_below(self._supervisor.pid)
+            self._supervisor.kill()
         if self._worker is not None and started(self._worker[0]) == self._worker[1] is not None:
             with contextlib.suppress(OSError):
                 os.killpg(self._worker[0], signal.SIGKILL)  # the worker leads its process group
 
     def _read_complaint(self) -> str:
-        stream = self._keeper.stderr
+        stream = self._supervisor.stderr
         if stream is None:
             return ""
         with stream:

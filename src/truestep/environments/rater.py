@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from truestep.environments.batch_size import MOST, Pace
+from truestep.environments.batch_size import MOST, BatchSizer
 from truestep.environments.printed import PrintedLog
 from truestep.environments.process import LateRewardError, LostError, Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
@@ -124,7 +124,7 @@ class Rater:
         self._tasks: deque[_Task] = deque()
         self._threads: list[threading.Thread] = []
         self._workers: set[Worker] = set()
-        self._pace = Pace()
+        self._sizer = BatchSizer()
         self._idle = 0  # waiting threads
         self._called = 0  # threads that were woken or started and have not yet taken tasks
         self._closed = False
@@ -175,7 +175,7 @@ class Rater:
 
     def _call(self) -> None:
         """Wake or start a thread, unless the threads already called can take all tasks."""
-        if len(self._tasks) <= self._called * self._pace.batch:
+        if len(self._tasks) <= self._called * self._sizer.batch:
             return
         if self._idle > self._called:
             self._called += 1
@@ -195,7 +195,7 @@ class Rater:
                 self._changed.wait()
                 self._idle -= 1
                 self._called -= 1
-            taken = [self._tasks.popleft() for _ in range(min(len(self._tasks), most, self._pace.batch))]
+            taken = [self._tasks.popleft() for _ in range(min(len(self._tasks), most, self._sizer.batch))]
             if self._tasks:
                 self._call()
             return taken
@@ -286,7 +286,7 @@ class Rater:
     def _start(self) -> Worker:
         try:
             log, name = self._printed, threading.current_thread().name
-            worker = Worker(self._options, self._pace, None if log is None else partial(log.add, name))
+            worker = Worker(self._options, self._sizer, None if log is None else partial(log.add, name))
         except OSError as error:
             raise LostError(f"no process could be started for the reward: {error}") from None
         with self._changed:

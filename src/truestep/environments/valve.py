@@ -1,4 +1,4 @@
-"""The keeper's relay: it gives the worker one request at a time, of the many that the run sends ahead.
+"""The supervisor's relay: it gives the worker one request at a time, of the many that the run sends ahead.
 
 The next request goes to the worker only when the current one is answered, so the code of one completion never sees the
 request of another, and the run need not wake up for each completion. Answers are passed on unchanged; the run checks

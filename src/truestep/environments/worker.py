@@ -1,7 +1,7 @@
 """The process that imports a user's reward and calls it, one completion at a time.
 
-The keeper forks it, and it dies with the keeper. It has its own environment, session and limits, and one connection
-for frames (`frames`).
+The supervisor forks it, and it dies with the supervisor. It has its own environment, session and limits, and one
+connection for frames (`frames`).
 """
 
 import contextlib
@@ -23,12 +23,12 @@ _LONGEST_FILE = 2**30
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-def work(channel: int, keeper: int, start: dict[str, Any]) -> NoReturn:
+def work(channel: int, supervisor: int, start: dict[str, Any]) -> NoReturn:
     """Serve requests until the connection ends, then exit without running exit handlers."""
     code = 1
     try:
         os.setsid()
-        die_with_parent(keeper)
+        die_with_parent(supervisor)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _limit(start["memory"])

@@ -1,22 +1,22 @@
-"""A self-test: compare the Gluon product with torch on this machine. A compiler's error would be silent."""
+"""A self-test of the Gluon product against torch on this machine. A compiler bug would otherwise go unnoticed."""
 
 import torch
 
 from truestep.head.numerators import PART, SLACK
 from truestep.head.product import multiply
 
-_ROWS, _HIDDEN, _VOCABULARY = 200, 200, 700  # tiles that are full and others that are not
+_ROWS, _HIDDEN, _VOCABULARY = 200, 200, 700  # gives full and partial tiles
 _TOLERANCE = 1e-4
 
 
 def wrong(device: torch.device) -> str | None:
-    """Name what the product gets wrong on this device; None where all is right."""
+    """Return a description of the first wrong output of the product on this device; None if all are right."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_ROWS, _HIDDEN, generator=generator).to(device, torch.bfloat16)
     weight = torch.randn(_VOCABULARY, _HIDDEN, generator=generator).to(device, torch.bfloat16)
     labels = torch.randint(_VOCABULARY, (_ROWS,), generator=generator).to(device)
     factor = (0.02 + torch.rand(_ROWS, generator=generator)).to(device)
-    y = (hidden.double() @ weight.double().T) * factor[:, None]  # up to 2 ** 60 times its label: shifts are needed
+    y = (hidden.double() @ weight.double().T) * factor[:, None]  # some are far above their label's: needs shifts
     reference = y.gather(1, labels[:, None]).squeeze(1)
     found = multiply(hidden, weight, labels, factor, reference.float(), keep=True)
     assert found.values is not None

@@ -1,11 +1,11 @@
-"""The head, computed a chunk of rows at a time: never all logits at once; chunk boundaries do not change the result.
+"""The head, computed one chunk of rows at a time, so that only one chunk's logits exist. Chunks do not change results.
 
     hidden rows ──GEMM──> logits chunk ──statistics──> loss ──> coefficients ──in place──> dL/dlogits
                                                      d hidden <──GEMM──┴──GEMM──> d weight
 
-Three matrix products, the least that exists. For a loss of whole documents, chunks end where documents do; only a
-document that is longer than a chunk, or lies on other ranks too, makes one pass for the statistics first: a fourth
-product, for its rows alone. Rows whose coefficients are all zero make no backward product.
+Each chunk needs three matrix products, which is the minimum. If the loss needs whole documents, chunks end at document
+boundaries. Only a document that is longer than a chunk, or that is shared with other ranks, needs a separate pass for
+its statistics first: a fourth product for its rows. Rows whose coefficients are all zero skip the backward products.
 
 Dimensions: T labels, H hidden, V vocabulary.
 """
@@ -23,19 +23,20 @@ from truestep.head.passes import Gradient, HeadPasses, passes_for
 from truestep.head.vocab_parallel import ShardedPasses, VocabularyShard
 from truestep.types import Coefficients, RowStatistics
 
-# Maps rows and their statistics to the coefficients of the gradient.
+# Takes a range of rows and their statistics; returns the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]
 
-# The same for rows given by their indices.
+# The same, with the rows given by their indices.
 SharedLossFunction = Callable[[torch.Tensor, RowStatistics], Coefficients]
 
-# Gather active rows before the backward products when at most this share is active: then the gather pays off.
+# Rows with a gradient are gathered before the backward products if at most this share of the rows has one. With more,
+# the gather costs more than it saves.
 _WORTH_GATHERING = 0.75
 
 
 @dataclass(frozen=True)
 class HeadRows(Rows):
-    """The T rows of a micro-batch that predict labels. Prompt, masked and padding tokens never enter the head."""
+    """The T rows of a micro-batch that predict labels. Prompt, masked and padding tokens never go through the head."""
 
     settings: HeadSettings
     shard: VocabularyShard | None = None  # set if `weight` is sharded over the vocabulary
@@ -51,13 +52,13 @@ class HeadRows(Rows):
         rows = self.settings.rows_per_chunk(
             len(self.label_ids), self.weight.shape[0], self.passes.bytes_per_logit, device
         )
-        # Ranks communicate in every chunk, so all need the same number of chunks, though their free memory may differ.
+        # Ranks communicate in every chunk, so all need the same number of chunks even if their free memory differs.
         if self.shard is None or self.settings.chunk_size is not None:
             return rows
         return self.shard.least(rows, device)
 
     def forward(self, rows: slice, *, keep: bool) -> tuple[Any, RowStatistics]:
-        """Compute the statistics of a range of rows, and with `keep` the input of the backward pass."""
+        """Compute the statistics of a range of rows and, with `keep`, the input of `backward`."""
         return self.passes.forward(self[rows], keep)
 
     def backward(self, rows: slice, kept: Any, statistics: RowStatistics, coefficients: Coefficients) -> Gradient:
@@ -75,9 +76,9 @@ class HeadResult:
 
 @dataclass(frozen=True)
 class SharedDocuments:
-    """Documents with labels on several ranks: on this rank, the first `lead` rows and the last `tail` rows.
+    """Documents whose labels lie on several ranks: the first `lead` and the last `tail` rows of this rank.
 
-    `loss` sums over these ranks, so every rank calls it exactly once, for all of its shared rows, even if it has none.
+    `loss` sums over these ranks, so each rank must call it exactly once, with all of its shared rows, even if none.
     """
 
     lead: int
@@ -88,7 +89,7 @@ class SharedDocuments:
 def forward(
     head: HeadRows, *, document_labels: Sequence[int] | None = None, shared: SharedDocuments | None = None
 ) -> RowStatistics:
-    """Compute the statistics alone, in the chunks that `forward_backward` cuts when it is given the same."""
+    """Compute only the statistics, in the same chunks as `forward_backward` with the same arguments."""
     size, count = head.rows_per_chunk, len(head.label_ids)
     spans = [slice(0, count)]
     if document_labels is not None and shared is None:
@@ -107,11 +108,11 @@ def forward_backward(
     document_labels: Sequence[int] | None = None,
     shared: SharedDocuments | None = None,
 ) -> HeadResult:
-    """Compute both gradients of `loss`: the hidden rows' is returned, the weight's is added into `weight_gradient`
-    (None for a frozen head: it is then not computed).
+    """Compute the statistics and the gradients of `loss`: return that of the hidden states, and add that of the weight
+    to `weight_gradient` (None for a frozen head: not computed).
 
-    `document_labels`, the number of labels of each document in order, says that the loss needs whole documents: it is
-    then only called with rows that hold all labels of each of theirs. The documents of `shared` are not among those.
+    Pass `document_labels`, the number of labels of each document in order, if the loss needs whole documents: it is
+    then called only with all labels of each document. They do not include the documents of `shared`.
     """
     size = head.rows_per_chunk
     gradient = torch.zeros_like(head.hidden, dtype=wide(head.hidden.dtype))
@@ -129,8 +130,8 @@ def forward_backward(
 def _runs(
     head: HeadRows, loss: LossFunction, size: int, document_labels: Sequence[int] | None, shared: SharedDocuments | None
 ) -> Iterator[tuple[slice, Coefficients | None]]:
-    """Cut the rows into runs, in order. A run comes with its coefficients where these need labels of other chunks or
-    other ranks, and so must be known before the pass that uses them."""
+    """Cut the rows into runs, in order. A run whose loss depends on labels of other chunks or ranks comes with its
+    coefficients, from a forward pass of its own; other runs come with None."""
     count = len(head.label_ids)
     if document_labels is None:
         yield slice(0, count), None
@@ -161,11 +162,11 @@ def _chunk(
     gradient: torch.Tensor,
     weight_gradient: torch.Tensor | None,
 ) -> RowStatistics:
-    """Run one chunk forward and backward. Its logits are freed on return, so that only one chunk's logits exist."""
+    """Run one chunk forward and backward. Its logits are freed at the return, so that only one chunk's logits exist."""
     kept, statistics = head.forward(rows, keep=True)
     if coefficients is None:
         coefficients = loss(rows, statistics)
-    # The host reads one number per chunk, while the previous chunk's products still run.
+    # The host waits for one number per chunk, while the previous chunk's products still run.
     active = coefficients.active
     count = count_true(active)
     if not count:
@@ -186,8 +187,8 @@ def _chunk(
 
 
 def _spans(start: int, size: int, document_labels: Sequence[int]) -> list[slice]:
-    """Find the fewest runs of whole documents that fit a chunk; a document that does not fit is a run of its own. Then
-    make the longest run as short as possible, which balances the runs: a short last run would waste its products."""
+    """Group whole documents into the fewest runs of at most `size` rows; a longer document is a run of its own. Then
+    make the longest run as short as possible: with a short last run, small matrix products would be inefficient."""
     fewest = len(_runs_of_at_most(size, start, document_labels))
     sizes = range(1, size)
     least = bisect_left(sizes, -fewest, key=lambda most: -len(_runs_of_at_most(most, start, document_labels)))

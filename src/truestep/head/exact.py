@@ -1,4 +1,4 @@
-"""The head's log-probs computed exactly: those of a row depend on that row alone (see `truestep.numerics`).
+"""The head's log-probs with exact arithmetic: their bits depend on their own row alone (see `truestep.numerics`).
 
 Dimensions: C rows of a chunk, H hidden, V vocabulary.
 """
@@ -12,14 +12,14 @@ from truestep.numerics import arithmetic, plain
 def exact_raw_logits(
     hidden: torch.Tensor, weight: torch.Tensor, fp32: bool
 ) -> torch.Tensor:  # [C, H], [V, H] -> [C, V]
-    """Compute h Wᵀ, as `logits.raw_logits` rounds it."""
+    """Compute h Wᵀ, rounded as by `logits.raw_logits`."""
     return arithmetic.product(hidden, weight, dtype=wide(hidden.dtype) if fp32 else hidden.dtype)
 
 
 def exact_logprobs(
     raw: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, settings: HeadSettings
 ) -> torch.Tensor:  # [C, V], [C], [C] -> [C]
-    """Give each row's log-prob of a token, from raw logits."""
+    """Compute each row's log-prob of one token from raw logits."""
     z = raw.to(wide(raw.dtype))
     if settings.softcap is not None:
         z = plain.each(torch.tanh, z / settings.softcap) * settings.softcap

@@ -1,7 +1,7 @@
-"""The head's two elementwise passes over logits, fused (Triton). They know no loss.
+"""The head's two elementwise passes over logits, fused (Triton), for any loss.
 
-`row_statistics` reads a chunk of raw logits once; `logits_gradient_` reads it once more and writes the gradient over
-its memory. Scale, temperature and softcap are applied on the way: logits are stored as the matrix product gave them.
+`row_statistics` reads a chunk of raw logits once. `logits_gradient_` reads the chunk again and overwrites it with the
+gradient. Both apply scale, temperature and softcap themselves, so that the stored logits are the matrix product's.
 
 Dimensions: C rows of a chunk, V vocabulary.
 """
@@ -14,15 +14,16 @@ import triton.language as tl
 
 from truestep.types import Coefficients, RowStatistics
 
-# Tuned on an H200, where they run at the rate of a copy and at 0.95 of it.
+# Tuned on an H200, where the first runs at the rate of a copy and the second at 0.95 of it.
 _STATISTICS_BLOCK, _STATISTICS_WARPS = 512, 8
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
-# Rows and columns that a program moves at a time. Of a small vocabulary it has fewer columns: else programs are few.
+# Rows and columns that a program moves at a time. For a small vocabulary: fewer columns, so that there are enough
+# programs.
 _FRONT_TILES = ((16, 512), (64, 128))
 _FRONT_PROGRAMS = 256
 
-# These pointers may be any address, since a chunk begins at any row. A kernel that Triton specialised on it would be
-# compiled again in the middle of a run, and gain little: it reads a number or a few of them for each row.
+# A chunk may begin at any row, so these pointers may have any alignment. If Triton specialised on it, kernels would be
+# compiled again in the middle of a run, for little gain: they read only a few numbers per row from these pointers.
 OF_ROWS = tuple(
     f"{name}_pointer"
     for name in (
@@ -35,7 +36,7 @@ OF_ROWS = tuple(
 
 @triton.jit
 def _z(raw, multiplier, softcap, CAPPED: tl.constexpr):
-    """Compute z = softcap(raw) · multiplier, with tanh by exp of a negative number, which cannot overflow."""
+    """Compute z = softcap(raw) · multiplier. Its tanh uses exp of negative numbers, which cannot overflow."""
     if CAPPED:
         scaled = raw / softcap
         shrunk = tl.exp(-2 * tl.abs(scaled))
@@ -53,7 +54,7 @@ def _load_z(raw_row, start, lanes, vocabulary, multiplier, softcap, CAPPED: tl.c
 
 @triton.jit
 def _weigh(z, highest):
-    """Compute exp(z - highest), and the same times z - highest: both 0 for -inf."""
+    """Compute p = exp(z - highest) and p · (z - highest); both are 0 where z is -inf."""
     distance = tl.where(z == float("-inf"), 0.0, z - highest)
     p = tl.where(z == float("-inf"), 0.0, tl.exp(distance))
     return p, p * distance
@@ -73,8 +74,8 @@ def _statistics_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reduce one row, four blocks at a time, which share one rescaling: exponentials are what it would wait for. Each
-    lane of the block has a running maximum; lanes are joined once, at the end."""
+    """Reduce one row. Four blocks at a time share one rescaling, since exponentials limit the speed. Each lane of a
+    block has its own running maximum; lanes are joined once, at the end."""
     row = tl.program_id(0).to(tl.int64)
     raw_row = raw_pointer + row * row_stride
     multiplier = tl.load(multiplier_pointer + row)
@@ -88,7 +89,7 @@ def _statistics_kernel(
         z2 = _load_z(raw_row, start + 2 * BLOCK, lanes, vocabulary, multiplier, softcap, CAPPED)
         z3 = _load_z(raw_row, start + 3 * BLOCK, lanes, vocabulary, multiplier, softcap, CAPPED)
         higher = tl.maximum(largest, tl.maximum(tl.maximum(z0, z1), tl.maximum(z2, z3)))
-        # A lane that has seen nothing yet has -inf - -inf: there is nothing to shift.
+        # In a lane without values so far, the difference would be -inf - -inf, which is NaN.
         shift = tl.where(largest == float("-inf"), 0.0, largest - higher)
         rescale = tl.where(largest == float("-inf"), 0.0, tl.exp(shift))
         p0, weighted0 = _weigh(z0, higher)
@@ -106,7 +107,7 @@ def _statistics_kernel(
     log_normaliser = tl.log(normaliser)
     label = tl.load(label_pointer + row)
     label_z = _z(tl.load(raw_row + label).to(tl.float32), multiplier, softcap, CAPPED)
-    # Differences to the largest logit, not the logits themselves: large ones would cancel.
+    # Subtract the largest logit first: differences of large numbers would lose digits.
     tl.store(logprob_pointer + row, (label_z - top) - log_normaliser)
     tl.store(entropy_pointer + row, log_normaliser - mean_distance)
     tl.store(logsumexp_pointer + row, top + log_normaliser)
@@ -115,8 +116,8 @@ def _statistics_kernel(
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _gradient_kernel(
     raw_pointer,  # [C, V]
-    high_pointer,  # [C, V] the gradient, in its own type; may be the memory of `raw`
-    low_pointer,  # [C, V] what rounding to that type left, with SPLIT
+    high_pointer,  # [C, V] the gradient, in its own type; may share the memory of `raw`
+    low_pointer,  # [C, V] the rounding error of `high`, with SPLIT
     label_pointer,  # [C]
     multiplier_pointer,  # [C]
     logsumexp_pointer,  # [C]
@@ -133,7 +134,7 @@ def _gradient_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Differentiate one row, block by block in ascending order: no write is ever ahead of what has been read."""
+    """Compute the gradient of one row, block by block in ascending order: no logit is overwritten before its read."""
     row = tl.program_id(0).to(tl.int64)
     raw_row = raw_pointer + row * raw_stride
     high_row = high_pointer + row * high_stride
@@ -156,10 +157,10 @@ def _gradient_kernel(
         if CAPPED:
             scaled = raw / softcap
             shrunk = tl.exp(-2 * tl.abs(scaled))
-            # 1 - tanh², without the cancellation of a saturated tanh.
+            # 1 - tanh², in a form that keeps its digits where tanh is near ±1.
             gradient = gradient * 4 * shrunk / ((1 + shrunk) * (1 + shrunk))
         high = gradient.to(high_pointer.dtype.element_ty)
-        # All of the block has been read by every thread before any of it is overwritten.
+        # Every thread must have read its part of the block before any thread overwrites it.
         tl.debug_barrier()
         tl.store(high_row + columns, high, mask=inside)
         if SPLIT:
@@ -198,10 +199,10 @@ def logits_gradient_(
     coefficients: Coefficients,
     softcap: float | None,
     dtype: torch.dtype,
-    low: torch.Tensor | None = None,  # [C, V] in `dtype`: where the part that rounding leaves goes
+    low: torch.Tensor | None = None,  # [C, V] in `dtype`: receives the rounding error
 ) -> torch.Tensor:  # [C, V] in `dtype`, over the memory of `raw`
     rows, vocabulary = raw.shape
-    # A narrower gradient takes the front of each row's memory.
+    # A gradient of a narrower type takes the front of each row's memory.
     high = raw.view(dtype)[:, :vocabulary]
     if rows:
         _gradient_kernel[(rows,)](
@@ -238,8 +239,8 @@ def _to_front_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Move some columns of rows to the front, a few rows at a time. All of them are read before any is written, and
-    what is written lies before all that is read later."""
+    """Move some columns of the given rows to the front, a few rows at a time. Each group is read before it is written,
+    and its new place lies before all rows that are read later."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     for first in range(0, row_count, ROWS):
         places = first + tl.arange(0, ROWS)
@@ -252,7 +253,7 @@ def _to_front_kernel(
 
 
 def to_front_(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # [C, V], [K] -> [K, V]
-    """Move rows, whose numbers rise, to the front: each is read and written once, where they lie."""
+    """Move the given rows, in ascending order, to the front in place. Each is read and written once."""
     vocabulary = values.shape[1]
     rows, columns = _FRONT_TILES[vocabulary < _FRONT_PROGRAMS * _FRONT_TILES[0][1]]
     _to_front_kernel[(triton.cdiv(vocabulary, columns),)](

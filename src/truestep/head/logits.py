@@ -2,9 +2,9 @@
 
 Dimensions: C rows of a chunk, H hidden, V vocabulary.
 
-Precision. bfloat16 products are exact in float32, so with `fp32_lm_head` the logits are those of a float32 head
-without a float32 matrix product wherever the hardware has a bfloat16 product with float32 output. A CPU has none:
-there, blocks of the weight are upcast, and gradients stay float32.
+Precision: the product of two bfloat16 numbers is exact in float32. So a GPU's bfloat16 matrix product with float32
+output gives the logits of a float32 head (`fp32_lm_head`) at the speed of bfloat16. A CPU has no such product: there,
+blocks of the weight are converted to float32, and gradients stay float32.
 """
 
 import logging
@@ -20,11 +20,11 @@ from truestep.types import Coefficients, RowStatistics
 log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 64 * 2**20
-# More of a chunk's rows make no matrix product faster: 8,192, or twice as many where a logit takes half the memory.
+# More rows per chunk make no matrix product faster: 8,192, or twice as many if a logit takes half the memory.
 _MOST_ROWS, _MOST_ROW_BYTES = 8192, 32768
 # The share of the free memory that a chunk of logits may take.
 _SHARE = 0.5
-# The memory that one may take where runs must be bitwise the same: what is free differs from one start to the next.
+# The bytes of a chunk if runs must be bitwise the same: free memory differs from run to run.
 _FIXED_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 
@@ -33,21 +33,21 @@ class HeadSettings:
     fp32: bool = False  # logits are never rounded to half precision
     softcap: float | None = None
     scale: float = 1.0  # of the logits
-    chunk_size: int | None = None  # rows of logits that exist at a time; None: chosen from free memory and shape
-    deterministic: bool = False  # choose it from the shape alone
-    split_gradient: bool = False  # carry dL/dlogits as a high and a low half-precision part
+    chunk_size: int | None = None  # rows of logits that exist at a time; None: chosen by free memory and shape
+    deterministic: bool = False  # choose `chunk_size` by the shape alone
+    split_gradient: bool = False  # represent dL/dlogits as the sum of two half-precision numbers
     kernels: bool = True  # use the fused kernels where they run
 
     def rows_per_chunk(self, rows: int, vocabulary: int, bytes_per_logit: int, device: torch.device) -> int:
         if self.chunk_size is not None:
             return self.chunk_size
-        if self.deterministic:  # nor from which code computes it
+        if self.deterministic:  # not by `bytes_per_logit` either, which depends on the kernels
             useful, room = _MOST_ROWS, _FIXED_BYTES.get(device.type, _FIXED_BYTES["cpu"]) // (4 * vocabulary)
         else:
             useful = max(_MOST_ROWS, _MOST_ROW_BYTES // bytes_per_logit)
             room = _free_bytes(device) // (vocabulary * bytes_per_logit)
         most = max(1, min(useful, room))
-        # Chunks of like size: a small last one would waste its matrix products.
+        # Chunks of about equal size: the matrix products of a small last chunk would be inefficient.
         chunks = max(1, -(-rows // most))
         chosen = -(-rows // chunks)
         _log_choice(chosen, vocabulary, str(device))
@@ -56,7 +56,7 @@ class HeadSettings:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows that predict labels, and the weight that they are multiplied with."""
+    """Some of the rows that predict labels, and the head's weight."""
 
     hidden: torch.Tensor  # [C, H]
     weight: torch.Tensor  # [V, H]
@@ -76,12 +76,12 @@ def _log_choice(rows: int, vocabulary: int, device: str) -> None:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of sums: float32, or float64 for float64 inputs."""
+    """Return the dtype to sum in: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _weight_blocks(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Copy the weight's rows in the wide type, block by block: never the whole weight at a time."""
+    """Yield copies of blocks of the weight's rows in the wide dtype, so that no copy of the whole weight exists."""
     rows = max(1, _BLOCK_BYTES // (4 * weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         block = slice(start, min(start + rows, weight.shape[0]))
@@ -89,7 +89,7 @@ def _weight_blocks(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]
 
 
 def raw_logits(hidden: torch.Tensor, weight: torch.Tensor, fp32: bool) -> torch.Tensor:  # [C, H], [V, H] -> [C, V]
-    """Compute h Wᵀ in float32 or wider, and round it to the inputs' half precision unless `fp32`."""
+    """Compute h Wᵀ in float32 or wider; without `fp32`, round it to the dtype of the inputs."""
     if not fp32 or hidden.dtype == wide(hidden.dtype):
         return hidden @ weight.T
     if hidden.is_cuda:
@@ -101,7 +101,7 @@ def raw_logits(hidden: torch.Tensor, weight: torch.Tensor, fp32: bool) -> torch.
 
 
 def scale_(raw: torch.Tensor, temperature: torch.Tensor, settings: HeadSettings) -> torch.Tensor:  # [C, V], [C]
-    """Compute z = softcap(raw) · scale / temperature, over the memory of `raw` where that is wide enough."""
+    """Compute z = softcap(raw) · scale / temperature, in place if `raw` has the wide dtype."""
     z = raw.to(wide(raw.dtype))
     if settings.softcap is not None:
         z = z.div_(settings.softcap).tanh_().mul_(settings.softcap)
@@ -136,7 +136,7 @@ def logits_gradient_(
     coefficients: Coefficients,
     settings: HeadSettings,
 ) -> torch.Tensor:  # [C, V], written over z
-    """Compute dL/d(h Wᵀ): `p·(a + b·log p) - c·onehot(y)` times the slopes of scale, temperature and softcap."""
+    """Compute dL/d(h Wᵀ): `p·(a + b·log p) - c·onehot(y)` times the derivative of scale, temperature and softcap."""
     chain = multiplier(temperature, settings, z.dtype)[:, None]
     slope = None
     if settings.softcap is not None:
@@ -153,7 +153,8 @@ def logits_gradient_(
 
 
 def to_front_(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Move rows to the front in place, block by block. Ascending indices keep rows from being overwritten too early."""
+    """Move the given rows to the front in place, block by block. Indices must ascend, so that no row is overwritten
+    before its read."""
     most = max(1, _BLOCK_BYTES // (tensor.shape[1] * tensor.itemsize))
     for start in range(0, len(rows), most):
         block = rows[start : start + most]
@@ -163,10 +164,10 @@ def to_front_(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LogitsGradient:
-    """dL/d(h Wᵀ) as it enters the two backward products."""
+    """The gradient dL/d(h Wᵀ), and its two backward products."""
 
-    high: torch.Tensor  # [C, V] in the weight's type, or wider
-    low: torch.Tensor | None = None  # [C, V] what rounding to that type left
+    high: torch.Tensor  # [C, V] in the weight's dtype, or wider
+    low: torch.Tensor | None = None  # [C, V] the rounding error of `high`
     to_front_: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = to_front_
 
     @property
@@ -174,7 +175,7 @@ class LogitsGradient:
         return [self.high] if self.low is None else [self.high, self.low]
 
     def select_(self, rows: torch.Tensor) -> "LogitsGradient":
-        """Select rows in place, by ascending indices."""
+        """Keep only the given rows, in place; indices must ascend."""
         low = None if self.low is None else self.to_front_(self.low, rows)
         return replace(self, high=self.to_front_(self.high, rows), low=low)
 
@@ -193,7 +194,7 @@ class LogitsGradient:
                 out.addmm_(self.high[:, block], block_weight)
 
     def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:  # [V, H], [C, H]
-        """Add the weight's gradient to the buffer: the product itself accumulates in the buffer's float32."""
+        """Add the weight's gradient to the float32 buffer within the product itself: nothing is rounded before."""
         for part in self._parts:
             if part.is_cuda and part.dtype != buffer.dtype:
                 torch.addmm(buffer, part.T, hidden, out_dtype=buffer.dtype, out=buffer)
@@ -202,7 +203,7 @@ class LogitsGradient:
 
 
 def round_gradient(gradient: torch.Tensor, dtype: torch.dtype, split: bool) -> "LogitsGradient":
-    """Round a gradient to the weight's type, in which a GPU multiplies; a CPU keeps it as it is."""
+    """Round a gradient on a GPU to the weight's dtype for the backward products; on a CPU, keep it as it is."""
     if not gradient.is_cuda or gradient.dtype == dtype:
         return LogitsGradient(gradient)
     high = gradient.to(dtype)

@@ -1,8 +1,8 @@
-"""The kernels around the product that leaves the softmax's numerators (Triton). They know no loss.
+"""Triton kernels around the product that outputs softmax numerators, for any loss.
 
-`label_logits` before it, `join_parts_` after it; for a loss with an entropy term `numerators_gradient_`, the one pass
-over all of them; beside the backward products `scaled_rows`, `scale_and_subtract_label_` and `subtract_labels_`, which
-read no more than rows of hidden states and of the weight.
+`label_logits` runs before the product and `join_parts_` after it. `numerators_gradient_`, the only pass over all
+numerators, serves losses with an entropy term. `scaled_rows`, `scale_and_subtract_label_` and `subtract_labels_` run
+next to the backward products; they read only rows of hidden states and of the weight.
 
 Dimensions: C rows of a chunk, H hidden, V vocabulary, N parts of the vocabulary.
 """
@@ -78,7 +78,7 @@ def _join_kernel(
     normaliser = tl.sum(total * rescale, axis=0)
     mean = tl.sum((weighted + total * (shift - top)) * rescale, axis=0) / normaliser
     log_normaliser = tl.log2(normaliser)
-    # Rows of which a part was shifted are few, if there are any: all their numerators become 1 at most.
+    # Few rows have a shifted part. Their numerators are rescaled to one base, with which they are at most 1.
     target = tl.where(top > 0, top + slack, 0.0)
     base = tl.load(reference_pointer + row) + target
     tl.store(logprob_pointer + row, (tl.load(label_pointer + row) - top - log_normaliser) * _LN_2)
@@ -115,7 +115,7 @@ def _numerators_gradient_kernel(
         inside = columns < vocabulary
         value = tl.load(values_pointer + row * stride + columns, mask=inside, other=0.0)
         p = value.to(tl.float32) * factor
-        # What vanished has no part in the entropy either.
+        # A probability that underflowed to 0 adds nothing to the entropy either.
         gradient = p * (a + b * tl.log(tl.maximum(p, 1e-37))) * multiplier
         tl.store(values_pointer + row * stride + columns, gradient.to(value.dtype), mask=inside)
 
@@ -167,9 +167,9 @@ def _scale_and_subtract_label_kernel(
 def _subtract_labels_kernel(
     buffer_pointer,  # [V, H] in place
     hidden_pointer,  # [C, H]
-    order_pointer,  # [C] rows by their label, those to be left out last
-    label_pointer,  # [C] of these; beyond the vocabulary: to be left out
-    end_pointer,  # [C] where the run of rows with the same label ends
+    order_pointer,  # [C] rows sorted by label, skipped rows last
+    label_pointer,  # [C] the labels in this order; the vocabulary's size marks a row to skip
+    end_pointer,  # [C] the end of the run of rows with the same label
     c_pointer,  # [C]
     buffer_stride,
     hidden_stride,
@@ -178,7 +178,8 @@ def _subtract_labels_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum a label's rows in their order, where the first of them runs: the same terms in the same order every time."""
+    """Sum the rows of each label in the program of the first such row: a fixed order, so that results are
+    deterministic."""
     first = tl.program_id(0)
     label = tl.load(label_pointer + first).to(tl.int64)
     before = tl.load(label_pointer + first - 1, mask=first > 0, other=-1)
@@ -199,7 +200,7 @@ def _subtract_labels_kernel(
 
 
 def label_logits(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Tensor) -> torch.Tensor:  # [C]
-    """Compute h · W[y] in float32, for each row's label alone."""
+    """Compute the logit of each row's label, h · W[y], in float32."""
     logits = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     if len(hidden):
         block = min(_DOT_BLOCK, triton.next_power_of_2(hidden.shape[1]))
@@ -212,7 +213,7 @@ def label_logits(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Te
 def join_parts_(
     parts: Numerators, reference: torch.Tensor
 ) -> tuple[torch.Tensor, RowStatistics]:  # [C] in powers of two
-    """Bring all numerators of a row to one base, and return it with the rows' statistics."""
+    """Rescale the numerators of each row to one base; return the bases and the rows' statistics."""
     rows, count = parts.total.shape
     logprobs, entropy, logsumexp, base = torch.empty(4, rows, dtype=torch.float32, device=reference.device)
     values = parts.total if parts.values is None else parts.values
@@ -245,7 +246,7 @@ def numerators_gradient_(
     factor: torch.Tensor,  # [C]
     coefficients: Coefficients,
 ) -> None:
-    """Write `p · (a + b · log p)`, the gradient without the label's part, over the numerators."""
+    """Overwrite the numerators with `p · (a + b · log p)`, the gradient without the label's term."""
     rows, vocabulary = values.shape
     if rows:
         _numerators_gradient_kernel[(rows,)](
@@ -262,7 +263,7 @@ def numerators_gradient_(
 
 
 def scaled_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # [C, H], [C]
-    """Multiply each row by its scale, in float32; the result has the rows' own type."""
+    """Multiply each row by its scale in float32, and round the result to the dtype of `rows`."""
     scaled = torch.empty_like(rows)
     count, size = rows.shape
     if count:
@@ -293,7 +294,7 @@ def subtract_labels_(
     label_ids: torch.Tensor,  # [C]
     c: torch.Tensor,  # [C]
 ) -> None:
-    """Subtract c · h from buffer[y] for every row, with the same bits every time."""
+    """Subtract c · h from buffer[y] for every row, deterministically."""
     rows, (vocabulary, size) = len(hidden), buffer.shape
     if rows:
         labels, order = torch.where(c == 0, vocabulary, label_ids).sort(stable=True)

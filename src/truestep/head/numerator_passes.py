@@ -1,16 +1,16 @@
-"""The head's passes where the product itself makes the softmax: logits are never stored, and no pass over them is left.
+"""The head's passes with the softmax fused into the product (`product`): logits are never stored or read.
 
-The product leaves the numerators n = 2^(z · log2 e - base) in the weight's type, and what the rows' statistics are made
-of in float32 (`product`). With p = n · factor, the gradient of a row, `p · a - c · onehot(y)`, is
+The product outputs the softmax numerators n = 2^(z · log2 e - base) in the weight's dtype, and partial sums for the
+statistics in float32. With p = n · factor, the gradient of a row, `p · a - c · onehot(y)`, is
 
-    n · (a · factor) - c · onehot(y):
+    n · (a · factor) - c · onehot(y)
 
-the numerators as they are, times one number a row, which goes to the small sides of the two backward products, and the
-label's part, which needs no product: it is added in float32, so that the largest part of a gradient is never rounded.
-Only the entropy's term, `p · b · log p`, takes a pass over the numerators.
+So the numerators enter the backward products unchanged: the factor of each row is applied to hidden states or to the
+product's output instead. The label's term needs no product; it is added in float32, so that the largest part of a
+gradient is never rounded. Only an entropy term, `p · b · log p`, needs a pass over the numerators.
 
-The base of a row is its label's logit. Where a logit is far above it, which a label that the model itself drew hardly
-ever has, the row is scaled down: nothing overflows, whatever the logits are.
+The base of a row is its label's logit. If another logit is far larger, which is rare for labels that the model itself
+sampled, the row is scaled down, so that no numerator overflows.
 
 Dimensions: C rows of a chunk, H hidden, V vocabulary, N parts of the vocabulary.
 """
@@ -31,7 +31,7 @@ _LOG2_E = 1 / math.log(2)
 
 @dataclass(frozen=True)
 class NumeratorsGradient:
-    """dL/d(h Wᵀ) as it enters the two backward products: scale · values - c · onehot(y)."""
+    """The gradient dL/d(h Wᵀ) = scale · values - c · onehot(y), and its two backward products."""
 
     values: torch.Tensor  # [C, V]
     scale: torch.Tensor  # [C]

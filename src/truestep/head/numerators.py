@@ -1,4 +1,4 @@
-"""The softmax's numerators: output of the product, input of the numerator kernels.
+"""The softmax numerators: output of `product`, input of `numerator_kernels`.
 
 Dimensions: C rows of a chunk, V vocabulary, N parts of the vocabulary.
 """
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 
 PART = 256  # columns of the vocabulary with a shift of their own
-# The largest y without a shift: numerators of 2^40 and sums of as many as there are tokens are far from overflowing.
+# The largest y without a shift: a numerator of 2^40, and a sum of one per token, are far below the float32 maximum.
 SLACK = 40.0
 
 
 @dataclass(frozen=True)
 class Numerators:
-    """The numerators of each row's softmax: 2^y with y = z · log2 e - reference - shift. Each part of `PART` columns of
-    the vocabulary has a shift of its own."""
+    """The softmax numerators of each row: 2^y with y = z · log2 e - reference - shift. Each part of `PART` columns of
+    the vocabulary has its own shift."""
 
-    values: torch.Tensor | None  # [C, V]
+    values: torch.Tensor | None  # [C, V]; None: not kept
     shift: torch.Tensor  # [C, N] 0 unless a numerator would be too large
-    total: torch.Tensor  # [C, N] Σ 2^y, before it is rounded to the type of the values
+    total: torch.Tensor  # [C, N] Σ 2^y of the unrounded numerators
     weighted: torch.Tensor  # [C, N] Σ 2^y · y
     label: torch.Tensor  # [C] z · log2 e - reference of the label

@@ -1,7 +1,7 @@
-"""The passes over a chunk of rows before and after its loss is known: in the product itself where that can be, by fused
-kernels where those run, by torch elsewhere.
+"""The forward and backward pass of a chunk of rows, in three versions: the Hopper product with a fused softmax, Triton
+kernels, and plain torch.
 
-All give the same numbers; the choice is a matter of speed. What `forward` keeps is for `gradient` alone.
+They differ in speed alone. Only the `gradient` of a version can use what its `forward` kept.
 """
 
 import os
@@ -27,10 +27,10 @@ from truestep.types import Coefficients, RowStatistics
 
 
 class Gradient(Protocol):
-    """The gradient dL/d(h Wᵀ), as the two backward products that it enters."""
+    """The gradient dL/d(h Wᵀ), and its two backward products."""
 
     def select_(self, rows: torch.Tensor) -> "Gradient":
-        """Select rows in place, by ascending indices: a copy would need more memory."""
+        """Keep only the given rows, in place since a copy would need more memory; indices must ascend."""
         ...
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None: ...
@@ -41,11 +41,11 @@ class Gradient(Protocol):
 class HeadPasses(Protocol):
     @property
     def bytes_per_logit(self) -> int:
-        """The memory that each logit of a chunk takes while its loss is found."""
+        """The memory per logit of a chunk between the forward and the backward pass."""
         ...
 
     def forward(self, rows: Rows, keep: bool) -> tuple[Any, RowStatistics]:
-        """Compute the statistics of each row, and with `keep` what `gradient` needs."""
+        """Compute the statistics of each row and, with `keep`, the input of `gradient`."""
         ...
 
     def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> "Gradient": ...
@@ -79,7 +79,7 @@ class FusedPasses:
         from truestep.head import kernels
 
         raw = raw_logits(rows.hidden, rows.weight, self._settings.fp32)
-        # On a CPU, under the interpreter, the backward products are float32's: see `logits`.
+        # On a CPU (Triton's interpreter), the backward products are float32: see `logits`.
         raw = raw if raw.is_cuda else raw.to(wide(raw.dtype))
         factor = multiplier(rows.temperature, self._settings, torch.float32)
         return raw, kernels.row_statistics(raw, rows.label_ids, factor, self._settings.softcap)
@@ -117,7 +117,7 @@ def passes_for(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tenso
 
 @cache
 def _kernels_run(device_type: str) -> bool:
-    """Tell whether Triton is installed, and a GPU or its interpreter runs what it compiles."""
+    """Return whether Triton is installed and can run here: on a GPU or in its interpreter."""
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     try:
@@ -128,8 +128,8 @@ def _kernels_run(device_type: str) -> bool:
 
 
 def _fits_the_product(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether the product that makes the softmax can serve: bfloat16 throughout, for its range of exponents; rows
-    that the copy engine can fetch; a softmax of the plain product; a gradient of one part."""
+    """Return whether the Hopper product supports these settings and tensors: bfloat16, for its range of exponents;
+    rows aligned for the copy engine (TMA); float32 logits, no softcap, a positive scale; no split gradient."""
     plain = settings.fp32 and settings.softcap is None and settings.scale > 0 and not settings.split_gradient
     typed = hidden.dtype == weight.dtype == torch.bfloat16
     laid_out = all(t.is_contiguous() and t.shape[1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in (hidden, weight))
@@ -138,7 +138,7 @@ def _fits_the_product(settings: HeadSettings, hidden: torch.Tensor, weight: torc
 
 @cache
 def _product_serves(device: torch.device) -> bool:
-    """Tell whether this is a Hopper GPU, and a Triton whose Gluon compiles the product correctly."""
+    """Return whether this is a Hopper GPU and the installed Triton compiles the product correctly."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
 

@@ -1,11 +1,11 @@
-"""The head's product with the softmax made in it (Gluon, for Hopper): no logit ever reaches memory.
+"""The head's matrix product with a fused softmax (Gluon, for Hopper): logits never reach memory.
 
-Tiles of 128 rows by 256 of the vocabulary. One warp fetches; two groups of four warps multiply 64 rows each and, while
-the other still multiplies, weigh what they have: y = logit - reference, in powers of two and in float32, then the
-numerators 2^y of the softmax, which alone are stored, and their sums, one of each for a row and a tile. A tile whose
-largest y is beyond `SLACK` is shifted down to it, so that nothing overflows whatever the logits are.
+A tile is 128 rows by 256 columns of the vocabulary. One warp loads the inputs; two groups of four warps multiply 64
+rows each. When a group has its logits, it computes, while the other may still multiply, y = logit - reference in powers
+of two, stores the softmax numerators 2^y, and sums them for each row of the tile. In a row of a tile whose largest y
+exceeds `SLACK`, all y are shifted down so that the largest is `SLACK`: no numerator overflows.
 
-The order in which tiles are computed changes no number.
+The order of the tiles does not affect the results.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from truestep.head.kernels import OF_ROWS
 from truestep.head.numerators import PART, SLACK, Numerators
 
-# What Triton 3.6 calls otherwise than later ones do.
+# Functions that have other names in Triton 3.6 than in later versions.
 _all_warps_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-# Tuned on an H200: three stages of 48 KiB, and 64 KiB where the numerators of a tile wait for their way out.
-ROWS = gl.constexpr(64)  # of each of the two groups
+# Tuned on an H200. Shared memory: three stages of 48 KiB, and 64 KiB for the numerators of a tile on their way out.
+ROWS = gl.constexpr(64)  # per group of warps
 COLUMNS = gl.constexpr(PART)
 DEPTH = gl.constexpr(64)
 STAGES = gl.constexpr(3)
-GROUP = gl.constexpr(16)  # row tiles that share what they read of the weight
+GROUP = gl.constexpr(16)  # row tiles that reuse the same tiles of the weight
 _SLACK = gl.constexpr(SLACK)
-NOTHING = gl.constexpr(-1e30)  # the logit of a column past the vocabulary: finite, since 0 · inf is not a number
+NOTHING = gl.constexpr(-1e30)  # logit of a column past the vocabulary: finite, since 0 · inf is NaN
 
 
 @gluon.jit
 def _place(index, row_tiles, vocabulary_tiles):
-    """Order the tiles so that those computed at the same time share most of what they read."""
+    """Return the row tile and the vocabulary tile of an index, ordered so that concurrent tiles share inputs."""
     first = index // (GROUP * vocabulary_tiles) * GROUP
     rows = gl.minimum(row_tiles - first, GROUP)
     rest = index - first * vocabulary_tiles
@@ -98,7 +98,7 @@ def _multiply_and_weigh(group, half, staging, weights, ready, empty, values, giv
                 half.index(stage), weights.index(stage).permute((1, 0)), logits, use_acc=step > 0, is_async=True
             )
             logits = warpgroup_mma_wait(1, deps=(logits,))
-            # One product is still under way; the one before it has read its stage.
+            # One product is still in flight; the one before it has finished reading its stage.
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=step > 0)
             count += 1
         logits = warpgroup_mma_wait(0, deps=(logits,))
@@ -112,7 +112,7 @@ def _multiply_and_weigh(group, half, staging, weights, ready, empty, values, giv
         reference = gl.load(reference_pointer + rows, mask=inside, other=0.0)
         shift = gl.maximum(gl.reduce(logits, 1, _larger) * factor - reference - _SLACK, 0.0)
         y = logits * factor[:, None] - (reference + shift)[:, None]
-        # Few tiles hold the label of any of their rows.
+        # Only few tiles hold the label of one of their rows.
         if gl.load(holds_label_pointer + row_group * vocabulary_tiles + vocabulary_tile) > 0:
             label = gl.load(label_pointer + rows, mask=inside, other=0).to(gl.int32) - column
             label_y = gl.reduce(gl.where(columns[None, :] == label[:, None], y, 0.0), 1, _sum)
@@ -123,7 +123,7 @@ def _multiply_and_weigh(group, half, staging, weights, ready, empty, values, giv
         gl.store(total_pointer + place, gl.reduce(numerators, 1, _sum), mask=inside)
         gl.store(weighted_pointer + place, gl.reduce(numerators * y, 1, _sum), mask=inside)
         if KEEP:
-            tma.store_wait(0)  # what was staged before has been read
+            tma.store_wait(0)  # the previous tile has left the staging buffer
             _all_warps_here()
             staging.store(numerators.to(values.dtype))
             fence_async_shared()
@@ -137,10 +137,10 @@ def _product_kernel(
     hidden,  # [C, H]
     weight,  # [V, H]
     values,  # [C, V]
-    factor_pointer,  # [C] what a raw logit is multiplied with, log2 e in it
+    factor_pointer,  # [C] multiplier of a raw logit, including log2 e
     reference_pointer,  # [C]
     label_pointer,  # [C]
-    holds_label_pointer,  # [C / ROWS, N] whether any of these rows has its label in this tile
+    holds_label_pointer,  # [C / ROWS, N] 1 if any of these rows has its label in this tile
     shift_pointer,  # [C, N]
     total_pointer,  # [C, N]
     weighted_pointer,  # [C, N]
@@ -173,7 +173,7 @@ def _product_kernel(
             (_multiply_and_weigh, (1, lower, lower_staging, weights, ready, empty, values, given, found, sizes, KEEP)),
             (_fetch, (hidden, weight, upper, lower, weights, ready, empty, sizes)),
         ],
-        [4, 1],  # warps, and below registers, of the second group and of the fetching warp
+        [4, 1],  # warps, and below their registers: of the second group, and of the loading warp
         [232, 32],
     )
 
@@ -182,19 +182,19 @@ def multiply(
     hidden: torch.Tensor,  # [C, H] bfloat16
     weight: torch.Tensor,  # [V, H] bfloat16
     label_ids: torch.Tensor,  # [C]
-    factor: torch.Tensor,  # [C] what a raw logit is multiplied with, log2 e in it; positive
-    reference: torch.Tensor,  # [C] near the largest product of these
+    factor: torch.Tensor,  # [C] multiplier of a raw logit, including log2 e; positive
+    reference: torch.Tensor,  # [C] a number near the row's largest scaled logit
     keep: bool,
 ) -> Numerators:
     rows, vocabulary, device = len(hidden), len(weight), hidden.device
     tiles, groups = -(-vocabulary // PART), -(-rows // (2 * ROWS.value)) * 2
     shift, total, weighted = (torch.empty(rows, tiles, device=device) for _ in range(3))
     label_y = torch.empty(rows, device=device)
-    # Rows of whole cache lines. What is not kept is not allocated either: a descriptor needs an address, no memory.
+    # Rows fill whole cache lines. Without `keep`, one row suffices: the descriptor needs an address, no memory.
     values = torch.empty(rows if keep else 1, -(-vocabulary // 64) * 64, dtype=hidden.dtype, device=device)
     if rows:
         holds_label = torch.zeros(groups, tiles, dtype=torch.uint8, device=device)
-        one = torch.ones((), dtype=torch.uint8, device=device)  # a number of Python's would be copied, and waited for
+        one = torch.ones((), dtype=torch.uint8, device=device)  # a Python number would be copied with a synchronisation
         holds_label[torch.arange(rows, device=device) // ROWS.value, label_ids // PART] = one
         programs = min(torch.cuda.get_device_properties(device).multi_processor_count, groups // 2 * tiles)
         _product_kernel[(programs,)](

@@ -1,8 +1,7 @@
-"""The head with its weight sharded by rows over a process group: collectives only.
+"""The head with its weight sharded over the vocabulary: the collectives between ranks.
 
-Every rank computes the statistics of its own slice of the vocabulary, with whatever passes serve there; three numbers a
-row are exchanged, and each rank has those of the whole vocabulary. No rank holds another's logits, but of the few rows
-that it samples from.
+Each rank computes the statistics of its own slice of the vocabulary. Ranks then exchange three numbers per row, from
+which each rank computes the statistics of the whole vocabulary. Logits are exchanged only for sampling (`whole`).
 
 Dimensions: C rows of a chunk, R ranks.
 """
@@ -23,7 +22,7 @@ from truestep.types import Coefficients, RowStatistics
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The rows of the weight that this rank holds: `size` of them from `first` on."""
+    """The rows of the weight that this rank holds: `size` rows, starting at `first`."""
 
     group: dist.ProcessGroup
     first: int
@@ -33,16 +32,16 @@ class VocabularyShard:
         return (label_ids >= self.first) & (label_ids < self.first + self.size)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place: the gradient of each row's hidden state has a part on every rank."""
+        """All-reduce in place the gradient of the hidden states, of which every rank has a partial sum."""
         dist.all_reduce(partial, group=self.group)
         return partial
 
     def least(self, value: int, device: torch.device) -> int:
-        """Find the least of the ranks' values, on every rank."""
+        """Return the smallest of the ranks' values, on every rank."""
         return least(value, device, self.group)
 
     def whole(self, own: torch.Tensor, vocabulary: int) -> torch.Tensor:  # [C, size] -> [C, V]
-        """Join all ranks' logits of the same rows, on every rank."""
+        """Gather the logits of the whole vocabulary on every rank."""
         most = largest_slice(vocabulary, dist.get_world_size(self.group))
         joined = own.new_empty(len(own), vocabulary)
         for number, part in enumerate(gather_parts(pad(own, (0, most - own.shape[1])), self.group)):
@@ -65,12 +64,12 @@ class ShardedPasses:
         return kept, _join(own, self.shard.owns(rows.label_ids), self.shard.group)
 
     def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient:
-        # p is that of the whole vocabulary already; the label's own term belongs to the rank that holds it.
+        # The statistics are of the whole vocabulary, so p is right; the label's term belongs to the rank that holds it.
         local = replace(coefficients, c=torch.where(self.shard.owns(rows.label_ids), coefficients.c, 0))
         return self.local.gradient(kept, statistics, self._local(rows), local)
 
     def _local(self, rows: Rows) -> Rows:
-        """Count labels from this slice's first; another slice's become any of them."""
+        """Make label ids relative to this slice. Labels of other slices become 0 and are masked later."""
         label_ids = torch.where(self.shard.owns(rows.label_ids), rows.label_ids - self.shard.first, 0)
         return replace(rows, label_ids=label_ids)
 
@@ -83,7 +82,7 @@ def _join(own: RowStatistics, owned: torch.Tensor, group: dist.ProcessGroup) -> 
     dist.all_gather(gathered, packed, group=group)
     logsumexps, entropies, label_logits = torch.stack(gathered, dim=1)  # each [R, C]
     logsumexp = logsumexps.logsumexp(0)
-    # Of slice r with its share w of the probability, p · log p sums to -w · (H_r + logsumexp - logsumexp_r).
+    # Over slice r, which has probability w, p · log p sums to -w · (H_r + logsumexp - logsumexp_r).
     behind = logsumexp - logsumexps
     entropy = ((-behind).exp() * (entropies + behind)).sum(0)
     return RowStatistics(label_logits.amax(0) - logsumexp, entropy, logsumexp)

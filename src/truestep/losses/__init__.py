@@ -1,11 +1,11 @@
-"""Losses: pure functions from per-label vectors to coefficients and sums. They never see a logit or a config.
+"""Losses: pure functions from per-label vectors to gradient coefficients and sums. They see no logits and no config.
 
 labels            the labels of one micro-batch, and sums over its documents
 label_losses      the losses: each label's loss and its slope
 objective         the whole objective: loss, optional terms, denominators
-corrections       importance weights for a sampler that is not quite the policy
+corrections       importance weights for a sampler that differs from the policy (TIS, masks)
 reference         the KL penalty against a reference
 exploration       entropy target, Clip-Cov, KL-Cov
-agreement         sums that compare a sampler's log-probs with the policy's
+agreement         statistics that compare the sampler's log-probs with the policy's
 measure           the metrics of a micro-batch
 """

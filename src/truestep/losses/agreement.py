@@ -1,7 +1,7 @@
-"""The comparison of a sampler's log-probs with the policy's own: sums over the labels of each document.
+"""The comparison of the sampler's log-probs with the policy's: sums over the labels of each document.
 
-A token of the standing weights was drawn by the weights that the step's forward pass has: its ratio is known to be 1.
-The policy may have moved since an older token was drawn. `step/before/agreement.py` judges the sums.
+"Standing" tokens were sampled with the current weights, so their ratio should be 1. For "older" tokens, the policy may
+have changed since. `step/before/agreement.py` judges the sums.
 
 Dimensions: T labels, D documents, K columns.
 """
@@ -13,17 +13,17 @@ from torch.nn.functional import softplus
 
 from truestep.types import PackedLabels
 
-# The largest share of honest tokens whose log-probs differ by more than so many times the tolerance.
+# Pairs: a multiple of the tolerance, and the largest share of tokens of a correct sampler that differ by more than it.
 LEVELS = ((1.0, 0.25), (2.0, 0.05), (5.0, 2e-3), (16.0, 2e-4), (64.0, 0.0))
 _BEYOND = tuple(f"beyond_{level:g}" for level, _ in LEVELS)
-# Of tokens of the standing weights, of older ones, and of all.
+# Sums over standing tokens, then over older tokens, then over all.
 COLUMNS = ("standing", *_BEYOND, "up", "down", "surprise", "entropy", "older", "older_up", "logprobs", "mark")
 COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 _OF_STANDING, _OF_OLDER = slice(0, COLUMN["older"]), slice(COLUMN["older"], COLUMN["logprobs"])
 
-# A log-prob may come rounded to bfloat16 (2^-8 of its value) or to three decimals.
+# The sampler's log-probs may be rounded to bfloat16 (2^-8 of the value) or to three decimals.
 _RELATIVE_ROUNDING, _ROUNDING = 2.0**-8, 5e-4
-_SLACK = 0.05  # of the tolerance: how far the mean ratio may be from 1
+_SLACK = 0.05  # share of the tolerance by which the mean ratio may differ from 1
 
 
 def allowed_rounding(logprobs: torch.Tensor) -> torch.Tensor:
@@ -37,11 +37,12 @@ def compare(
     documents_seen: int,
     tolerance: float,
 ) -> torch.Tensor:  # [D, K] float64
-    """Sum each document's comparison.
+    """Compute the sums of `COLUMNS` for each document. `tolerance`: in nats.
 
-    `up` and `down` are logarithms of bets against the sampler, log(1/2 + r/2) and log(3/2 - min(r, 2)/2), where r is
-    the policy's probability of the token over the one that the sampler names. Tokens that were drawn from what the
-    sampler names have a mean r of 1, so the product of all bets exceeds 1/a with a probability of at most a.
+    `up` and `down` are logarithms of bets against the sampler (a test by betting): log(1/2 + r/2) and
+    log(3/2 - min(r, 2)/2), where r is the policy's probability of the token divided by the sampler's. If tokens were
+    sampled with the sampler's stated probabilities, the mean of r is 1, and the product of all bets exceeds 1/a with a
+    probability of at most a.
     """
     known = (labels.has["logprobs"] & labels.has["model_version"])[labels.document]
     standing = known & (labels.model_version == documents_seen)
@@ -55,7 +56,7 @@ def compare(
     one, entropy = torch.ones_like(own), entropy.double()
     beyonds = [(beyond > level * tolerance).double() for level, _ in LEVELS]
     values = torch.stack([one, *beyonds, up, down, own + entropy, entropy, one, up, own, _marks(labels)])
-    # Filled, since what is not finite is not to be multiplied by 0.
+    # Not multiplied by 0, since values may be infinite or NaN.
     values[_OF_STANDING].masked_fill_(~standing, 0)
     values[_OF_OLDER].masked_fill_(~older, 0)
     sums = values.new_zeros(len(COLUMNS), len(labels.num_labels))
@@ -63,9 +64,9 @@ def compare(
 
 
 def _marks(labels: PackedLabels) -> torch.Tensor:  # [T] float64
-    """Give each label a number of its token and its place in the document: copies of a completion have the same sum,
-    to the last bit."""
+    """Hash each label's token and place in its document. Identical completions have the same sum of hashes, bitwise,
+    which identifies copies."""
     before = labels.num_labels.cumsum(0) - labels.num_labels
     place = torch.arange(len(labels), device=labels.ids.device) - before[labels.document]
     mixed = (labels.ids + 1) * (7919 * place + 104729)
-    return (mixed * mixed).remainder(2**30).double()  # 2^23 labels add up to less than 2^53
+    return (mixed * mixed).remainder(2**30).double()  # sums of up to 2^23 labels are exact: below 2^53

@@ -1,6 +1,6 @@
-"""Corrections of what the sampler's log-probs differ by: constant weights on the labels' policy loss.
+"""Corrections for a sampler that differs from the policy: constant weights on each label's policy loss.
 
-A label that weighs 0 has no gradient and stays in every denominator. T: labels of a micro-batch.
+A label with weight 0 has no policy gradient but still counts in every denominator. T: labels of a micro-batch.
 """
 
 import math
@@ -14,7 +14,7 @@ from truestep.losses.labels import Labels, clamped_exp
 
 @dataclass(frozen=True)
 class Correction:
-    """Weighs each label by the importance ratio c of the label or of its document."""
+    """An importance weight for each label, from the ratio c of the label or of its document."""
 
     type: str  # truncate, mask or reject
     level: str  # label, document or document_mean
@@ -26,7 +26,7 @@ class Correction:
         return self.level != "label"
 
     def log_importance(self, labels: Labels) -> torch.Tensor:  # [T]
-        """Compute log c of each label, or its document's sum or mean."""
+        """Return log c for each label: its own, or the sum or the mean over its document."""
         own = labels.log_importance
         if self.level == "label":
             return own
@@ -35,7 +35,7 @@ class Correction:
         return labels.document_means(own)
 
     def outside(self, labels: Labels) -> tuple[torch.Tensor, torch.Tensor]:  # [T] bool each
-        """Tell which labels' c is below and above the bounds, which are inclusive and rounded to float32."""
+        """Return which labels have c below and above the bounds, which are inclusive and rounded to float32."""
         importance, _ = clamped_exp(self.log_importance(labels))
         return importance < to_float32(self.low), importance > to_float32(self.high)
 
@@ -54,12 +54,12 @@ class Correction:
 
 @dataclass(frozen=True)
 class OffPolicyMask:
-    """Leaves out labels of negative advantage whose document the policy has become much less likely to write."""
+    """A mask of labels with negative advantage in documents that have become much less likely under the policy."""
 
     threshold: float
 
     def drift(self, labels: Labels) -> torch.Tensor:  # [T]
-        """Compute the mean over each label's document of how far the policy is below the sampler."""
+        """Compute, for each label, the mean over its document of the sampler's log-prob minus the policy's."""
         return labels.document_means(labels.sampler_logprobs - labels.logprobs)
 
     def weights(self, labels: Labels) -> torch.Tensor:  # [T]

@@ -1,7 +1,7 @@
-"""What keeps a policy exploring: a target for its entropy, and labels of high covariance held back.
+"""Options that keep a policy exploring: a target for its entropy, and limits on labels of high covariance.
 
-An update lowers the entropy by the covariance of logπ and A: where labels that are likely already have high advantages
-(Cui et al. 2025). T: labels of a micro-batch.
+An update lowers the entropy in proportion to the covariance of logπ and A, that is, if likely labels have high
+advantages (Cui et al. 2025). T: labels of a micro-batch.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from truestep.losses.labels import LARGEST_LOG_RATIO, Labels
 
 @dataclass(frozen=True)
 class EntropyTarget:
-    """Moves the weight of the entropy bonus after each step, by how far the step's entropy is below the target."""
+    """A controller that moves the weight of the entropy bonus after each step towards a target entropy, in nats."""
 
     entropy: float
     rate: float
@@ -26,7 +26,7 @@ class EntropyTarget:
 
 @dataclass(frozen=True)
 class ClipCov:
-    """Takes the policy loss of the labels that were chosen: some, at random, whose covariance lies in a band."""
+    """Clip-Cov: no policy loss on chosen labels, a random share of those whose covariance lies in a band."""
 
     share: float
     low: float
@@ -38,15 +38,15 @@ class ClipCov:
 
 @dataclass(frozen=True)
 class KlCov:
-    """Holds the labels that were chosen, those of the highest covariance, near to the old policy."""
+    """KL-Cov: a KL penalty towards the old policy on chosen labels, those with the highest covariance."""
 
     share: float
     weight: float
 
     def __call__(self, labels: Labels) -> LabelTerm:
-        """Estimate the divergence of the old policy from the new at the chosen labels, ρ - log ρ - 1, and its slope,
-        without the weight."""
-        # In float64: near ρ = 1, what is left is far below the rounding of its parts.
+        """Compute the estimate ρ - log ρ - 1 of KL(old ‖ new) at the chosen labels and its slope, without the
+        weight."""
+        # In float64: near ρ = 1, the estimate is far smaller than the rounding errors of its terms.
         wide = labels.log_ratio.double().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         beyond = labels.log_ratio.abs() > LARGEST_LOG_RATIO
         chosen, dtype = labels.chosen != 0, labels.logprobs.dtype

@@ -1,6 +1,6 @@
-"""The losses of labels, and their slopes in each label's log-probability.
+"""The losses: for each label, its loss and the slope of the loss in the label's log-prob.
 
-A loss is a frozen dataclass whose fields are its options, by the names that users type. It takes `Labels` and gives a
+A loss is a frozen dataclass. Its fields are its options, named as in the configuration. It maps `Labels` to a
 `LabelTerm`. Dimensions: T labels.
 """
 
@@ -14,57 +14,60 @@ import torch
 from truestep.config.custom import CustomError
 from truestep.losses.labels import Labels, clamped_exp
 
-# A value of each label that decides which formula holds, and the bound at which it changes.
+# A value of each label [T], and the bound at which the loss changes its formula.
 Switch = tuple[torch.Tensor, float]
 
 
 @dataclass(frozen=True)
 class LabelTerm:
+    """The loss of each label and its slope."""
+
     loss: torch.Tensor  # [T] l_t, before any denominator
-    slope: torch.Tensor  # [T] d l_t / d logπ_t; of a loss of whole documents, d (Σ l) / d logπ_t over the document
-    # [T] bool: a clip, a cap, a mask or a clamp changed the gradient; None where the loss has none of these.
+    slope: torch.Tensor  # [T] d l_t / d logπ_t; for `whole_documents`: of the sum of l over the document
+    # [T] bool: a clip, cap, mask or clamp changed the gradient; None for losses without any of these.
     clipped: torch.Tensor | None = None
-    clamped: torch.Tensor | None = None  # [T] bool: the log-ratio is beyond the clamp; None where nothing is clamped
+    clamped: torch.Tensor | None = None  # [T] bool: the log-ratio exceeds the clamp; None for losses without a clamp
 
 
 class LabelLoss:
-    """The traits of a loss. Code outside this package asks these and never for a loss by its name."""
+    """The base class of losses. Other packages look only at these traits, never at a loss's name."""
 
     whole_documents: ClassVar[bool] = False  # a label's slope depends on other labels of its document
-    # It needs no advantage and no old log-probs. Our own losses say so in their options, which import no torch.
+    # Needs no advantages and no old log-probs. Built-in losses declare this in `config.losses`, which imports no torch.
     supervised: ClassVar[bool] = False
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The least and the largest ratio before clipping; None where the loss does not clip."""
+        """The bounds of the ratio beyond which the loss clips; None if the loss does not clip."""
         return None
 
     @property
     def document_ratio(self) -> bool:
-        """True where the ratio that the loss looks at, and that metrics are of, is one of each document."""
+        """True if the loss uses one ratio per document, which metrics then report too."""
         return self.whole_documents
 
     def __call__(self, labels: Labels) -> LabelTerm:
+        """Compute the loss of each label and its slope."""
         raise NotImplementedError
 
     def log_ratio(self, labels: Labels) -> torch.Tensor:  # [T]
-        """The log-ratio that this loss looks at: each label's own, or its document's mean."""
+        """Return the log-ratio that this loss uses: each label's own, or the mean of its document."""
         return labels.document_means(labels.log_ratio) if self.document_ratio else labels.log_ratio
 
     def outside(self, labels: Labels) -> tuple[torch.Tensor, torch.Tensor] | None:  # [T] bool each
-        """Tell which labels' ratios are below and above the clip's bounds; None where the loss does not clip."""
+        """Return which labels have a ratio below and above the clip bounds; None if the loss does not clip."""
         if self.bounds is None:
             return None
         ratio, (low, high) = self.log_ratio(labels).exp(), self.bounds
         return ratio < low, ratio > high
 
     def switches(self, labels: Labels) -> list[Switch]:
-        """List the values at which the loss changes its formula, so that `verify` can keep away from them."""
+        """List the bounds at which the loss changes its formula, so that `verify` can avoid labels close to one."""
         return [(self.log_ratio(labels), math.log(bound)) for bound in self.bounds or () if bound > 0]
 
 
 def term_of(loss: LabelLoss, labels: Labels) -> LabelTerm:
-    """Call a loss. A vector that is not one number for each label would spread over all of them unseen."""
+    """Call a loss, and check the shapes of its result: broadcasting would hide a wrong one."""
     term, name = loss(labels), type(loss).__name__
     if not isinstance(term, LabelTerm):
         raise CustomError(f"{name} gives {type(term).__name__}, not a LabelTerm(loss, slope)")
@@ -76,7 +79,7 @@ def term_of(loss: LabelLoss, labels: Labels) -> LabelTerm:
 
 
 def make_label_loss(options: Any) -> LabelLoss:
-    """Make the loss that a `loss` section of the configuration describes."""
+    """Make the loss from the configuration's `loss` section."""
     if (custom := getattr(options, "custom", None)) is not None:
         if not isinstance(custom, LabelLoss):
             raise CustomError(
@@ -98,7 +101,7 @@ def to_float32(value: float) -> float:
 
 
 def stopped(term: LabelTerm, clamped: torch.Tensor) -> LabelTerm:
-    """Take the gradient of labels whose log-ratio is beyond the clamp."""
+    """Set the slope of clamped labels to 0, and mark those that had one as clipped."""
     lost = clamped & (term.slope != 0)
     clipped = lost if term.clipped is None else term.clipped | lost
     return LabelTerm(term.loss, torch.where(clamped, 0, term.slope), clipped, clamped)
@@ -121,10 +124,10 @@ def clipped_surrogate(
 
 
 def weighted_logprob(ratio: torch.Tensor, labels: Labels, low: float, high: float) -> LabelTerm:
-    """Compute `-clip(ρ, low, high) · A · logπ`, where the clipped ratio counts as a constant, and its slope."""
+    """Compute `-clip(ρ, low, high) · A · logπ` and its slope, with the clipped ratio as a constant (stop-gradient)."""
     slope = -ratio.clamp(low, high) * labels.advantages
     clipped = ((ratio < low) | (ratio > high)) & (labels.advantages != 0)
-    # A log-prob may be infinitely small, and 0 · inf is NaN.
+    # A log-prob may be -inf, and 0 · inf is NaN.
     return LabelTerm(torch.where(slope == 0, 0, slope * labels.logprobs), slope, clipped)
 
 
@@ -149,10 +152,10 @@ class Grpo(Clipped):
 
 @dataclass(frozen=True)
 class Gspo(Grpo):
-    """Clips the document's geometric-mean ratio R_d, with each label's own advantage.
+    """GSPO: clips the geometric mean R_d of a document's ratios, with each label's own advantage.
 
-    The slope is that of R_d · exp(logπ_t - sg(logπ_t)) for the ratio. Where all labels of a document have one
-    advantage and one weight it is the derivative of the document's sum.
+    The slope is that of R_d · exp(logπ_t - sg(logπ_t)) as the ratio. If all labels of a document have the same
+    advantage and weight, it is the derivative of the document's sum.
     """
 
     whole_documents: ClassVar[bool] = True
@@ -180,7 +183,7 @@ class Cispo(Clipped):
 
 @dataclass(frozen=True)
 class Sapo(LabelLoss):
-    """A soft gate in place of a clip: the slope falls off smoothly on both sides of ρ = 1."""
+    """SAPO: a soft gate instead of a clip. The gate's factor on the slope falls smoothly on both sides of ρ = 1."""
 
     tau_positive: float
     tau_negative: float
@@ -195,7 +198,7 @@ class Sapo(LabelLoss):
 
 @dataclass(frozen=True)
 class Gmpo(LabelLoss):
-    """Takes the geometric mean of ratios that are clipped one by one, on the side that the advantage's sign says."""
+    """GMPO: the geometric mean of a document's ratios, each clipped on the side given by the advantage's sign."""
 
     epsilon_low: float
     epsilon_high: float
@@ -229,7 +232,7 @@ class Gmpo(LabelLoss):
 
 @dataclass(frozen=True)
 class Dppo(LabelLoss):
-    """Masks labels that move outward and whose probability has moved too far from the old one."""
+    """DPPO: masks labels whose probability is too far from the old one, if the gradient would move it further away."""
 
     divergence: str
     threshold: float
@@ -237,17 +240,17 @@ class Dppo(LabelLoss):
     def __call__(self, labels: Labels) -> LabelTerm:
         log_ratio, advantages = self.log_ratio(labels), labels.advantages
         ratio, clamped = clamped_exp(log_ratio)
-        # In float32, as the ratio is where other losses compare it.
+        # The threshold is rounded to float32, as are the bounds of other losses.
         masked = (advantages * log_ratio > 0) & (self.moved(labels) > to_float32(self.threshold))
         surrogate = torch.where(masked, 0, ratio * advantages)
         return stopped(LabelTerm(-surrogate, -surrogate, masked), clamped)
 
     def moved(self, labels: Labels) -> torch.Tensor:  # [T]
-        """Measure how far each label's probability is from the old one."""
+        """Compute the divergence of each label's probability from the old one: total variation, or binary KL."""
         new, old = labels.logprobs, labels.old_logprobs
         if self.divergence == "tv":
             return (new.exp() - old.exp()).abs()
-        # The label against the rest of the vocabulary. A label that was certain has no rest.
+        # Binary: the label against the rest of the vocabulary, which has probability 0 if the label was certain.
         rest_new, rest_old = -new.expm1(), -old.expm1()
         of_rest = torch.where(rest_old > 0, rest_old * (rest_old.log() - rest_new.log()), 0)
         return old.exp() * (old - new) + of_rest
@@ -262,7 +265,7 @@ class CrossEntropy(LabelLoss):
         return LabelTerm(-labels.logprobs, torch.full_like(labels.logprobs, -1.0))
 
 
-# The loss that each `loss.type` picks.
+# The class of each `loss.type`.
 _BY_TYPE: dict[str, type[LabelLoss]] = {
     "grpo": Grpo,
     "gspo": Gspo,

@@ -10,16 +10,16 @@ import torch
 
 from truestep.types import PackedLabels, RowStatistics, per_label
 
-# Sums a [D] vector over the ranks that hold other labels of the same documents; on one rank, the identity.
+# Sums a [D] vector over the ranks that have labels of the same documents; the identity if only one rank has.
 DocumentReducer = Callable[[torch.Tensor], torch.Tensor]
 
 
-# exp(20) is half a billion: no ratio of two log-probs of the same token is beyond it but by a fault.
+# exp(20) is half a billion: only an error makes a larger ratio of two probabilities of the same token.
 LARGEST_LOG_RATIO = 20.0
 
 
 def clamped_exp(log_ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the ratios of clamped log-ratios, and tell which of those were clamped."""
+    """Return exp of the clamped log-ratios, and which of them were clamped."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp(), log_ratio.abs() > LARGEST_LOG_RATIO
 
 
@@ -29,13 +29,13 @@ def no_reduction(sums: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Labels(PackedLabels):
-    """Labels and the policy's statistics of them. Example: `labels.logprobs - labels.old_logprobs` is [T]."""
+    """Labels with the policy's statistics. Example: `labels.logprobs - labels.old_logprobs` is [T]."""
 
-    logprobs: torch.Tensor = field(metadata=per_label())  # of the policy being trained
+    logprobs: torch.Tensor = field(metadata=per_label())  # under the policy being trained
     entropy: torch.Tensor = field(metadata=per_label())
     logsumexp: torch.Tensor = field(metadata=per_label())
-    sampler_logprobs: torch.Tensor = field(metadata=per_label())  # those of the record
-    # One over the step's denominator: the only place where anything is divided.
+    sampler_logprobs: torch.Tensor = field(metadata=per_label())  # as recorded by the sampler
+    # One over the denominator of each label, which is the only division by a denominator.
     weight: torch.Tensor = field(metadata=per_label())
     reduce_documents: DocumentReducer = no_reduction
     recomputed: bool = False  # the old log-probs are the trainer's own and not the sampler's
@@ -61,19 +61,20 @@ class Labels(PackedLabels):
 
     @property
     def log_importance(self) -> torch.Tensor:  # [T]
-        """The logarithm of c, by which the sampler's probability of each label is to be corrected."""
+        """The logarithm of c: each label's probability under the policy (the old one if recomputed) over the
+        sampler's."""
         return self.old_logprobs - self.sampler_logprobs if self.recomputed else self.log_ratio
 
     def recompute(self) -> "Labels":
-        """Take the trainer's own log-probs of the weights before the first update for the old ones: those that are
-        kept, and in the first update those of its own forward pass, as constants."""
+        """Replace the old log-probs by the trainer's own before the first update of these documents: recomputed ones
+        if they were kept, else those of this forward pass, as constants."""
         kept = self.has_label("recomputed_logprobs")
         old = torch.where(kept, self.recomputed_logprobs, self.logprobs.detach())
         has = {**self.has, "sampler_logprobs": self.has["logprobs"], "logprobs": torch.ones_like(self.has["logprobs"])}
         return replace(self, old_logprobs=old, has=has, recomputed=True)
 
     def has_label(self, name: str) -> torch.Tensor:  # [T] bool
-        """Tell for each label whether its document has a field that a record may lack."""
+        """Return for each label whether its document has an optional field."""
         return self.has[name][self.document]
 
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:  # [T] -> [D]

@@ -1,7 +1,7 @@
-"""The metrics of a micro-batch, as sums and counts. Nothing here affects a gradient.
+"""The metrics of a micro-batch, as sums and counts. They do not affect gradients.
 
-A measure is a function from `Labels` and `StepFacts` to metrics by name; `BUILT_IN` lists ours with their levels, and
-users add their own by import path. T: labels, D: sequences of the micro-batch.
+A measure is a function from `Labels` and `StepFacts` to metrics by name. `BUILT_IN` lists the built-in ones with their
+levels; users add their own by import path. T: labels, D: sequences of the micro-batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,21 +16,21 @@ from truestep.losses.objective import Objective
 from truestep.metrics.types import Derived, Histogram, Max, Mean, Metric, Min, Sum
 from truestep.types import StepTotals
 
-# Log-ratios from 1e-7 to 30 nats either way, evenly in the exponent; zero lies inside the middle bin.
+# Bin edges for log-ratios from 1e-7 to 30 nats with either sign, evenly in the exponent; the middle bin holds zero.
 _MAGNITUDES = torch.logspace(-7, 1.5, 256, dtype=torch.float64)
 LOG_RATIO_EDGES = torch.cat([-_MAGNITUDES.flip(0), _MAGNITUDES])
 LOG_RATIO_PERCENTILES = (1, 5, 50, 95, 99)
 
-LEVELS = ("none", "basic", "full")  # each has the metrics of those before it
-MEASURED = LEVELS[1:]  # those that look at more than the loss
+LEVELS = ("none", "basic", "full")  # each includes the metrics of those before it
+MEASURED = LEVELS[1:]  # levels with more metrics than the loss
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The facts about the whole step that a metric may need beside its labels."""
+    """Facts about the whole step for metrics."""
 
     objective: Objective
-    documents_seen: int  # before this step
+    documents_seen: int  # documents that the policy was trained on before this step
     totals: StepTotals
 
 
@@ -38,7 +38,7 @@ Measure = Callable[[Labels, StepFacts], Mapping[str, Metric]]
 
 
 def measure_labels(labels: Labels, step: StepFacts, level: str, custom: Mapping[str, Measure]) -> dict[str, Metric]:
-    """Measure a level's metrics, so far as the documents have the data for them, and a user's own."""
+    """Compute the metrics of a level for which the documents have data, and the user's own (`custom`)."""
     wanted = LEVELS[: LEVELS.index(level) + 1]
     metrics: dict[str, Metric] = {}
     for first_level, measure in BUILT_IN:
@@ -54,7 +54,7 @@ def measure_labels(labels: Labels, step: StepFacts, level: str, custom: Mapping[
 
 
 def _check(name: str, measured: Any) -> None:
-    """Refuse what a user's function gives if it is no mapping of metrics by name."""
+    """Raise if the result of a user's function is not a mapping from names to metrics."""
     if not isinstance(measured, Mapping):
         raise CustomError(f"{name} gives {type(measured).__name__}, not a mapping of metrics by name")
     for metric, value in measured.items():
@@ -66,7 +66,7 @@ def _check(name: str, measured: Any) -> None:
 
 
 def document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor | None = None) -> Mean:
-    """Average over each document's labels, and then over the documents that have labels and are `present` [D]."""
+    """Average over the labels of each document, then over the documents with labels (only those `present` [D])."""
     there = labels.num_labels > 0
     if present is not None:
         there = there & present
@@ -76,7 +76,7 @@ def document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor | 
 
 
 def extremes(name: str, values: torch.Tensor) -> dict[str, Metric]:
-    """Measure the largest and the smallest value, as `max_NAME` and `min_NAME`."""
+    """Return the largest and the smallest value as metrics `max_NAME` and `min_NAME`."""
     return {f"max_{name}": Max(_largest(values)), f"min_{name}": Min(-_largest(-values))}
 
 
@@ -98,16 +98,16 @@ def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     metrics["loss"] = Sum(torch.stack([term.sum() for term in terms.values()]).sum())
     if len(terms) > 1:
         metrics |= {name: Sum(term.sum()) for name, term in terms.items()}
-    if (weight := step.objective.steered_weight) is not None:  # by the entropy, which is measured at every level then
+    if (weight := step.objective.steered_weight) is not None:  # the entropy moves it, so it is measured at every level
         metrics |= _entropy(labels, step) | {"entropy_bonus_weight": Max(weight)}
     return metrics
 
 
 def _log_ratio(labels: Labels, step: StepFacts) -> torch.Tensor:  # [T] float64
-    """Compute the log-ratio that the loss looks at; 0 where the document has no old log-probs.
+    """Compute the log-ratio that the loss uses, from log-probs; 0 for documents without old log-probs.
 
-    Not the logarithm of the ratio, which may be 0 or infinite; and expm1 in float64 keeps the digits of a divergence
-    far smaller than the ratio's own rounding.
+    The logarithm of the ratio would not do, since the ratio may be 0 or infinite. In float64, expm1 of the result is
+    precise even for divergences far smaller than the ratio's rounding error.
     """
     log_ratio = labels.logprobs.double() - labels.old_logprobs.double()
     if step.objective.label_loss.document_ratio:
@@ -127,7 +127,7 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
         "ratio_new_old": document_mean(labels, ratio, present),
         "kl_new_old": document_mean(labels, log_ratio.expm1() - log_ratio, present),
     }
-    # Sums are logged only where there is something to sum: a run without log-probs has no ratio of 0.
+    # Without old log-probs there is no ratio: sums of 0 would be misleading.
     if bool(label_present.any()):
         metrics |= {"ratio_new_old_sum": total, "ratio_new_old_squared_sum": squares}
         metrics["effective_sample_size"] = Derived((total, squares), effective_sample_size)
@@ -137,7 +137,7 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _sampler(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """Measure how far the old log-probs, where they are the trainer's own, are from the sampler's, label by label."""
+    """Compare recomputed old log-probs with the sampler's; empty if old log-probs are the sampler's."""
     if not labels.recomputed:
         return {}
     present, label_present = labels.has["sampler_logprobs"], labels.has_label("sampler_logprobs")
@@ -151,7 +151,7 @@ def _sampler(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _reference(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """Measure the divergence from the reference, without its weight."""
+    """Compute the divergence from the reference, without its weight."""
     kl_reference = step.objective.kl_reference
     if kl_reference is None:
         return {}
@@ -163,7 +163,7 @@ def _reference(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _clipped(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """Measure the clipped fractions. The ratio is float32, as it is where the loss compares it with its bounds."""
+    """Compute the fractions of labels outside the clip bounds, with the loss's own float32 comparison."""
     present, label_present = labels.has["logprobs"], labels.has_label("logprobs")
     outside = step.objective.label_loss.outside(labels)
     if outside is None:
@@ -177,7 +177,7 @@ def _clipped(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _gradient_taken(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """Count the labels whose gradient the loss itself changed, and those whose ratio it clamped."""
+    """Compute the share of labels whose gradient the loss clipped, and the number of labels whose ratio it clamped."""
     term = step.objective.label_loss(labels)
     counted = _counted(labels)
     metrics: dict[str, Metric] = {}
@@ -189,7 +189,7 @@ def _gradient_taken(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _weighed_away(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """Count the labels that corrections left out or cut down, by the kind of the correction."""
+    """Compute the mean correction weight, and the share of labels that each correction or mask affected."""
     correction, mask, objective = step.objective.correction, step.objective.off_policy_mask, step.objective
     counted = _counted(labels)
     total = counted.sum()
@@ -209,7 +209,7 @@ def _weighed_away(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _counted(labels: Labels) -> torch.Tensor:  # [T] bool
-    """Tell which labels have all that a policy loss needs."""
+    """Return which labels have old log-probs and an advantage, as a policy loss needs."""
     return labels.has_label("logprobs") & labels.has_label("advantages")
 
 
@@ -248,14 +248,14 @@ def _staleness(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _zero_advantage(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """Measure the share of documents in which no label has an advantage: they teach nothing."""
+    """Compute the share of documents in which all advantages are 0, which give no policy gradient."""
     counted = labels.has["advantages"] & labels.counts & (labels.num_labels > 0)
     nothing = (labels.document_sums(labels.advantages.abs()) == 0) & ~labels.others_have_advantage
     return {"zero_advantage_fraction": Mean((nothing & counted).sum(), counted.sum())}
 
 
 def _covariance(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """Measure the covariance of logπ and A over the labels: where it is above 0, an update lowers the entropy."""
+    """Compute the covariance of logπ and A over the labels: if it is positive, an update lowers the entropy."""
     counted = _counted(labels)
     logprobs, advantages = (torch.where(counted, part, 0).double() for part in (labels.logprobs, labels.advantages))
     products = (logprobs * advantages).sum()
@@ -271,7 +271,7 @@ def _entropy(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return {"entropy": document_mean(labels, labels.entropy)}
 
 
-# Each with the first level that logs it, in the order in which a step's line names them.
+# Measures with the lowest level that logs them, in the order of a step's log line.
 BUILT_IN: tuple[tuple[str, Measure], ...] = (
     ("none", _loss),
     ("basic", _ratio),

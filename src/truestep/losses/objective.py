@@ -1,4 +1,4 @@
-"""The whole objective: a loss of labels, optional terms, and one denominator for all of them.
+"""The whole objective: a loss, optional terms, and their denominators.
 
 T: labels of a micro-batch; N, D: labels and documents of the whole step.
 """
@@ -19,13 +19,13 @@ from truestep.types import Coefficients, StepTotals
 
 @dataclass(frozen=True)
 class Denominator:
-    """The denominator that `loss.normalize_by` names."""
+    """The denominator of sums over labels, as `loss.normalize_by` names it."""
 
     normalize_by: str
     max_labels: int | None = None
 
     def label_weights(self, num_labels: torch.Tensor, totals: StepTotals) -> torch.Tensor:  # [T], [T]
-        """Compute one over the denominator for each label, given the number of labels of its whole document."""
+        """Compute one over the denominator of each label; `num_labels`: the labels of its whole document."""
         documents, labels = max(totals.num_documents, 1), max(totals.num_labels, 1)
         match self.normalize_by:
             case "labels":
@@ -49,23 +49,23 @@ class Objective:
     entropy_bonus: float = 0.0
     entropy_denominator: Denominator | None = None  # of the entropy bonus; None: that of the loss
     z_loss: float = 0.0
-    # A number, or "deepspeed": the step's documents.
+    # "deepspeed": the number of documents of the step.
     gradient_divisor: float | Literal["deepspeed"] = 1.0
     correction: Correction | None = None
     off_policy_mask: OffPolicyMask | None = None
-    recompute: bool = False  # old log-probs are the trainer's own
+    recompute: bool = False  # take the trainer's own log-probs before the update as old log-probs
     kl_reference: KlReference | None = None
-    entropy_target: EntropyTarget | None = None  # `entropy_bonus` is then the weight of the step in hand
+    entropy_target: EntropyTarget | None = None  # if set, `entropy_bonus` is the weight for the current step
     clip_cov: ClipCov | None = None
     kl_cov: KlCov | None = None
 
     @property
     def steered_weight(self) -> float | None:
-        """The weight of the entropy bonus, where a target moves it."""
+        """The weight of the entropy bonus if an entropy target moves it, else None."""
         return None if self.entropy_target is None else self.entropy_bonus
 
     def steered(self, entropy: float | None) -> "Objective":
-        """Give the objective of the step after one that had this entropy."""
+        """Return the objective for the next step, given the entropy of this step; None: not measured."""
         if self.entropy_target is None or entropy is None:
             return self
         return replace(self, entropy_bonus=self.entropy_target.next_weight(self.entropy_bonus, entropy))
@@ -76,7 +76,7 @@ class Objective:
         return self.label_loss.whole_documents or corrected or self.off_policy_mask is not None
 
     def prepare(self, labels: Labels) -> Labels:
-        """Put the old log-probs and the advantages in place that this objective takes."""
+        """Set the old log-probs and the advantages of the labels as this objective needs them."""
         if self.recompute:
             labels = labels.recompute()
         if self.kl_reference is not None and self.kl_reference.in_reward:
@@ -85,11 +85,11 @@ class Objective:
 
     @property
     def kl_term(self) -> KlReference | None:
-        """The divergence from the reference, where it is a term of the loss."""
+        """The KL divergence from the reference if it is a term of the loss, else None."""
         return None if self.kl_reference is None or self.kl_reference.in_reward else self.kl_reference
 
     def _entropy_weights(self, labels: Labels, totals: StepTotals) -> torch.Tensor:  # [T] float64
-        """Compute one over the denominator of the entropy bonus."""
+        """Compute one over the denominator of the entropy bonus for each label."""
         if self.entropy_denominator is None:
             return labels.weight.double()
         return self.entropy_denominator.label_weights(labels.document_labels[labels.document], totals)
@@ -99,12 +99,12 @@ class Objective:
         return self.correction, self.off_policy_mask, self.clip_cov
 
     def policy_weights(self, labels: Labels) -> torch.Tensor | None:  # [T]
-        """Compute the constant weight of each label's policy loss; None where nothing is corrected."""
+        """Compute the constant weight of each label's policy loss; None without corrections and masks."""
         parts = [part.weights(labels) for part in self._weighing if part is not None]
         return math.prod(parts[1:], start=parts[0]) if parts else None
 
     def policy_term(self, labels: Labels) -> LabelTerm:
-        """Compute the label loss, corrected. What weighs 0 is 0, whatever it was."""
+        """Compute the label loss times its weights. With weight 0 it is 0, even if it was infinite or NaN."""
         term, weights = term_of(self.label_loss, labels), self.policy_weights(labels)
         if weights is None:
             return term
@@ -112,7 +112,7 @@ class Objective:
         return replace(term, loss=loss, slope=slope)
 
     def coefficients(self, labels: Labels, totals: StepTotals) -> Coefficients:
-        """Compute the coefficients of the step's gradient, all denominators included."""
+        """Compute the coefficients of the step's gradient, including all denominators."""
         documents = max(totals.num_documents, 1)
         divisor = documents if self.gradient_divisor == "deepspeed" else self.gradient_divisor
         weight = labels.weight / divisor
@@ -130,7 +130,7 @@ class Objective:
         return Coefficients(a, b, c)
 
     def terms(self, labels: Labels, totals: StepTotals) -> dict[str, torch.Tensor]:
-        """Compute each term's contribution per label, [T] in float64: over the step's labels they sum to its loss."""
+        """Compute each label's part of each term, [T] in float64. Their sum over the step's labels is the loss."""
         weight = labels.weight.double()
         terms = {"policy_loss": self.policy_term(labels).loss * weight}
         if self.kl_term is not None:
@@ -144,7 +144,7 @@ class Objective:
         return terms
 
     def switches(self, labels: Labels) -> list[Switch]:
-        """List the values at which the objective changes its formula."""
-        # A recomputed ratio is 1 before the first update, whatever the sampler said.
+        """List the bounds at which the objective changes its formula."""
+        # With recomputed old log-probs, the ratio is 1 in the first update, far from any bound of the loss.
         parts = (None if self.recompute else self.label_loss, self.correction, self.off_policy_mask)
         return [switch for part in parts if part is not None for switch in part.switches(labels)]

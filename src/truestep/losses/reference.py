@@ -1,4 +1,4 @@
-"""The divergence from a reference: a term of the loss, or a part of the reward. T: labels of a micro-batch."""
+"""The KL divergence from a reference, as a term of the loss or of the reward. T: labels of a micro-batch."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from truestep.losses.labels import LARGEST_LOG_RATIO, Labels, clamped_exp
 
 @dataclass(frozen=True)
 class KlReference:
-    """Estimates the divergence from the reference by the labels that were sampled."""
+    """An estimate of the KL divergence from the reference, on the sampled labels."""
 
     weight: float
     estimator: str  # k1, k2, k3 or unbiased
     in_reward: bool = False
 
     def __call__(self, labels: Labels) -> LabelTerm:
-        """Estimate the divergence at each label, and its slope in the label's log-prob, without the weight."""
+        """Compute the estimate at each label and its slope in the label's log-prob, both without the weight."""
         distance = labels.logprobs - labels.reference_logprobs
         if self.estimator == "k1":
             return LabelTerm(distance, torch.ones_like(distance))
         if self.estimator == "k2":
             return LabelTerm(distance.square() / 2, distance)
-        # In float64: near 0, what is left of exp(-r) - 1 + r is far below the rounding of its parts.
+        # In float64: near r = 0, exp(-r) - 1 + r is far smaller than the rounding errors of its terms.
         wide = distance.double().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         beyond = distance.abs() > LARGEST_LOG_RATIO
         value, slope = torch.expm1(-wide) + wide, -torch.expm1(-wide)
@@ -35,5 +35,5 @@ class KlReference:
         return LabelTerm(value.to(dtype), torch.where(beyond, 0, slope).to(dtype))
 
     def penalty(self, labels: Labels) -> torch.Tensor:  # [T]
-        """Compute what the divergence takes off each label's advantage, which is a constant of the step."""
+        """Compute what `in_reward` subtracts from each label's advantage: a constant, without a gradient."""
         return self.weight * (labels.old_logprobs - labels.reference_logprobs)

@@ -1,6 +1,6 @@
 """Observers: objects called on events of a run. They do not change the computation.
 
-The user's callbacks, the sinks, the keeper of rollouts and the publication of new weights are observers. To add an
+The user's callbacks, the sinks, the recorder of rollouts and the publication of new weights are observers. To add an
 observer, derive from `Observer`, and add it to the list in `run/assemble/observers.py`.
 """
 

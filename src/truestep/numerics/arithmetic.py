@@ -1,4 +1,4 @@
-"""Products, sums and log-sum-exps of rows, by the code that serves on a device.
+"""Products, sums and log-sum-exps of rows: Triton kernels on a GPU, plain torch elsewhere.
 
 Dimensions: M rows, N columns, K terms of a sum.
 """
@@ -11,7 +11,7 @@ from truestep.numerics import plain
 
 
 def by_kernels(x: torch.Tensor) -> bool:
-    """Tell whether Triton computes: on a GPU, or in its interpreter."""
+    """Return whether Triton computes with this tensor: on a GPU or in its interpreter, and not in float64."""
     there = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     return there and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,7 +19,7 @@ def by_kernels(x: torch.Tensor) -> bool:
 def product(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:  # [M, K], [N, K], [N] -> [M, N]
-    """Compute a bᵀ + bias, added up in float32 or wider and rounded once: to the type of `a`, or to `dtype`."""
+    """Compute a bᵀ + bias in float32 or wider, rounded once at the end, to `dtype` or that of `a`."""
     if by_kernels(a):
         from truestep.numerics import kernels
 
@@ -29,7 +29,7 @@ def product(
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:  # [..., K] -> [...]
-    """Add up rows in float32 or wider."""
+    """Sum each row in float32 or wider."""
     if by_kernels(x):
         from truestep.numerics import kernels
 

@@ -1,10 +1,10 @@
-"""The attention of `attention` in one Triton kernel: of prompts, of single tokens and of whole documents.
+"""The attention of `attention` as one Triton kernel, for prefill, decode and whole documents.
 
-A program has the queries of some tokens for one key-value head, and walks through pages of keys. Its tile has as many
-rows for one token as for many, so that each row is computed in the same way. Pages beyond a row's own end, and before
-its window, change nothing: they multiply what was found by one and add zero.
+A program has the queries of some tokens for one key-value head, and loops over pages of keys. Its tile has the same
+number of rows for one token as for many, so that each row is computed in the same way. Pages after a row's own position
+or before its window do not change the row: they multiply its sums by one and add zero.
 
-A CUDA graph outlives the cache, so the kernel reads the places of keys and values from memory.
+A CUDA graph may outlive the KV cache, so the kernel reads the addresses of keys and values from memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _pool(places_pointer, which: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _score(q, k, position, own, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
-    """Score a page's keys, in powers of 2; -inf: not seen."""
+    """Compute the scores of a page's keys times log2 e; -inf for keys that a query does not see."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
     if CAPPED:
         shrunk = tl.exp(-2 * tl.abs(scores / softcap))
@@ -44,9 +44,9 @@ def _score(q, k, position, own, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl
 
 @triton.jit
 def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
-    """Add a page to what was seen so far."""
+    """Add a page to the running result, sum and maximum of each row (online softmax)."""
     higher = tl.maximum(highest, tl.max(scores, axis=1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen no key so far
     weights, rescale = tl.exp2(scores - base[:, None]), tl.exp2(highest - base)
     result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
     return result, total * rescale + tl.sum(weights, axis=1), higher
@@ -100,7 +100,7 @@ def _attend_kernel(
         begin = tl.maximum(start - WINDOW + 1, 0) // PAGE_SIZE
     for page in range(begin, last // PAGE_SIZE + 1):
         place, position = tl.load(table + page), page * PAGE_SIZE + token
-        written = position <= last  # what lies beyond may be no number
+        written = position <= last  # memory beyond may hold NaN
         k_line = keys + place * key_page + head * key_head + token[None, :] * key_token + key_lane[:, None]
         k = tl.load(k_line, mask=written[None, :] & (key_lane[:, None] < KEY_SIZE), other=0.0)
         v_line = values + place * value_page + head * value_head + token[:, None] * value_token + value_lane[None, :]
@@ -113,7 +113,7 @@ def _attend_kernel(
 
 
 def rows_of_tile(dtype: torch.dtype, group: int) -> int:
-    """Give the rows of every tile, for single tokens as for many: the type of the numbers has a say, and the model."""
+    """Return the number of rows of every tile, for any number of tokens; `group`: query heads per key-value head."""
     return max(_WIDE_BLOCK if dtype == torch.float32 else _BLOCK, triton.next_power_of_2(group))
 
 
@@ -138,7 +138,7 @@ def attend(
     group = heads_of_queries // heads
     block = rows_of_tile(q.dtype, group)
     tiles = queries.tiles(block // group)
-    # Tokens between two documents are in no tile, and must be numbers.
+    # Padding between documents is in no tile, and must not be left as NaN.
     make = torch.zeros if queries.rows is None else torch.empty
     output = make(count, heads_of_queries, value_size, dtype=q.dtype, device=q.device)
     _attend_kernel[(tiles.shape[1], heads)](

@@ -1,7 +1,7 @@
-"""Causal attention over pages of keys, whose result for a token depends on that token and those before it alone.
+"""Causal attention over KV-cache pages, whose result for a token depends only on that token and the tokens before it.
 
-All of a policy's passes attend by the same code: over prompts, over single tokens while they are sampled, and over
-whole documents in training. Keys are walked through in pages, from the first on; what a token does not see adds zero.
+The same code serves prefill, decode, and whole documents in training. It goes through the pages of keys in order from
+the first; keys that a token does not see add zero.
 
 Dimensions: T tokens of the pass, Q query heads, K key-value heads, E head size, F size of a value's head, S sequences,
 P pages of a sequence, N tiles of queries.
@@ -22,7 +22,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
-    places: torch.Tensor | None = None,  # [2] int64 on the device: the addresses of both
+    places: torch.Tensor | None = None,  # [2] int64 on the device: the addresses of keys and values
 ) -> torch.Tensor:  # [T, Q, F]
     if by_kernels(q):
         from truestep.numerics import attend_kernels

@@ -1,8 +1,7 @@
-"""Compiled code that computes exactly: in what torch compiles, products and sums are those of `arithmetic`, as
-operators that the compiler takes as they are. What is left is functions of single elements, which it may join as it
-likes.
+"""Exact arithmetic in torch.compile: products and sums of a graph become those of `arithmetic`, as custom operators,
+which the compiler does not change. The rest is elementwise functions, which the compiler may fuse.
 
-An operation that is neither is refused, as `operations` refuses it.
+Any other operation is refused, as in `operations`.
 """
 
 from collections.abc import Callable
@@ -62,7 +61,7 @@ _KNOWN = {
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
-    """Put exact operators in the place of a graph's products and sums; raise where that cannot be."""
+    """Replace a graph's products and sums by exact operators; raise InexactError for operations without one."""
     for node in list(graph.nodes):
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target in _KNOWN:
@@ -72,7 +71,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
                 raise InexactError(f"a product that is scaled ({target})")
             node.target = _PRODUCTS[target]
             weight = _transposed(node.args[-1])
-            if weight is not None and target is aten.mm.default:  # read where it lies: no view that might be copied
+            if weight is not None and target is aten.mm.default:  # without the transposed view, which might be copied
                 node.target, node.args = torch.ops.truestep.exact_linear.default, (node.args[0], weight)
         elif target in _SUMS:
             _rewrite_sum(graph, node, _SUMS[target])
@@ -81,7 +80,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
 
 
 def _transposed(node: Any) -> torch.fx.Node | None:
-    """Give the matrix of which a node is the transpose."""
+    """Return the node whose transpose this node is, or None."""
     if not isinstance(node, torch.fx.Node) or node.target not in (aten.t.default, aten.permute.default):
         return None
     swaps = node.target is aten.t.default or node.args[1] in ([1, 0], (1, 0))
@@ -109,10 +108,10 @@ def _rewrite_sum(graph: torch.fx.Graph, node: torch.fx.Node, operator: Any) -> N
 
 
 def backend(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """Compile exactly; for torch.compile."""
+    """Compile a graph with exact arithmetic, as a backend of torch.compile."""
     from torch._inductor.compile_fx import compile_fx
 
-    # A cache of compiled code does not know `rewrite`.
+    # The key of the compiler's cache does not include `rewrite`.
     patches = {"post_grad_custom_pre_pass": rewrite, "shape_padding": False, "fx_graph_cache": False}
     compiled: Any = compile_fx(module, inputs, config_patches=patches)
     return compiled

@@ -1,8 +1,8 @@
-"""Products and sums of rows in Triton, with one order of additions for every number of rows.
+"""Products and sums of rows in Triton, with the same order of additions for any number of rows.
 
-A tile's row is multiplied and added as every other row of it, wherever it lies, and no sum is split. So a row has the
-same bits in a batch of one and of many thousands. Few rows are cut into smaller tiles than many, so that all of the
-device has work; a tile is used only if its bits were found on this device to be those of the common one.
+All rows of a tile are computed in the same way, and sums are not split among programs. So a row has the same bits in a
+batch of one or of thousands. With few rows, tiles are smaller, so that the whole device has work. A tile size is used
+only if a test on this device found its results bitwise equal to those of the common size.
 
 Dimensions: M rows, N columns, K terms of a sum.
 """
@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-_GROUP = 8  # tiles of rows that share what they read of the weight
-_MOST_BLOCK = 2048  # of a row's terms that a program holds at a time
-_PART = 8192  # logits of a program
+_GROUP = 8  # row tiles that reuse the same tiles of the weight
+_MOST_BLOCK = 2048  # terms of a row that a program adds at a time
+_PART = 8192  # logits per program
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -44,7 +44,7 @@ def _product_kernel(
     row = (first + within % together) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = within // together * BLOCK_N + tl.arange(0, BLOCK_N)
     term = tl.arange(0, BLOCK_K)
-    # Rows and columns beyond the end are computed from the last ones, and not stored.
+    # Rows and columns beyond the end read the last row or column, and are not stored.
     a_line = a_pointer + tl.minimum(row, M - 1).to(tl.int64)[:, None] * K + term[None, :]
     b_line = b_pointer + tl.minimum(column, N - 1).to(tl.int64)[None, :] * b_row + term[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -75,14 +75,14 @@ def _sum_kernel(x_pointer, out_pointer, M, K, divisor, ROWS: tl.constexpr, BLOCK
 
 @triton.jit
 def _part_kernel(z_pointer, highest_pointer, total_pointer, N, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the largest logit of a part of a row, and the sum of all relative to it."""
+    """Compute the largest logit of a part of a row, and the sum of exp(z - largest)."""
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     highest, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(number * PART, tl.minimum(number * PART + PART, N), BLOCK):
         z = tl.load(z_pointer + row * N + start + lane, mask=start + lane < N, other=float("-inf"))
         higher = tl.maximum(highest, z)
-        seen = higher > float("-inf")  # a lane that has seen nothing yet has -inf - -inf
+        seen = higher > float("-inf")  # in a lane without values so far, the difference would be NaN
         rescaled = tl.where(seen, total * tl.exp(highest - higher), 0.0)
         total = rescaled + tl.where(seen, tl.exp(z - higher), 0.0)
         highest = higher
@@ -106,7 +106,7 @@ def _join_kernel(highest_pointer, total_pointer, out_pointer, parts, BLOCK: tl.c
 
 _WIDE = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}  # in float32
 _COMMON = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
-# From large to small, with the fewest rows that each is for.
+# Tiles from large to small, each with the smallest number of rows that it is used for.
 _TILES: tuple[tuple[int, dict[str, int]], ...] = (
     (2048, {"BLOCK_M": 256, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}),
     (65, _COMMON),
@@ -115,8 +115,8 @@ _TILES: tuple[tuple[int, dict[str, int]], ...] = (
     (1, {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 8}),
     (1, {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6}),
 )
-_BUSY = 0.7  # of the device's processors, at least: else the next smaller tile
-_PROBED = (192, 256, 1088)  # rows, columns and terms of what tiles are compared on
+_BUSY = 0.7  # programs per multiprocessor, at least: else a smaller tile is used
+_PROBED = (192, 256, 1088)  # rows, columns and terms of the product that tiles are tested with
 
 
 def _programs(tile: dict[str, int], rows: int, columns: int) -> int:
@@ -130,7 +130,7 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def tiles(dtype: torch.dtype, device: torch.device) -> tuple[tuple[int, dict[str, int]], ...]:
-    """Find the tiles of which every result has the common tile's bits on this device."""
+    """Return the tiles whose results on this device are bitwise those of the common tile."""
     if dtype == torch.float32:
         return ((1, _WIDE),)
     rows, columns, terms = _PROBED
@@ -146,12 +146,12 @@ def tiles(dtype: torch.dtype, device: torch.device) -> tuple[tuple[int, dict[str
 def _same(tile: dict[str, int], a: torch.Tensor, b: torch.Tensor, right: torch.Tensor) -> bool:
     try:
         return torch.equal(_computed(a, b, None, torch.float32, tile), right)
-    except triton.runtime.errors.OutOfResources:  # of a smaller card's shared memory
+    except triton.runtime.errors.OutOfResources:  # a GPU with less shared memory
         return False
 
 
 def _tile_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """Choose the largest tile that keeps the device busy."""
+    """Return the largest tile that keeps the device busy."""
     fitting = [tile for fewest, tile in tiles(dtype, device) if rows >= fewest]
     busy = _BUSY * _processors(device)
     smallest = fitting[-1] if fitting else _COMMON
@@ -161,7 +161,7 @@ def _tile_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device)
 def product(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:  # [M, K], [N, K], [N] -> [M, N]
-    """Compute a bᵀ + bias, added up in float32 and rounded once."""
+    """Compute a bᵀ + bias in float32, rounded once at the end, to `dtype` or that of `a`."""
     a = aligned(a)
     if b.stride(1) != 1 or b.data_ptr() % 16:
         b = b.contiguous()
@@ -186,7 +186,7 @@ def _computed(
 
 
 def row_sum(x: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:  # [..., K] -> [...]
-    """Add up rows in float32, and divide."""
+    """Sum each row in float32, and divide by `divisor`."""
     x = aligned(x)
     terms = x.shape[-1]
     rows = x.numel() // max(1, terms)
@@ -213,6 +213,6 @@ def logsumexp(z: torch.Tensor) -> torch.Tensor:  # [M, N] float32 -> [M]
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Give a tensor as kernels are compiled for it: contiguous, and where vectors can be read."""
+    """Return the tensor, or a copy of it that is contiguous and aligned to 16 bytes, as the kernels expect."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x

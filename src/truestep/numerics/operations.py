@@ -1,11 +1,11 @@
-"""A model's own code, computed exactly: within `Exactly`, each operation of torch is one of these or it is refused.
+"""Exact arithmetic for a model's own code: within `Exactly`, each torch operation is one of two kinds, or is refused.
 
-- It moves numbers, or treats every element alone. Then it stays as it is; on a CPU functions are applied so that an
-  element's place does not matter.
-- It multiplies or adds up. Then what is in `REPLACED` takes its place.
+- Operations that move numbers or are elementwise stay as they are; on a CPU, some elementwise functions are applied so
+  that the place of an element does not matter.
+- Operations that multiply matrices or sum are replaced as listed in `REPLACED`.
 
-So a model of any family computes exactly or is refused by the operation's name. Gradients do not pass: what is replaced
-is replaced below autograd.
+So a model of any family either computes exactly or is refused with the name of the operation. There are no gradients:
+operations are replaced below autograd.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# They move numbers, make them, or compare them: nothing is rounded.
+# Operations that move, create or compare numbers: nothing is rounded.
 _MOVES = _names("""
     _local_scalar_dense _reshape_alias _to_copy _unsafe_view alias all amax amin any arange argmax argmin cat clone
     constant_pad_nd copy copy_ detach embedding empty empty_like empty_strided fill fill_ flip full full_like gather
@@ -38,7 +38,7 @@ _MOVES = _names("""
     select_scatter set_ slice_scatter sort split split_with_sizes split_with_sizes_copy stack topk tril triu unbind view
     zero_ zeros zeros_like
 """)
-# Each of their results is the correctly rounded one, wherever it stands.
+# Elementwise operations that are rounded correctly, at any place in the tensor.
 _ROUNDED = _names("""
     abs add add_ bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_ clamp_max clamp_min copysign div div_
     eq floor floor_divide ge gt isfinite isinf isnan le logical_and logical_not logical_or lt masked_fill masked_fill_
@@ -62,7 +62,7 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float 
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.shape[-1] == 1:  # nothing is added up, as in rotary embeddings
+    if a.shape[-1] == 1:  # an outer product without sums, as in RoPE
         return a * b
     return torch.stack([_mm(one, other) for one, other in zip(a, b, strict=True)])
 
@@ -146,12 +146,12 @@ if hasattr(aten, "_fused_rms_norm"):
     REPLACED[aten._fused_rms_norm.default] = _rms_norm
 
 
-# Marks for profilers, and weights that are gathered: they compute nothing.
+# Namespaces of profiler marks and of FSDP's gathers, which compute nothing.
 _PASSED = ("profiler", "fsdp")
 
 
 def keeps_rows_apart(operation: Any) -> bool:
-    """Tell whether an operation moves numbers or treats every element alone."""
+    """Return whether an operation only moves numbers or is elementwise."""
     if operation.namespace in _PASSED:
         return True
     return operation.is_view or _name(operation) in _MOVES | _ROUNDED or torch.Tag.pointwise in operation.tags
@@ -162,7 +162,7 @@ def _name(operation: Any) -> str:
 
 
 def _elementwise(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Compute on a CPU, where functions of torch may round an element by its place."""
+    """Run an operation on a CPU, where rounding in torch's elementwise functions may depend on an element's place."""
     scaled = options.get("alpha", 1) != 1
     moves = operation.is_view or operation.namespace in _PASSED or _name(operation) in _MOVES | _ROUNDED
     if moves and not scaled:
@@ -177,7 +177,7 @@ _ACTIVE: list["Exactly"] = []
 
 
 class Exactly(TorchDispatchMode):
-    """Within it, operations of torch are exact or refused."""
+    """A context in which every torch operation is exact or refused."""
 
     def __enter__(self) -> "Exactly":
         super().__enter__()
@@ -207,7 +207,7 @@ class Exactly(TorchDispatchMode):
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Leave `Exactly` for code that is exact by itself."""
+    """Suspend `Exactly` for code that is already exact."""
     active = _ACTIVE[-1] if _ACTIVE else None
     if active is None:
         yield

@@ -1,8 +1,8 @@
-"""Products, sums and functions of rows in plain torch: slow, and the same bits for a row in any company.
+"""Products, sums and functions of rows in plain torch: slow, but a row has the same bits in any batch.
 
 Torch's own products and sums choose an order of additions by the shape of the whole tensor. Here tensors are multiplied
-and added element by element, and every element is rounded correctly, so that nothing but the order written down here
-counts. Added zeros change nothing: sums go over blocks in order, and a block of zeros adds zero.
+and added elementwise, which rounds correctly, so that only the order in this module counts. Padding with zeros changes
+nothing: blocks are added in order, and a block of zeros adds zero.
 
 Dimensions: M rows, N columns, K terms of a sum.
 """
@@ -14,9 +14,9 @@ import torch
 from torch.nn.functional import pad
 
 _BLOCK = 16  # terms that are added as a tree; the sums of blocks are added in order
-_MOST_TERMS = 2**20  # that exist at a time
-# A vectorised function of torch computes what is left over at a tensor's end by other code, which rounds otherwise. So
-# each call gets whole vectors, and too few numbers for torch to share among threads.
+_MOST_TERMS = 2**20  # in memory at a time
+# Torch's vectorised functions compute the remainder at a tensor's end with other code, which rounds differently. So
+# each call gets whole vectors, and fewer numbers than torch would divide among threads.
 _VECTORS, _NUMBERS = 64, 8192
 
 
@@ -25,7 +25,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # [..., M, K], [..., N, K] -> [..., M, N]
-    """Compute a bᵀ in float32 or wider."""
+    """Compute a bᵀ in float32, or in float64 for float64 inputs."""
     kind = wide(a.dtype)
     a, b = (pad(tensor.to(kind), (0, -tensor.shape[-1] % _BLOCK)) for tensor in (a, b))
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -38,7 +38,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # [..., M, K], [
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:  # [..., K] -> [...]
-    """Add up rows in float32 or wider."""
+    """Sum each row in float32, or in float64 for float64 inputs."""
     return _add_up(pad(x.to(wide(x.dtype)), (0, -x.shape[-1] % _BLOCK)))
 
 
@@ -56,7 +56,7 @@ def _add_up(terms: torch.Tensor) -> torch.Tensor:  # [..., K] -> [...]
 
 
 def each(function: Callable[..., torch.Tensor], x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-    """Apply a function to every element, so that its place in the tensor does not matter."""
+    """Apply an elementwise function so that the result does not depend on an element's place in the tensor."""
     if x.device.type != "cpu" or not x.is_floating_point():
         return function(x, *arguments, **options)
     flat = x.reshape(-1)

@@ -1,4 +1,4 @@
-"""The queries of a pass of attention: which tokens they are of, and where each sequence's keys are.
+"""The queries of an attention pass: the sequence and position of each token, and the KV-cache pages of each sequence.
 
 Dimensions: S sequences, P pages of a sequence, N tiles of queries.
 """
@@ -14,18 +14,18 @@ Send = Callable[[np.ndarray], torch.Tensor]
 
 
 def page_of(device: torch.device) -> int:
-    """Give the tokens of a page, which are the same in every pass on a device."""
+    """Return the number of tokens in a page, the same for every pass on a device."""
     return _PAGES.get(device.type, 16)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of the pass that follow one another in a sequence."""
+    """Consecutive tokens of one sequence in a pass."""
 
-    first: int  # of the pass's tokens
+    first: int  # index of its first token in the pass
     count: int
-    start: int  # tokens of the sequence before it
-    sequence: int  # of the table
+    start: int  # position of its first token in the sequence
+    sequence: int  # row of the table
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Queries:
     table: torch.Tensor  # [S, P] int64
     spans: list[Span]
     send: Send
-    rows: torch.Tensor | None = None  # [S] instead of spans: each sequence has one token, and so many before it
+    rows: torch.Tensor | None = None  # [S] instead of spans in decode: the position of each sequence's single token
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def tiles(self, tokens: int) -> torch.Tensor:  # [4, N] int64
-        """Give the tiles of so many tokens each, which programs attend with: the first of the pass's tokens, their
-        number, the tokens of the sequence before it, and the sequence."""
+        """Return tiles of at most `tokens` tokens, one per program: index of the first token in the pass, number of
+        tokens, position of the first token, sequence."""
         if tokens not in self._tiles and self.rows is not None:
             numbers = torch.arange(len(self.rows), device=self.rows.device)
             self._tiles[tokens] = torch.stack([numbers, torch.ones_like(numbers), self.rows, numbers])

@@ -9,9 +9,9 @@ import torch
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, CustomOptimizer, MuonConfig
 from truestep.plan.activations import Activations, measure_activations
-from truestep.plan.shape import ModelShape, Part
+from truestep.plan.shape import ModelShape, WeightGroup
 from truestep.ranks.axes import RankLayout
-from truestep.weights.blocks import Blocks
+from truestep.weights.blocks import ScaleBlocks
 
 GIB = 2**30
 _FLOAT32 = 4
@@ -118,7 +118,7 @@ def reduces_each(config: Config) -> bool:
     return config.parallel.reduce_each_micro_batch is True
 
 
-def _computed(config: Config, part: Part, trained: int, shards: int, size: int, largest: int) -> float:
+def _computed(config: Config, part: WeightGroup, trained: int, shards: int, size: int, largest: int) -> float:
     apart = masters_offloaded(config)  # then the device holds weights in the compute dtype besides the gathered ones
     kept = part.all if apart else part.all - trained  # frozen weights exist in the compute dtype only
     if shards == 1:  # bfloat16: copies of all weights; float32 computes with the master weights
@@ -144,13 +144,13 @@ def masters_offloaded(config: Config) -> bool:
     return getattr(config.optimizer, "offload", "none") == "all"
 
 
-def host_bytes(config: Config, shape: ModelShape, trained: Part) -> float:
+def host_bytes(config: Config, shape: ModelShape, trained: WeightGroup) -> float:
     """Count the bytes of a part's optimizer state and float32 weights in host memory."""
     states = state_bytes(config, shape, trained) if offloaded(config) else 0.0
     return states + (_FLOAT32 * trained.all if masters_offloaded(config) else 0.0)
 
 
-def _room(config: Config, shape: ModelShape, trained: Part) -> float:
+def _room(config: Config, shape: ModelShape, trained: WeightGroup) -> float:
     """Return the bytes by which `optimizer.offload_room` raises a stage's peak. Part of the room is free anyway after
     the backward pass's last layer: the size of the largest weight's gradient and of its all-reduce."""
     ends = {shape.embedding: trained.embedding, shape.head: trained.head}
@@ -175,7 +175,7 @@ def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float
     return max(of_stage(stage) for stage in range(sizes["pipeline"]))
 
 
-def state_bytes(config: Config, shape: ModelShape, part: Part) -> float:
+def state_bytes(config: Config, shape: ModelShape, part: WeightGroup) -> float:
     """Count the bytes of the optimizer's state of a part's trained weights. A user's own optimizer is assumed to have
     one float32 moment."""
     ends = (shape.embedding, shape.head)
@@ -198,7 +198,7 @@ def _number_bytes(config: Config, shape: tuple[int, ...], at_end: bool) -> float
     if isinstance(optimizer, MuonConfig) and len(shape) >= 2 and not at_end:
         return _FLOAT32
     if isinstance(optimizer, AdamW8BitConfig) and len(shape) >= 2:
-        return 2 * (1 + _FLOAT32 * Blocks.of(shape[-1]).of_row(shape[-1]) / shape[-1])
+        return 2 * (1 + _FLOAT32 * ScaleBlocks.of(shape[-1]).of_row(shape[-1]) / shape[-1])
     return 2 * _FLOAT32
 
 

@@ -34,7 +34,7 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanReport:
     """The planned memory and time of a configuration on a number of ranks."""
 
     given: Config
@@ -50,13 +50,13 @@ class Plan:
     @staticmethod
     def of(
         config: Config, ranks: int, memory: float | None = None, rates: Rates | None = None, length: float | None = None
-    ) -> "Plan":
+    ) -> "PlanReport":
         shape, layout = read_shape(config), layout_of(config, ranks)
         rates = None if rates is None else rates.among(ranks)
         given, switched_on = config, dict[str, Any]()
         if memory is not None:
             config, switched_on = settle(config, shape, layout, memory * GIB * ROOM, rates)
-        return Plan(given, config, shape, layout, ranks, memory, rates, length, switched_on)
+        return PlanReport(given, config, shape, layout, ranks, memory, rates, length, switched_on)
 
     @property
     def planned(self) -> list[RankMemory]:
@@ -159,7 +159,7 @@ def make_plan_report(
 ) -> tuple[str, bool]:
     """Return the plan as text, and whether it fits `memory` GiB per rank (True without `memory`). With `output`, also
     write plan.json there."""
-    plan = Plan.of(config, ranks, memory, rates, length)
+    plan = PlanReport.of(config, ranks, memory, rates, length)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "plan.json", json.dumps(_values(plan), indent=1).encode())
@@ -208,7 +208,7 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
     return lines
 
 
-def _values(plan: Plan) -> dict[str, Any]:
+def _values(plan: PlanReport) -> dict[str, Any]:
     step = plan.time
     return {
         "weights": plan.shape.total,

@@ -21,7 +21,7 @@ from truestep.weights.layers import active_weights, layers_of
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightGroup:
     """The numbers of weights of one rank, by part of the model."""
 
     layers: tuple[int, ...]  # weights of each layer of this rank
@@ -45,7 +45,7 @@ class ModelShape:
     norm_names: frozenset[str]
     frozen: frozenset[str] = frozenset()  # the names of weights that are not trained
     adapter: Adapter | None = None
-    _parts: dict[tuple[int, int, int, int, bool], Part] = field(default_factory=dict, repr=False, compare=False)
+    _parts: dict[tuple[int, int, int, int, bool], WeightGroup] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def vocabulary(self) -> int:
@@ -59,7 +59,7 @@ class ModelShape:
     def total(self) -> int:
         return sum(map(math.prod, self.weights.values()))
 
-    def part(self, stage: int, stages: int, per_rank: int, tensor: int, *, trained: bool = False) -> Part:
+    def part(self, stage: int, stages: int, per_rank: int, tensor: int, *, trained: bool = False) -> WeightGroup:
         """Return the numbers of weights of a rank: those of its pipeline stages, divided among tensor ranks, not yet
         sharded. With `trained`, count trained weights only."""
         place = (stage, stages, per_rank, tensor, trained)
@@ -67,7 +67,7 @@ class ModelShape:
             self._parts[place] = self._part(*place)
         return self._parts[place]
 
-    def _part(self, stage: int, stages: int, per_rank: int, tensor: int, trained: bool) -> Part:
+    def _part(self, stage: int, stages: int, per_rank: int, tensor: int, trained: bool) -> WeightGroup:
         left_out = self.frozen if trained else frozenset()
         cut = cut_by_cost(self.layer_costs, math.prod(self.weights[self.head]), stages * per_rank)
         mine = [index for number, layers in enumerate(cut) if number % stages == stage for index in layers]
@@ -84,7 +84,7 @@ class ModelShape:
         )
         embeds = ends if (first or (tied and last)) and self.embedding not in left_out else 0
         heads = 0 if tied or not last or self.head in left_out else ends
-        return Part(tuple(sizes), embeds, heads, others if last else 0)
+        return WeightGroup(tuple(sizes), embeds, heads, others if last else 0)
 
     def _size(self, layer: str, pattern: re.Pattern[str] | None, tensor: int, left_out: frozenset[str]) -> int:
         own = (item for item in self.weights.items() if item[0].startswith(f"{layer}.") and item[0] not in left_out)

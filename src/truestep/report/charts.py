@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from truestep.report.chart_specs import ChartSpec
 from truestep.report.formats import format_number
-from truestep.report.plans import Plan
 from truestep.report.runs import Run
 from truestep.report.series import Series
 from truestep.report.style import COLOURS
@@ -16,7 +16,7 @@ from truestep.report.tables import Table
 
 # Lines within this fraction of the chart's range of each other look like one line.
 _SAME = 0.004
-# The ratio of largest to smallest value from which a chart gets a logarithmic axis, if its plan allows that.
+# The ratio of largest to smallest value from which a chart gets a logarithmic axis, if its spec allows that.
 _LOGARITHMIC_FACTOR = 100.0
 
 
@@ -33,9 +33,9 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """A plan with its lines."""
+    """A spec with its lines."""
 
-    plan: Plan
+    spec: ChartSpec
     title: str
     lines: Sequence[Line]
     wide: bool = False
@@ -49,7 +49,7 @@ class Chart:
 
     @property
     def logarithmic(self) -> bool:
-        return self.plan.logarithmic_if_wide and wants_logarithm(self.extremes)
+        return self.spec.logarithmic_if_wide and wants_logarithm(self.extremes)
 
     @cached_property
     def constant(self) -> str | None:
@@ -89,15 +89,15 @@ def _constant(points: Series) -> float | None:
     return float(values[0])
 
 
-def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:
-    """Make the charts of a plan, without charts that have no values."""
-    metrics = list(plan.metrics.items())
-    if len(runs) == 1 or plan.stacked:
+def charts_of(spec: ChartSpec, runs: Sequence[Run]) -> list[Chart]:
+    """Make the charts of a spec, without charts that have no values."""
+    metrics = list(spec.metrics.items())
+    if len(runs) == 1 or spec.stacked:
         # One chart per run, with a line per metric.
         candidates = [
             (
-                f"{plan.title}, {run.name}" if len(runs) > 1 else plan.title,
-                [_line(run, plan, key, name, index) for index, (key, name) in enumerate(metrics)],
+                f"{spec.title}, {run.name}" if len(runs) > 1 else spec.title,
+                [_line(run, spec, key, name, index) for index, (key, name) in enumerate(metrics)],
             )
             for run in runs
         ]
@@ -105,28 +105,28 @@ def charts_of(plan: Plan, runs: Sequence[Run]) -> list[Chart]:
         # One chart per metric, with a line per run.
         candidates = [
             (
-                f"{plan.title}, {name}" if plan.compare_each and len(metrics) > 1 else plan.title,
-                [_line(run, plan, key, run.name, index) for index, run in enumerate(runs)],
+                f"{spec.title}, {name}" if spec.compare_each and len(metrics) > 1 else spec.title,
+                [_line(run, spec, key, run.name, index) for index, run in enumerate(runs)],
             )
-            for key, name in (metrics if plan.compare_each else metrics[:1])
+            for key, name in (metrics if spec.compare_each else metrics[:1])
         ]
-    charts = [_chart(plan, title, lines, len(runs)) for title, lines in candidates]
+    charts = [_chart(spec, title, lines, len(runs)) for title, lines in candidates]
     return [chart for chart in charts if chart.extremes]
 
 
-def _line(run: Run, plan: Plan, key: str, name: str, index: int) -> Line:
-    table = run.evaluations if plan.from_evaluation else run.metrics
-    points = run.evaluation_points(key) if plan.from_evaluation else run.points(key)
+def _line(run: Run, spec: ChartSpec, key: str, name: str, index: int) -> Line:
+    table = run.evaluations if spec.from_evaluation else run.metrics
+    points = run.evaluation_points(key) if spec.from_evaluation else run.points(key)
     return Line(name, index % COLOURS, points, table, dashed=index >= COLOURS)
 
 
-def _chart(plan: Plan, title: str, lines: Sequence[Line], runs: int) -> Chart:
+def _chart(spec: ChartSpec, title: str, lines: Sequence[Line], runs: int) -> Chart:
     shown = [line for line in lines if line.points.extremes]
-    if plan.stacked:
+    if spec.stacked:
         # Leave out parts that are 0 throughout.
         shown = [line for line in shown if line.points.present.any()]
-        return Chart(plan, title, shown, wide=plan.wide)
-    return Chart(plan, title, shown, wide=plan.wide and runs == 1, below=_below(shown))
+        return Chart(spec, title, shown, wide=spec.wide)
+    return Chart(spec, title, shown, wide=spec.wide and runs == 1, below=_below(shown))
 
 
 def _below(lines: Sequence[Line]) -> dict[int, int]:

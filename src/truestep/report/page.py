@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 
 from truestep.files.whole import write_text_whole
+from truestep.report.chart_specs import GROUPS, groups_for
 from truestep.report.charts import Chart, charts_of
 from truestep.report.examples import examples_html
 from truestep.report.figures import facts, tiles
@@ -13,7 +14,6 @@ from truestep.report.health import Health, health
 from truestep.report.numbers import numbers_html
 from truestep.report.parts import packed, policy, script, style
 from truestep.report.payload import Payload
-from truestep.report.plans import GROUPS, groups_for
 from truestep.report.rollouts import rollouts_html
 from truestep.report.runs import Run, read_runs
 from truestep.report.style import COLOURS
@@ -41,7 +41,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
     runs = read_runs(paths)
     title = title or (" against ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs compared")
     groups = {
-        group: [chart for plan in plans for chart in charts_of(plan, runs)] for group, plans in groups_for(runs).items()
+        group: [chart for spec in specs for chart in charts_of(spec, runs)] for group, specs in groups_for(runs).items()
     }
     drawn = [chart for charts in groups.values() for chart in charts if chart.constant is None]
     payload = Payload(runs, drawn)
@@ -89,7 +89,7 @@ def _group_html(title: str, charts: Sequence[Chart], drawn: Sequence[Chart]) -> 
 
 
 def _figure_html(chart: Chart, number: int) -> str:
-    unit = f'<span class="unit">{escape(chart.plan.unit)}</span>' if chart.plan.unit else ""
+    unit = f'<span class="unit">{escape(chart.spec.unit)}</span>' if chart.spec.unit else ""
     note = f'<p class="gaps">{escape(" ".join(chart.notes))}</p>' if chart.notes else ""
     return (
         f'<figure class="chart{" wide" if chart.wide else ""}" data-chart="{number}"><figcaption>'
@@ -214,8 +214,8 @@ def _swatch(index: int) -> str:
 
 
 def _absent(groups: Mapping[str, Sequence[Chart]]) -> str:
-    drawn = {id(chart.plan) for charts in groups.values() for chart in charts}
-    titles = [plan.title for plans in GROUPS.values() for plan in plans if id(plan) not in drawn]
+    drawn = {id(chart.spec) for charts in groups.values() for chart in charts}
+    titles = [spec.title for specs in GROUPS.values() for spec in specs if id(spec) not in drawn]
     names = ", ".join(title if title[:2].isupper() else title[0].lower() + title[1:] for title in titles)
     return f'<p class="absent">Not logged, so not drawn: {escape(names)}.</p>\n' if names else ""
 

@@ -58,19 +58,19 @@ class Payload:
         return {"axes": axes, "tables": tables, "places": places, "charts": self._charts}
 
     def _chart(self, chart: Chart) -> dict[str, Any]:
-        plan = chart.plan
+        spec = chart.spec
         return {
             "title": chart.title,
             "lines": [
                 self._line(line) | {"below": chart.lines[chart.below[number]].name if number in chart.below else None}
                 for number, line in enumerate(chart.lines)
             ],
-            "reference": plan.reference,
-            "least": plan.least_range,
-            "zero": plan.from_zero,
+            "reference": spec.reference,
+            "least": spec.least_range,
+            "zero": spec.from_zero,
             "log": chart.logarithmic,
-            "smooth": plan.smoothed and not plan.from_evaluation,
-            "stacked": plan.stacked,
+            "smooth": spec.smoothed and not spec.from_evaluation,
+            "stacked": spec.stacked,
         }
 
     def _line(self, line: Line) -> dict[str, Any]:

@@ -10,7 +10,7 @@ BLOCK = 256
 PARTS = 16  # a row has gcd(columns, PARTS) parts; a block never crosses a part's border
 
 
-class Blocks(NamedTuple):
+class ScaleBlocks(NamedTuple):
     """The division of a row into parts, and of each part into blocks. A part's last block may be shorter."""
 
     part: int  # elements per part
@@ -18,10 +18,10 @@ class Blocks(NamedTuple):
     size: int  # elements per block
 
     @staticmethod
-    def of(columns: int) -> "Blocks":
+    def of(columns: int) -> "ScaleBlocks":
         part = columns // math.gcd(columns, PARTS)
         blocks = -(-part // BLOCK)
-        return Blocks(part, blocks, -(-part // blocks))
+        return ScaleBlocks(part, blocks, -(-part // blocks))
 
     def of_row(self, columns: int) -> int:
         """Return the number of blocks in `columns` columns."""

@@ -1,6 +1,6 @@
 """The cuts of every weight of the uncut model, and the ranks that have them; the same description on every rank.
 
-Sharding is not included: all ranks of a shard group have the same piece, and FSDP shards it among them.
+Sharding is not included: all ranks of a shard group have the same slice, and FSDP shards it among them.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ from truestep.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
+    """A weight of the uncut model, and how it is cut into the slices that ranks have."""
+
     shape: torch.Size  # the shape of the uncut weight
     trained: bool = True
     # Maps an axis of the ranks to the weight's dimension that is cut over it. Slices have equal size; the last ones may
@@ -27,11 +29,11 @@ class Piece:
     at_end: bool = False  # the weight is the embedding's or the head's
 
     def counted_on(self, ranks: Ranks) -> bool:
-        """Tell whether sums over all weights count the piece on this rank: one of the ranks with equal values."""
+        """Return whether sums over all weights count the slice on this rank: one of the ranks with equal values."""
         return ranks.stage == self.stages[0] and all(axis in self.cut or ranks.place_on(axis) == 0 for axis in CUT)
 
-    def with_width(self, width: int | None) -> "Piece":
-        """Return the piece of a tensor with the same cuts and another last dimension (None: the same dimension)."""
+    def with_width(self, width: int | None) -> "WeightSlice":
+        """Return the description of a tensor with the same cuts and another last dimension (None: the same one)."""
         return self if width is None else replace(self, shape=torch.Size((*self.shape[:-1], width)))
 
     def slice(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -62,17 +64,19 @@ def slice_of(size: int, ranks: Ranks, axis: str) -> tuple[int, int]:
     return slice_at(size, ranks.size_of(axis), ranks.place_on(axis))
 
 
-def pieces_of(model: Any) -> dict[str, Piece]:
+def pieces_of(model: Any) -> dict[str, WeightSlice]:
     """Return the pieces of an uncut model's weights by name, in the model's order. A tied weight appears once."""
     getters = [getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output")]
     ends = [getattr(getter(), "weight", None) for getter in getters if getter is not None]
     return {
-        name: Piece(parameter.shape, trained=parameter.requires_grad, at_end=any(parameter is end for end in ends))
+        name: WeightSlice(
+            parameter.shape, trained=parameter.requires_grad, at_end=any(parameter is end for end in ends)
+        )
         for name, parameter in model.named_parameters()
     }
 
 
-def sum_parts(ranks: Ranks, pieces: dict[str, Piece], gradients: dict[str, torch.Tensor]) -> None:
+def sum_parts(ranks: Ranks, pieces: dict[str, WeightSlice], gradients: dict[str, torch.Tensor]) -> None:
     """All-reduce partial gradients in place: of uncut weights over tensor ranks, of tied embeddings over both ends of
     the pipeline."""
     for axis in CUT:

@@ -9,7 +9,7 @@ import torch
 
 from truestep.process import progress
 from truestep.ranks.group import Ranks, in_buckets
-from truestep.weights.pieces import Piece
+from truestep.weights.pieces import WeightSlice
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Weights(Protocol):
 
     ranks: Ranks
     dtype: torch.dtype  # the type that the model computes in
-    pieces: dict[str, Piece]  # all weights of the uncut model, by name, in the model's order
+    pieces: dict[str, WeightSlice]  # all weights of the uncut model, by name, in the model's order
     frozen: dict[str, torch.Tensor]  # this rank's part of each frozen weight, in `dtype`
     # Masters lie on the host and have no `grad`; the device has a copy that the model computes with.
     masters_on_host: bool = False
@@ -174,7 +174,7 @@ class Weights(Protocol):
             progress.made("tensors gathered")
         return found
 
-    def _piece(self, name: str, widths: Mapping[str, int] | None) -> Piece:
+    def _piece(self, name: str, widths: Mapping[str, int] | None) -> WeightSlice:
         return self.pieces[name].with_width((widths or {}).get(name))
 
     def collect(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

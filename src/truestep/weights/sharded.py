@@ -20,7 +20,7 @@ from truestep.ranks.group import Ranks
 from truestep.weights.errors import ModelError
 from truestep.weights.layers import layers_of
 from truestep.weights.lazy import read_all, replace_parameters
-from truestep.weights.pieces import Piece, pieces_of, sum_parts
+from truestep.weights.pieces import WeightSlice, pieces_of, sum_parts
 from truestep.weights.protocol import StagePass, Weights, some_rows
 
 
@@ -32,7 +32,7 @@ class ShardedWeights(Weights):
         model: Any,
         dtype: torch.dtype,
         ranks: Ranks,
-        pieces: dict[str, Piece] | None = None,
+        pieces: dict[str, WeightSlice] | None = None,
         *,
         device: torch.device,
         reshard: bool = True,

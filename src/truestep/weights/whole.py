@@ -19,7 +19,7 @@ import torch
 from truestep.gpu.pinned import to_host
 from truestep.ranks.group import ALONE, Ranks
 from truestep.weights.gradient_buffers import moved
-from truestep.weights.pieces import Piece, pieces_of, sum_parts
+from truestep.weights.pieces import WeightSlice, pieces_of, sum_parts
 from truestep.weights.protocol import Weights, some_rows
 
 
@@ -31,7 +31,7 @@ class WholeWeights(Weights):
         model: torch.nn.Module,
         dtype: torch.dtype,
         ranks: Ranks = ALONE,
-        pieces: dict[str, Piece] | None = None,
+        pieces: dict[str, WeightSlice] | None = None,
         *,
         masters_on_host: bool = False,
     ):

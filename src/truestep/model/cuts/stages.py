@@ -18,7 +18,7 @@ import torch
 from truestep.ranks.pipeline import Pipeline
 from truestep.weights.errors import ModelError
 from truestep.weights.layers import active_weights, layers_of
-from truestep.weights.pieces import Piece
+from truestep.weights.pieces import WeightSlice
 
 
 def cut_by_cost(layers: Sequence[float], head: float, stages: int) -> tuple[range, ...]:
@@ -160,7 +160,7 @@ def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stag
     return Stages(pipeline, cut, staged, behind, embedding.weight.shape[1])
 
 
-def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, WeightSlice]) -> dict[str, WeightSlice]:
     """Remove from the model the modules that no stage of this rank needs. Return `pieces` with the pipeline ranks that
     hold each weight."""
     pipeline, first, last = stages.pipeline, (0,), (stages.pipeline.ranks - 1,)

@@ -21,7 +21,7 @@ from truestep.ranks.axes import slice_at
 from truestep.ranks.exchange import TokenExchange
 from truestep.ranks.group import Ranks
 from truestep.weights.errors import ModelError
-from truestep.weights.pieces import Piece, slice_of
+from truestep.weights.pieces import WeightSlice, slice_of
 
 # A plan's styles for weights that are not cut, such as norms; their gradients are summed over tensor ranks.
 _UNCUT = ("replicated_with_grad_allreduce", "replicate", "sequence_parallel")
@@ -80,9 +80,9 @@ def cut_model(
     plan: TensorPlan,
     ranks: Ranks,
     exchange: TokenExchange,
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, WeightSlice],
     device: torch.device,
-) -> dict[str, Piece]:
+) -> dict[str, WeightSlice]:
     """Cut a model with unread weights, in place. Return `pieces` with the cuts added."""
     cuts = _Cuts(model, ranks, exchange, pieces, device)
     met = set()
@@ -107,7 +107,7 @@ def cut_model(
 
 class _Cuts:
     def __init__(
-        self, model: Any, ranks: Ranks, exchange: TokenExchange, pieces: Mapping[str, Piece], device: torch.device
+        self, model: Any, ranks: Ranks, exchange: TokenExchange, pieces: Mapping[str, WeightSlice], device: torch.device
     ):
         self._model, self._ranks, self._exchange, self._device = model, ranks, exchange, device
         self.pieces = dict(pieces)

@@ -50,7 +50,7 @@ from truestep.weights.errors import ModelError, no_model
 from truestep.weights.finite import named_by_all, not_finite, some
 from truestep.weights.layers import layers_of
 from truestep.weights.lazy import place_buffers, read_parameters, unread_files
-from truestep.weights.pieces import Piece, pieces_of
+from truestep.weights.pieces import WeightSlice, pieces_of
 from truestep.weights.protocol import Weights
 from truestep.weights.sharded import ShardedWeights
 from truestep.weights.tensor_parts import StoredTensors
@@ -210,7 +210,7 @@ def _probe_rounded(
 
 def _cut(
     model: Any, probe: Probe, stages: Stages | None, place: torch.device, ranks: Ranks
-) -> tuple[dict[str, Piece], TokenExchange | None]:
+) -> tuple[dict[str, WeightSlice], TokenExchange | None]:
     """Cut the model to this rank's part, in place. Return the pieces of all weights and the tensor ranks' exchange."""
     pieces, group = pieces_of(model), ranks.group("tensor")
     exchange = None if group is None else TokenExchange(group)
@@ -225,7 +225,7 @@ def _weights_of(
     model: Any,
     dtype: torch.dtype,
     ranks: Ranks,
-    pieces: dict[str, Piece],
+    pieces: dict[str, WeightSlice],
     place: torch.device,
     masters_on_host: bool,
     reshard: bool,

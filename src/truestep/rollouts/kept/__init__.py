@@ -1,6 +1,6 @@
 """Samples of a run's rollouts, kept in Parquet files for people to read.
 
-keeper            the observer that keeps some documents of each step; its failures never stop the run
+recorder          the observer that keeps some documents of each step; its failures never stop the run
 rows              the row of a kept document
 files             writing, rolling back and thinning out the Parquet files
 """

@@ -6,7 +6,7 @@ from truestep.config.schema import Config
 from truestep.metrics.observers import Observer, Observers
 from truestep.metrics.sinks import Sink, Sinks
 from truestep.model.policy import Policy
-from truestep.rollouts.kept.keeper import Keeper
+from truestep.rollouts.kept.recorder import RolloutRecorder
 from truestep.run.callbacks import Callbacks
 from truestep.run.directory import RunDirectory
 from truestep.text import discard
@@ -21,16 +21,18 @@ def make_observers(
     publication: Observer | None,
     say: Callable[[str], None],
 ) -> Observers:
-    """Make the observers. The keeper comes before the sinks, which show the kept rollouts; callbacks come before the
+    """Make the observers. The recorder comes before the sinks, which show the kept rollouts; callbacks come before the
     publication of a checkpoint or of the end."""
-    keeper = make_keeper(config, directory, policy, say)
-    shown = Sinks(sinks) if keeper is None else Sinks(sinks, lambda: keeper.latest)
-    observers = (keeper, shown, callbacks, publication)
+    recorder = make_recorder(config, directory, policy, say)
+    shown = Sinks(sinks) if recorder is None else Sinks(sinks, lambda: recorder.latest)
+    observers = (recorder, shown, callbacks, publication)
     return Observers([observer for observer in observers if observer is not None])
 
 
-def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Callable[[str], None]) -> Keeper | None:
-    """Make the keeper of rollouts. Without a tokenizer it keeps no text."""
+def make_recorder(
+    config: Config, directory: RunDirectory, policy: Policy, say: Callable[[str], None]
+) -> RolloutRecorder | None:
+    """Make the recorder of rollouts. Without a tokenizer it keeps no text."""
     options, tokenizer = config.logging.rollouts, policy.tokenizer
     if options is None:
         return None
@@ -38,7 +40,7 @@ def make_keeper(config: Config, directory: RunDirectory, policy: Policy, say: Ca
     def decode(ids: Sequence[int], plain: bool) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=plain))
 
-    return Keeper(
+    return RolloutRecorder(
         directory.path,
         **options.model_dump(),
         decode=None if tokenizer is None else decode,

@@ -1,8 +1,9 @@
-"""The passes of a step: its gradient and its metrics.
+"""Forward and backward passes of a step: its gradient and its metrics.
 
-runner            the gradient and the metrics of a plan
-schedule, passes  the order of forward and backward passes (1F1B for pipelines), as data, and the loop that runs it
-label_shares      the labels of a micro-batch, divided over the ranks that share its tokens
-exact             log-probs computed exactly as the sampler computed them
-groups            metrics of groups and answers
+runner            computes the gradient and the metrics of a step's plan
+schedule          the order of forward and backward passes on each pipeline rank (1F1B)
+passes            runs them in this order, with transfers between stages
+label_shares      divides a micro-batch's labels among the ranks that share its tokens
+exact             log-probs that are bitwise the sampler's
+groups            metrics of groups, completions and rewards
 """

@@ -1,8 +1,7 @@
-"""Training's log-probs of a step's documents, computed exactly: the sampler's own, to the last bit, while the weights
-are those that it had (see `policy.exact`).
+"""Exact log-probs of a step's documents: bitwise the sampler's if the weights are still the same (see `model.exact`).
 
-They take the place of those that the step's forward pass finds, in losses and metrics. The gradient's other parts are
-the forward pass's.
+In losses and metrics they replace the log-probs of the step's forward pass. The rest of the gradient's computation
+uses the forward pass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +21,8 @@ _LOGITS_BYTES = 512 * 2**20  # of raw logits that exist at a time
 def score_exactly(
     policy: Policy, documents: Sequence[Rollout], micro_batches: Iterable[Sequence[int]]
 ) -> dict[int, torch.Tensor]:
-    """Give the log-probs of the labels of each micro-batch's documents, by their places among the documents. Every rank
-    calls this, with its own micro-batches."""
+    """Compute the log-probs of the labels of each micro-batch's documents, by their indices into `documents`. Every
+    rank must call this, with its own micro-batches."""
     found: dict[int, torch.Tensor] = {}
     with policy.weights.gathered(), exactly(policy.model):
         for micro_batch in micro_batches:
@@ -37,7 +36,7 @@ def score_exactly(
 def _logprobs(
     policy: Policy,
     documents: Mapping[int, Rollout],
-    hidden: Sequence[torch.Tensor],  # [tokens, H] of each
+    hidden: Sequence[torch.Tensor],  # [tokens, H] per document
 ) -> dict[int, torch.Tensor]:
     weight, head = policy.head_weight, policy.head
     ends = np.cumsum([0, *(len(states) for states in hidden)])

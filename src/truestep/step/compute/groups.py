@@ -1,8 +1,7 @@
-"""The metrics of a step's groups and answers: whether groups differ at all, which is what there is to learn from, and
-how long the answers are.
+"""Metrics of a step's groups, completions and rewards: without differences within a group there is nothing to learn.
 
-Those of groups are of the members that are in the step, and of groups that have two or more of them there. Every rank
-has all documents of the step here, so no layout shows in them.
+Group metrics cover groups with two or more members in the step. Every rank has all documents of the step, so these
+metrics need no communication and do not depend on the layout.
 """
 
 import math
@@ -14,12 +13,12 @@ from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.rollouts.selection import has_advantage
 from truestep.types import Rollout
 
-ROUNDING = 1e-9  # of the largest reward: one that is above the mean by less is not above it
+ROUNDING = 1e-9  # relative to the largest reward: smaller differences from the mean count as rounding errors
 
 
 def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
-    """Measure the share of groups without an advantage, the share of distinct members, the share of the most common
-    completion, and the spread of rewards."""
+    """Compute the share of groups without an advantage, the mean share of distinct completions and the mean standard
+    deviation of rewards in a group, and the share of the most common completion."""
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for document in documents:
         if document.group_id is not None:
@@ -27,7 +26,7 @@ def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
     together = [members for members in groups.values() if len(members) > 1]
     taught = [members for members in together if any(member.advantages is not None for member in members)]
     empty = [members for members in taught if not any(map(has_advantage, members))]
-    # Members have one prompt, so those that differ have other completions.
+    # Members of a group have the same prompt: different tokens mean different completions.
     distinct = [len({member.input_ids.tobytes() for member in members}) / len(members) for members in together]
     rewards = [[member.reward for member in members if member.reward is not None] for members in together]
     spreads = [statistics.stdev(values) for values in rewards if len(values) > 1]
@@ -40,8 +39,8 @@ def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def _most_common(groups: Sequence[Sequence[Rollout]]) -> Mean:
-    """Measure which share of the documents have the completion that most of them have. Of one prompt it says nothing:
-    a good policy may answer it in one way."""
+    """Compute the share of documents with the most common completion. Empty with a single prompt, which a good policy
+    may always answer alike."""
     prompts = {members[0].input_ids[~members[0].loss_mask].tobytes() for members in groups}
     if len(prompts) < 2:
         return Mean(0.0, 0.0)
@@ -50,8 +49,8 @@ def _most_common(groups: Sequence[Sequence[Rollout]]) -> Mean:
 
 
 def measure_answers(documents: Sequence[Rollout]) -> dict[str, Metric]:
-    """Measure how long the answers are, in labels, and how far the rewards spread over the step. Those rewarded have a
-    reward above the step's mean."""
+    """Compute the lengths of completions in labels, and the standard deviation of the step's rewards. A completion is
+    `rewarded` if its reward is above the step's mean."""
     lengths = [document.num_labels for document in documents]
     with_turns = [document.turns for document in documents if document.turns]
     rewarded = [turn.reward for turns in with_turns for turn in turns if turn.reward is not None]
@@ -69,7 +68,7 @@ def measure_answers(documents: Sequence[Rollout]) -> dict[str, Metric]:
     if len(pairs) > 1:
         rewards = [reward for reward, _ in pairs]
         mean = statistics.fmean(rewards)
-        # A reward that is the mean may lie beside it by rounding.
+        # Rounding may put a reward that equals the mean slightly above it.
         above = [reward - mean > ROUNDING * max(map(abs, rewards)) for reward in rewards]
         metrics |= {
             "reward_std": Mean(statistics.stdev(rewards), 1.0),

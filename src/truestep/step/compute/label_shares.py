@@ -1,7 +1,8 @@
-"""A micro-batch's labels, shared out among the ranks that share its tokens.
+"""The labels of a micro-batch, divided evenly among the ranks that share its tokens (context parallelism).
 
-Labels lie where prompts do not, so ranks that kept those of their own tokens would wait for one another in the head.
-Instead each takes an even share, in order: the rows that predict it are sent to it, and their gradients back.
+Labels are not spread evenly over tokens, since prompts have none. If each rank kept the labels of its own tokens, ranks
+would wait for one another in the head. Instead each gets an equal share of the labels, in order: the hidden states that
+predict them are exchanged between ranks, and their gradients are sent back.
 
 Dimensions: C ranks, S tokens of the micro-batch, T its labels, D its documents, H hidden.
 """
@@ -18,29 +19,29 @@ from truestep.types import PackedBatch, PackedLabels, PackedTokens, RowStatistic
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The number of labels that a share has of each of its documents."""
+class TokenRuns:
+    """How many labels of each document a share has."""
 
-    lead: int  # of a document that begins in an earlier rank's share
-    whole: tuple[int, ...]  # of documents that lie in this share alone
-    tail: int  # of a document that goes on in a later rank's share
+    lead: int  # of the document that begins in an earlier rank's share; 0: none
+    whole: tuple[int, ...]  # of each document that lies in this share alone
+    tail: int  # of the document that continues in a later rank's share; 0: none
 
 
 @dataclass(frozen=True)
 class LabelShare:
-    """The labels that this rank's head computes: all of them where no rank shares its tokens."""
+    """The labels that this rank's head computes: all of the micro-batch's without context parallelism."""
 
     num_labels: int  # T
-    own: slice  # of T: the share itself
+    own: slice  # of T: this share
     predicted: slice  # of T: labels predicted from this rank's tokens
     first_token: int = 0
-    send: tuple[int, ...] = ()  # the number of rows that go to each rank
-    receive: tuple[int, ...] = ()  # the number of rows that come from each rank
+    send: tuple[int, ...] = ()  # rows to send to each rank
+    receive: tuple[int, ...] = ()  # rows to receive from each rank
     context: Context | None = None
 
     @staticmethod
     def of(batch: PackedBatch, context: Context | None) -> "LabelShare":
-        """Find this rank's share of a batch that is on the host."""
+        """Compute this rank's share of a batch, which must be on the host. `context` None: no context parallelism."""
         labels, tokens = len(batch.labels), len(batch.tokens)
         if context is None:
             return LabelShare(labels, slice(0, labels), slice(0, labels))
@@ -61,19 +62,19 @@ class LabelShare:
         )
 
     def rows(self, hidden: torch.Tensor, label_rows: torch.Tensor) -> torch.Tensor:
-        """Exchange the hidden states of this rank's tokens for those that predict its share, differentiably."""
+        """Exchange the hidden states of this rank's tokens for those that predict its share; differentiable."""
         if self.context is None:
             return hidden.index_select(0, label_rows)
         sent = hidden.index_select(0, label_rows[self.predicted] - self.first_token)
         return self.context.exchange(sent, self.send, self.receive) if self.num_labels else sent
 
     def gather(self, statistics: RowStatistics) -> RowStatistics:
-        """Gather the statistics of all labels from the ranks' shares."""
+        """Gather the statistics of all labels on every rank that shares the micro-batch."""
         if self.context is None or not self.num_labels:
             return statistics
         shares = _even_shares(self.num_labels, self.context.size)
         own = torch.stack([statistics.logprobs, statistics.entropy, statistics.logsumexp])  # [3, share]
-        # Pad to equal sizes for the gather: shares differ by one label at most.
+        # The gather needs equal sizes; shares differ by at most one label.
         longest = max(share.stop - share.start for share in shares)
         padded = own.new_zeros(3, longest)
         padded[:, : own.shape[1]] = own
@@ -81,8 +82,8 @@ class LabelShare:
         unpadded = [part[:, : share.stop - share.start] for part, share in zip(parts, shares, strict=True)]
         return RowStatistics(*torch.cat(unpadded, dim=1))
 
-    def pieces(self, document_labels: Sequence[int]) -> Pieces:
-        """Count this share's labels by document, given the counts of the whole micro-batch."""
+    def token_runs(self, document_labels: Sequence[int]) -> TokenRuns:
+        """Count the labels of each document in this share, given the counts of the whole micro-batch."""
         lead, tail, whole = 0, 0, []
         for end, count in zip(accumulate(document_labels), document_labels, strict=True):
             part = _overlap(slice(end - count, end), self.own)
@@ -94,7 +95,7 @@ class LabelShare:
                 tail = part
             else:
                 whole.append(part)
-        return Pieces(lead, tuple(whole), tail)
+        return TokenRuns(lead, tuple(whole), tail)
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,24 @@ class MicroBatch:
     label_counts: tuple[int, ...]  # of each of those sequences
     tokens: PackedTokens
     labels: PackedLabels
-    weight: torch.Tensor  # [T] float64: one over the step's denominator, for each label
+    weight: torch.Tensor  # [T] float64: one over the denominator of each label
     share: "LabelShare"
     exact: torch.Tensor | None = None  # [T] log-probs that replace the head's
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Collect the hidden states that predict this rank's share of the labels."""
+        """Return the hidden states that predict this rank's share of the labels."""
         return self.share.rows(hidden, self.labels.rows)
 
     def score(
         self, labels: slice | torch.Tensor, statistics: RowStatistics, reduce_documents: DocumentReducer = no_reduction
     ) -> Labels:
-        """Join some of the labels with what the head says of them."""
+        """Combine some of the labels with their statistics from the head."""
         if self.exact is not None:
             statistics = replace(statistics, logprobs=self.exact[labels])
         return Labels.of(self.labels[labels], statistics, self.weight[labels], reduce_documents)
 
     def logprobs(self, statistics: RowStatistics) -> torch.Tensor:
-        """Give the log-probs of all labels."""
+        """Return the log-probs of all labels: the exact ones if there are any, else those of the head."""
         return statistics.logprobs if self.exact is None else self.exact
 
 

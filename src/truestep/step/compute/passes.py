@@ -1,4 +1,4 @@
-"""A rank's passes of one step, run in the order of their schedule: inputs are received and outputs sent on the way.
+"""Runs the passes of one step on a rank in the order of the schedule, with transfers between pipeline stages.
 
 Dimensions: S tokens of the micro-batch, T its labels, H hidden.
 """
@@ -16,18 +16,18 @@ from truestep.process import progress
 from truestep.ranks.group import Ranks
 from truestep.ranks.pipeline import wire
 from truestep.step.compute.label_shares import MicroBatch
-from truestep.step.compute.schedule import Pass, Schedule, make_schedule
+from truestep.step.compute.schedule import Pass, PipelineSchedule, make_schedule
 from truestep.weights.protocol import StagePass
 
-# Takes a micro-batch and the hidden states of this rank's labels; gives their gradient, or None where none is wanted.
+# Takes a micro-batch and the hidden states of this rank's labels; returns their gradient (None without backward pass).
 Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class _Activations:
-    """The tensors of a forward pass that its backward pass needs."""
+    """The tensors of a forward pass that the backward pass needs."""
 
-    input: torch.Tensor | None  # [S, H], a leaf; None in the first stage
+    input: torch.Tensor | None  # [S, H], an autograd leaf; None in the first stage
     output: torch.Tensor  # [S, H]; [T, H] in the last stage
     gradient: torch.Tensor | None  # of the output, in the last stage
 
@@ -44,7 +44,7 @@ class Passes:
         group: int = 1,
         stopwatch: Stopwatch | None = None,
     ):
-        """`batch` makes a micro-batch by its number; `group` micro-batches share a gathering of the weights."""
+        """`batch` packs a micro-batch by its number; `group` micro-batches share one gather of the weights."""
         self._policy, self._batch, self._head = policy, batch, head
         self._stopwatch = stopwatch or Stopwatch(policy.device)
         self._micro_batches, self._backward, self._group = micro_batches, backward, group
@@ -58,7 +58,7 @@ class Passes:
 
     def run(self) -> None:
         name = "training" if self._backward else "scoring"
-        last = self._stages[0] if self._backward else self._stages[-1]  # of a micro-batch's passes here
+        last = self._stages[0] if self._backward else self._stages[-1]  # the stage of a micro-batch's last pass here
         with marks.layers_report(), progress.working(name, "micro-batches", self._micro_batches):
             passes = self._schedule.ranks[self._rank]
             for current in passes:
@@ -74,7 +74,7 @@ class Passes:
                     progress.made("micro-batches")
 
     def settle(self) -> None:
-        """Let go of what was sent, which has been received once every rank has run its passes."""
+        """Wait for all sends, which end once every rank has run its passes."""
         with progress.waiting_for(progress.OTHER_RANKS):
             self._wires.settle()
 
@@ -103,8 +103,8 @@ class Passes:
         gradient = forward.gradient if received is None else received
         assert gradient is not None
         self._policy.weights.before_backward(self._describe(current))
-        if forward.output.requires_grad:  # unless everything up to here is frozen
-            # Also of no rows: a rank without a label touches every weight, as its fellows do.
+        if forward.output.requires_grad:  # False if all weights up to here are frozen
+            # Even with zero rows: all ranks must take part in the collectives of every weight.
             forward.output.backward(gradient.to(forward.output.dtype))
         if forward.input is not None:
             assert forward.input.grad is not None
@@ -116,12 +116,12 @@ class Passes:
         return self._batches[number]
 
     def _like(self, receiving: Pass) -> torch.Tensor:
-        """Make room for a pass's input from another stage. Every rank packs every micro-batch: its size is known."""
+        """Allocate the input of a pass from another stage. Every stage packs the micro-batch, so the size is known."""
         if not receiving.forward:
             return torch.empty_like(self._activations[receiving.stage, receiving.micro_batch].output)
         policy, stages = self._policy, self._policy.stages
         assert stages is not None
-        # Context and tensor ranks each have an equal share of the tokens between layers.
+        # Between layers, context and tensor ranks each have an equal share of the tokens.
         tokens = len(self._packed(receiving.micro_batch).tokens) // policy.weights.ranks.token_share
         return torch.empty(tokens, stages.width, dtype=policy.weights.dtype, device=policy.device)
 
@@ -142,14 +142,14 @@ class Passes:
 class _Wires:
     """Point-to-point transfers between pipeline stages: asynchronous sends, blocking receives."""
 
-    def __init__(self, ranks: Ranks, schedule: Schedule, like: Callable[[Pass], torch.Tensor]):
+    def __init__(self, ranks: Ranks, schedule: PipelineSchedule, like: Callable[[Pass], torch.Tensor]):
         self._ranks, self._schedule, self._like = ranks, schedule, like
         self._expected: dict[tuple[int, bool], Iterator[Pass]] = {}
         self._received: dict[Pass, torch.Tensor] = {}  # inputs received early
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def receive(self, current: Pass) -> torch.Tensor:
-        """Receive the input of a pass, after all inputs that its sender sent earlier."""
+        """Return the input of a pass. Inputs that its sender sent earlier are received first, and kept."""
         sender = self._schedule.pipeline.rank_of(current.source)
         key = (sender, current.forward)
         if key not in self._expected:
@@ -162,7 +162,7 @@ class _Wires:
         return self._received.pop(current)
 
     def send(self, receiving: Pass, value: torch.Tensor) -> None:
-        """Send a value to the rank of the pass that receives it."""
+        """Start sending a value to the rank of the pass `receiving`."""
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         receiver = self._ranks.of_stage(self._schedule.pipeline.rank_of(receiving.stage))
         if value.numel():

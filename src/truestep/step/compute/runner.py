@@ -1,4 +1,4 @@
-"""The computation of one plan: its metrics, summed over micro-batches and ranks, and its whole gradient.
+"""Runs the plan of one step: computes its metrics, reduced over micro-batches and ranks, and its whole gradient.
 
 Dimensions: S tokens of the micro-batch, T its labels, D its sequences.
 """
@@ -36,49 +36,49 @@ _COUNTS = ("num_documents", "num_sequences", "num_labels", "num_tokens", "num_mi
 
 @dataclass(frozen=True)
 class Accumulated:
-    """The sums over a plan's micro-batches and all ranks. The gradient itself is in the policy's float32 buffers."""
+    """The results of a plan, reduced over all ranks. The gradient itself is in the policy's float32 buffers."""
 
     metrics: dict[str, Metric]
     scores: tuple[DocumentScore, ...]  # of the documents whose scores are kept, in the plan's order
-    compared: np.ndarray | None = None  # [documents, COLUMNS] float64: the sampler's log-probs and the policy's
+    compared: np.ndarray | None = None  # [documents, COLUMNS] float64, from `compare`; None: not compared
 
     def line(self) -> dict[str, Any]:
-        """Read the metrics as they are logged: counts are whole numbers."""
+        """Return the metrics as they are logged, with counts as integers."""
         line: dict[str, Any] = values(self.metrics)
         return line | {name: int(line[name]) for name in _COUNTS}
 
 
 @dataclass(frozen=True)
 class _RankSums:
-    """The sums over this rank's own micro-batches, on the host."""
+    """The results of this rank's own micro-batches, on the host."""
 
     metrics: dict[str, Metric]
-    scores: dict[int, tuple[np.ndarray, np.ndarray]]  # log-probs and entropies of labels, by place in the plan
-    compared: list[tuple[Sequence[int], np.ndarray]]  # by place in the plan
+    scores: dict[int, tuple[np.ndarray, np.ndarray]]  # log-probs and entropies of labels, by index in the plan
+    compared: list[tuple[Sequence[int], np.ndarray]]  # indices in the plan, and one row for each
 
 
 @dataclass(frozen=True)
 class StepRunner:
     policy: Policy
     objective: Objective
-    metrics_level: str | None = "basic"  # None: nothing is measured
+    metrics_level: str | None = "basic"  # None: no metrics
     pad_to_multiple: int = 1
-    breadth_first: int = 1  # micro-batches that share a gathering of the weights
-    custom_metrics: Mapping[str, Measure] = field(default_factory=dict)  # a user's own, by import path
-    keep_scores: bool | Collection[int] = False  # of all documents, or of those at some places in the plan
-    skip_zero_advantage: bool = False  # no backward pass of micro-batches in which no label has an advantage
+    breadth_first: int = 1  # micro-batches per gather of the weights
+    custom_metrics: Mapping[str, Measure] = field(default_factory=dict)  # the user's, by import path
+    keep_scores: bool | Collection[int] = False  # of all documents, or of those with these indices in the plan
+    skip_zero_advantage: bool = False  # no backward pass for micro-batches in which no label has an advantage
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    exact: bool = False  # log-probs are computed exactly, as the sampler's were
-    compares: float | None = None  # the sampler's log-probs with the policy's, in this unit (nats); None: not
-    fields: tuple[Field, ...] = ()  # a user's own, which are packed beside those of the table
+    exact: bool = False  # compute log-probs that are bitwise the sampler's
+    compares: float | None = None  # compare the sampler's log-probs with the policy's, with this tolerance in nats
+    fields: tuple[Field, ...] = ()  # the user's, packed like the built-in ones
 
     def steered(self, metrics: Mapping[str, Metric]) -> "StepRunner":
-        """Give the runner of the step after one with these metrics: its entropy may move the weight of the bonus."""
+        """Return the runner for the next step: with an entropy target, the entropy moves the weight of the bonus."""
         entropy = metrics.get("entropy")
         return replace(self, objective=self.objective.steered(None if entropy is None else entropy.value()))
 
     def with_entropy_bonus(self, weight: float | None) -> "StepRunner":
-        """Give the runner with the weight that a checkpoint has, where a target moves it."""
+        """Return the runner with the bonus weight from a checkpoint, if an entropy target moves this weight."""
         if weight is None or self.objective.steered_weight is None:
             return self
         return replace(self, objective=replace(self.objective, entropy_bonus=weight))
@@ -89,20 +89,20 @@ class StepRunner:
 
     @property
     def reports_metrics(self) -> bool:
-        """True on the one rank of a micro-batch that reports: last stage, first context and tensor rank."""
+        """True on the one rank that reports a micro-batch's metrics: last stage, first context and tensor rank."""
         ranks, pipeline = self._ranks, self.policy.pipeline
         return ranks.stage == pipeline.rank_of(pipeline.last) and ranks.first_of_stage
 
     @property
     def _multiple(self) -> int:
-        """Micro-batches are padded to a multiple of this, so that ranks that share one get equal parts."""
+        """Multiple to which micro-batches are padded, so that the ranks that share one get equal parts."""
         return math.lcm(self.pad_to_multiple, self._ranks.token_share)
 
     def accumulate(
         self, plan: StepPlan, *, backward: bool = True, extra_metrics: Mapping[str, Metric] | None = None
     ) -> Accumulated:
-        """Reduce the plan's metrics and this rank's `extra_metrics` over all ranks; with `backward`, compute its whole
-        gradient. Each rank has a part of the weights, so all run every pass."""
+        """Run the plan. Reduce its metrics and `extra_metrics` of each rank over all ranks; with `backward`, compute
+        the whole gradient. All ranks must call this, since each has a part of the weights."""
         sums, runs = self._accumulate(plan, backward)
         parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores, sums.compared))
         for passes in runs:
@@ -127,7 +127,7 @@ class StepRunner:
         if backward:
             self.policy.weights.zero_gradients()
         micro_batches = plan.of_rank(self._ranks.data_rank)
-        # Where no rank has a label there is nothing to predict and nothing to differentiate.
+        # A micro-batch without labels on any rank has no loss and no gradient.
         computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
         exact: dict[int, torch.Tensor] = {}
         if self.exact:
@@ -150,13 +150,13 @@ class StepRunner:
             count, group = len(numbers), self.breadth_first
             passes = Passes(self.policy, count, packed, head, backward=backward, group=group, stopwatch=self.stopwatch)
             passes.run()
-            # Only now: metrics wait for the device, which would have nothing to do between two passes.
+            # Metrics synchronise with the device, so they come after all passes: the device never idles between two.
             with beside.run():
                 for micro_batch, statistics in scored if self.reports_metrics else ():
                     self._measure(sums, micro_batch, plan, statistics)
             return passes
 
-        # Their metrics are those of every document's own; their gradient is 0.
+        # Micro-batches whose gradient is 0 get a forward pass for their metrics only.
         measured = [number for number in computed if self.skip_zero_advantage and _no_advantage(plan, number)]
         runs = [run(measured, False)] if measured and backward else []
         runs.append(run([number for number in computed if not runs or number not in measured], backward))
@@ -174,7 +174,7 @@ class StepRunner:
         return sums, runs
 
     def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
-        """Pack a micro-batch of the plan, and move it to this rank's device."""
+        """Pack a micro-batch of the plan on this rank's device."""
         sequences = [plan.sequences[index] for index in members]
         packed = pack(sequences, self._multiple, self.fields)
         share = LabelShare.of(packed, self.policy.context)
@@ -187,7 +187,7 @@ class StepRunner:
         return MicroBatch(members, counts, packed.tokens, packed.labels, weight, share, logprobs)
 
     def _measure(self, sums: _RankSums, micro_batch: MicroBatch, plan: StepPlan, statistics: RowStatistics) -> None:
-        """Add a micro-batch's metrics to the rank's, and its scores where they are kept."""
+        """Add the metrics of a micro-batch, and its scores if they are kept, to the rank's sums."""
         if self.metrics_level is not None:
             labels = self.objective.prepare(micro_batch.score(slice(None), statistics))
             facts = StepFacts(self.objective, plan.documents_seen, plan.totals)
@@ -203,8 +203,8 @@ class StepRunner:
     def _head(
         self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool
     ) -> tuple[RowStatistics, torch.Tensor | None]:
-        """Compute the statistics of all the micro-batch's labels, and the gradient [T, H] of the hidden states that
-        predict this rank's share."""
+        """Compute the statistics of all labels of the micro-batch, and the gradient of the hidden states that predict
+        this rank's share of them (None without `backward`)."""
         share, objective = micro_batch.share, self.objective
 
         def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
@@ -217,11 +217,11 @@ class StepRunner:
             return objective.coefficients(objective.prepare(labels), totals)
 
         labels, shard = micro_batch.labels[share.own], self.policy.vocabulary_shard
-        pieces = share.pieces(micro_batch.label_counts) if objective.whole_documents else None
+        runs = share.token_runs(micro_batch.label_counts) if objective.whole_documents else None
         with self.policy.weights.head(self.policy.model) as (weight, weight_gradient), torch.no_grad():
             head = HeadRows(rows.detach(), weight, labels.ids, labels.temperature, self.policy.head, shard)
-            whole = None if pieces is None else pieces.whole
-            shared = SharedDocuments(pieces.lead, pieces.tail, shared_loss) if pieces and share.context else None
+            whole = None if runs is None else runs.whole
+            shared = SharedDocuments(runs.lead, runs.tail, shared_loss) if runs and share.context else None
             if not backward:
                 return share.gather(chunked.forward(head, document_labels=whole, shared=shared)), None
             result = chunked.forward_backward(
@@ -240,7 +240,7 @@ def _counts(plan: StepPlan) -> dict[str, Metric]:
 def _scores(
     micro_batch: MicroBatch, statistics: RowStatistics, wanted: bool | Collection[int]
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Fetch the scores of a micro-batch that are wanted."""
+    """Copy the wanted scores of a micro-batch to the host."""
     members = zip(
         micro_batch.members,
         micro_batch.logprobs(statistics).split(micro_batch.label_counts),

@@ -1,7 +1,7 @@
-"""The update of a step.
+"""The weight update at the end of a step.
 
-optimizer         the optimizer, its state in checkpoints, the learning rate
-optimizers        the built-in ones
+optimizer         makes the optimizer, saves and restores its state; the learning rate
+optimizers        the built-in optimizers
 clipping          the norm of the gradient, and clipping by it
-blame             finds the documents or weights whose gradient is not finite
+blame             finds the documents or weights behind a gradient that cannot be used
 """

@@ -1,4 +1,4 @@
-"""The search for what makes a gradient of no use to an optimizer. Nothing of it runs while gradients are fine."""
+"""The search for the cause of an unusable gradient. It runs only after a step had one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,8 +15,8 @@ MOST_NAMED = 5
 
 
 def find_cause(runner: StepRunner, plan: StepPlan, clip: float | None) -> str:
-    """Say, as a sentence, what makes the gradient of a plan useless once it is clipped: some of its documents, or the
-    weights. Every rank takes part, and the weights stay as they are."""
+    """Return a sentence about the cause of an unusable gradient: some documents of the plan, or the weights. Every rank
+    must call this. It does not change the weights."""
     found = find_useless(runner, plan, clip)
     if not found:
         return "no document alone makes it so"
@@ -33,9 +33,9 @@ def find_cause(runner: StepRunner, plan: StepPlan, clip: float | None) -> str:
 
 
 def find_useless(runner: StepRunner, plan: StepPlan, clip: float | None) -> list[int]:
-    """Find the places of documents whose gradient is useless each by itself, at most `MOST_NAMED`.
+    """Return the indices of at most `MOST_NAMED` documents whose own gradient is unusable.
 
-    Half of the documents at a time, so that one among many costs about two steps. Where only a sum of gradients is too
+    The search halves the documents, so that a single bad one costs about two steps. If only the sum of gradients is too
     large, no document is found.
     """
     found: list[int] = []
@@ -53,8 +53,8 @@ def find_useless(runner: StepRunner, plan: StepPlan, clip: float | None) -> list
 
 
 def _useless_without_values(runner: StepRunner, plan: StepPlan, clip: float | None) -> bool:
-    """Tell whether the gradient of these documents is useless whatever was recorded of them: at temperature 1, with an
-    advantage of 1 on each label, and the policy's own log-probs for all others."""
+    """Return whether the gradient of these documents is unusable even without their recorded values: at temperature 1,
+    with advantages of 1, and with the policy's own log-probs in place of all recorded ones."""
     plan = replace(plan, documents=tuple(replace(document, temperature=1.0) for document in plan.documents))
     scored = replace(runner, keep_scores=True).accumulate(plan, backward=False).scores
     plain = tuple(_plain(*pair) for pair in zip(plan.documents, scored, strict=True))
@@ -75,7 +75,7 @@ def _plain(document: Rollout, score: DocumentScore) -> Rollout:
 
 
 def _only(plan: StepPlan, some: Sequence[int]) -> StepPlan:
-    """Leave other documents out of a plan; its totals and the number of its micro-batches stay."""
+    """Return the plan with some of its documents only, but with the same totals and number of micro-batches."""
     wanted = {index: number for number, index in enumerate(some)}
     kept = [number for number, document in enumerate(plan.document_of) if document in wanted]
     kept.sort(key=lambda number: (wanted[plan.document_of[number]], number))

@@ -9,10 +9,10 @@ from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.weights.finite import LARGEST
 from truestep.weights.protocol import Weights
 
-# So many numbers are summed in float32, and those sums in float64. One float32 sum of all, number after number as a CPU
-# adds, is off by percents, and a float64 pass makes a copy of twice the tensor's size.
+# Runs of this length are summed in float32, and the runs in float64. A CPU's float32 sum of all numbers would be off by
+# percents, and a float64 sum would copy the tensor to twice its size.
 _RUN = 64
-# Below it, and above what float32 can hold the square of, squares of float32 numbers are not to be trusted.
+# Norms between which float32 squares neither underflow nor overflow enough to matter.
 _SMALLEST = 1e-9
 _LARGEST = 1e18
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -21,11 +21,10 @@ _SLICE = 2**22  # numbers that are copied to float64 at a time
 
 @torch.no_grad()
 def gradient_norm(weights: Weights, meanwhile: Callable[[], None] = lambda: None) -> float:
-    """Compute the norm over all gradients, every weight once, after `gradient_divisor` and before clipping.
+    """Compute the norm over the gradients of all weights, each counted once, after `gradient_divisor`, before clipping.
 
-    The host waits for the device once; `meanwhile` is called just before. Where squares may leave the range of
-    float32, and only there, the norm is computed again in float64; all ranks see the same norm, so they do so
-    together."""
+    The host waits for the device once; `meanwhile` runs just before. If squares may leave the range of float32, the
+    norm is computed again in float64: on all ranks together, since all see the same norm."""
     ranks = weights.ranks
     counted = [
         gradient.reshape(-1) for name, gradient in weights.gradients.items() if weights.pieces[name].counted_on(ranks)
@@ -49,8 +48,8 @@ def _norm(
 
 
 def _squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum the squares of flat gradients: runs of them in float32, and the runs, and what is left over, in float64. On a
-    GPU one kernel reads all of them; a thread of it adds few numbers, and these sums are added as a tree."""
+    """Sum the squares of flat gradients: runs in float32; sums of runs, and the remainder, in float64. On a GPU, one
+    kernel for all gradients is accurate enough: each thread adds few numbers, and threads are added as a tree."""
     if gradients[0].device.type == "cuda":
         return [torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()]
     return [part.double().square().sum() for gradient in gradients for part in _runs(gradient)]
@@ -66,19 +65,19 @@ def _exact_squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def clip_scale(norm: float, threshold: float | None) -> float:
-    """Compute what gradients of that norm are multiplied by."""
+    """Return the factor that clips gradients of this norm; 1 if `threshold` is None."""
     return threshold / norm if threshold is not None and norm > threshold else 1.0
 
 
 def usable(norm: float, threshold: float | None) -> bool:
-    """Tell whether an optimizer can use a gradient of that norm, once it is clipped: the squares of its numbers, which
-    second moments are made of, and the factor that clips it, are numbers of float32."""
+    """Return whether an optimizer can use a gradient of this norm after clipping: squares of its numbers, which second
+    moments hold, and the clipping factor must be in the range of float32."""
     scale = clip_scale(norm, threshold)
     return norm * scale <= LARGEST and scale >= _SMALLEST_SCALE
 
 
 def explain_useless(norm: float, threshold: float | None) -> str:
-    """Say why no optimizer can use a gradient of that norm."""
+    """Return the reason why no optimizer can use a gradient of this norm."""
     if not math.isfinite(norm):
         return f"the gradient's norm is {norm}"
     clip = "null" if threshold is None else f"{threshold:g}"

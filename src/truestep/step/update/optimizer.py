@@ -1,4 +1,4 @@
-"""The optimizer of the float32 weights, built in or a user's own, its state in checkpoints, and the learning rate."""
+"""The optimizer of the float32 weights (built-in or custom), its state in checkpoints, and the learning rate."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,21 +20,21 @@ from truestep.weights.finite import named_by_all, not_finite, some
 from truestep.weights.protocol import Weights
 from truestep.weights.tensor_parts import NUMBER, STATE, TensorPart, Tensors, own_box, written_here
 
-# The float32 weights by name, under `matrices` and `vectors`. A rank that has a part of a weight has that part here.
+# The rank's parts of the float32 weights by name, under `matrices` and `vectors`.
 Groups = dict[str, dict[str, torch.nn.Parameter]]
 
 
 class OptimizerError(TruestepError):
-    """The reason why a user's optimizer cannot be used."""
+    """An optimizer that cannot be used, or the state of another optimizer."""
 
 
 class StateError(TruestepError):
-    """The reason why no run can go on from a state."""
+    """Optimizer state from which no run can go on."""
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate, a function of the step alone: a resumed run needs no state for it."""
+    """The learning rate as a function of the step, so that a resumed run needs no state for it."""
 
     peak: float
     schedule: str
@@ -43,33 +43,34 @@ class LearningRate:
     steps: int | None
 
     def at(self, step: int) -> float:
-        """Compute the rate of update number `step`, from 1."""
+        """Compute the learning rate of update number `step`, counted from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.schedule == "constant" or self.steps is None:
             return self.peak
-        # 0 at the first step after warm-up, which has the peak; 1 just behind the last step: no update is for nothing.
+        # 0 at the first step after warm-up, which has the peak; 1 only after the last step, so that no update has the
+        # minimum, which may be 0.
         progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         remaining = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.minimum + (self.peak - self.minimum) * remaining
 
 
 def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
-    """Sort weights into matrices, which may be decayed, and vectors (norms and biases), which are not."""
+    """Divide weights into matrices, which may have weight decay, and vectors (norms and biases), which have none."""
     matrices = {name: weight for name, weight in weights.items() if weight.ndim >= 2}
     return {"matrices": matrices, "vectors": {name: weight for name, weight in weights.items() if weight.ndim < 2}}
 
 
 def kernels_serve(weights: Weights, *, eight_bits: bool = False) -> bool:
-    """Tell whether the kernels of AdamW, and of AdamW in 8 bits, serve on every rank: ranks that have the same weights
-    must update them alike. Every rank calls this, one that trains nothing as well."""
+    """Return whether the AdamW kernel, and with `eight_bits` the 8-bit one, can be used on every rank: ranks with the
+    same weights must update them alike. Every rank must call this, even one without trained weights."""
     kinds = (adamw.kernel_serves, eight_bits_.kernel_serves) if eight_bits else (adamw.kernel_serves,)
     here = not weights.master or all(serves(weights.device, weights.dtype) for serves in kinds)
     return all(weights.ranks.gather(here))
 
 
 def make_adamw(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE, *, kernels: bool = False) -> ByWeight:
-    """Make AdamW, which never decays norms and biases: they are vectors."""
+    """Make AdamW, without weight decay for vectors (norms and biases)."""
     matrices, vectors = grouped(weights.master).values()
     decaying = AdamW(options, kernels)
     return ByWeight(weights, [(decaying, matrices), (decaying.without_decay(), vectors)], home)
@@ -78,7 +79,7 @@ def make_adamw(weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE, 
 def make_adamw_8bit(
     weights: Weights, options: AdamWOptions, home: Home = ON_DEVICE, *, kernels: bool = False
 ) -> ByWeight:
-    """Make AdamW with moments in 8 bits; those of vectors, which ranks cut anywhere, stay float32."""
+    """Make AdamW with 8-bit moments. Moments of vectors, which ranks may cut within blocks, stay float32."""
     matrices, vectors = grouped(weights.master).values()
     check_blocks(weights, [name for name, piece in weights.pieces.items() if len(piece.shape) >= 2])
     plain = AdamW(options, kernels).without_decay()
@@ -88,7 +89,7 @@ def make_adamw_8bit(
 def make_muon(
     weights: Weights, muon: MuonOptions, options: AdamWOptions, home: Home = ON_DEVICE, *, kernels: bool = False
 ) -> ByWeight:
-    """Make Muon for the matrices between the embedding and the head, and AdamW for all else."""
+    """Make Muon for the matrices between the embedding and the head, with AdamW for all other weights."""
     matrices, vectors = grouped(weights.master).values()
     ends = {name: weight for name, weight in matrices.items() if weights.pieces[name].at_end}
     inner = {name: weight for name, weight in matrices.items() if name not in ends}
@@ -99,7 +100,7 @@ def make_muon(
 
 
 def load_optimizer(function: str, options: Mapping[str, Any] | None) -> Callable[[Groups], torch.optim.Optimizer]:
-    """Find a user's function and check its options. What is returned makes the optimizer of some weights."""
+    """Import a user's function and check its options. The returned function makes the optimizer of some weights."""
     make = load_custom("optimizer.function", function)
     checked = check_options("optimizer.options", make, options or {})
 
@@ -117,7 +118,7 @@ def load_optimizer(function: str, options: Mapping[str, Any] | None) -> Callable
 
 
 def make_custom_optimizer(make: Callable[[Groups], torch.optim.Optimizer], weights: Weights) -> torch.optim.Optimizer:
-    """Make a user's optimizer, and check after each of its updates that a checkpoint can keep all of its state."""
+    """Make a user's optimizer, and check after each update that a checkpoint can keep all of its state."""
     optimizer = make(grouped(weights.master))
     options = _numbers(optimizer)
 
@@ -137,7 +138,7 @@ def make_custom_optimizer(make: Callable[[Groups], torch.optim.Optimizer], weigh
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> list[set[tuple[str, Any]]]:
-    """The numbers among each parameter group's options, but the learning rate, which every step sets."""
+    """Return the numeric options of each parameter group, except the learning rate, which every step sets."""
     return [
         {(name, value) for name, value in group.items() if isinstance(value, (int, float)) and name != "lr"}
         for group in optimizer.param_groups
@@ -145,20 +146,20 @@ def _numbers(optimizer: torch.optim.Optimizer) -> list[set[tuple[str, Any]]]:
 
 
 def prepare(optimizer: torch.optim.Optimizer) -> None:
-    """Do what the next update needs of the host, beside the last backward pass, for the gradients of this step."""
+    """Do the host's work for the next update while the device still runs the last backward pass."""
     if isinstance(optimizer, ByWeight):
         optimizer.prepare()
 
 
 def forget_prepared(optimizer: torch.optim.Optimizer) -> None:
-    """Let go of what was prepared for an update that will not be."""
+    """Drop the preparation of an update that will not happen."""
     if isinstance(optimizer, ByWeight):
         optimizer.forget_prepared()
 
 
 def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: float, scale: float = 1.0) -> None:
-    """Update the weights by their gradients times `scale`, and have the model compute with them. Gradients are of no
-    use afterwards."""
+    """Update the master weights by their gradients times `scale`, and round them into the model's weights. Gradients
+    may be overwritten."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if isinstance(optimizer, ByWeight):
@@ -171,13 +172,13 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     marks.mark("updates", weights.device)
 
 
-# What a checkpoint keeps of this rank's part of a weight, by kind: tensors of the part's dimensions, and numbers.
+# The optimizer's state of this rank's part of a weight in a checkpoint, by kind: tensors like the part, and numbers.
 State = dict[str, torch.Tensor]
-_PYTHON = ":number"  # marks the name of a number that is Python's own, not a tensor without dimensions
+_PYTHON = ":number"  # suffix of a Python number, in contrast to a tensor without dimensions
 
 
 def _kept_states(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, State]:
-    """Give the state of this rank's part of each weight as a checkpoint keeps it, or refuse it."""
+    """Return the optimizer's state of this rank's part of each weight; raise if a checkpoint cannot keep it."""
     kept: dict[str, State] = {}
     for name, master in weights.master.items():
         for kind, value in optimizer.state.get(master, {}).items():
@@ -197,14 +198,14 @@ def _kept_states(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str
 
 
 def _fits(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> bool:
-    """Tell whether a tensor is cut as its weight is. Only built-in optimizers may divide rows."""
+    """Return whether a tensor is sharded like its weight. Only in built-in optimizers may the last dimension differ."""
     if value.shape == master.shape:
         return True
     return isinstance(optimizer, ByWeight) and value.ndim > 1 and value.shape[:-1] == master.shape[:-1]
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights) -> Iterator[TensorPart]:
-    """Give the parts of the optimizer's state that this rank writes into a checkpoint, as `NAME.KIND`."""
+    """Yield the parts of the optimizer's state that this rank writes to a checkpoint, named `NAME.KIND`."""
     kept = _kept_states(optimizer, weights)
     for name in written_here(weights):
         shape = weights.pieces[name].shape
@@ -222,7 +223,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights) -> Itera
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: Tensors) -> None:
-    """Give the optimizer this rank's part of the state that `optimizer_parts` gave, on any layout."""
+    """Load this rank's part of the state that `optimizer_parts` wrote, under this or another layout."""
     restored: dict[str, dict[str, Any]] = {}
     for key in tensors.keys():  # noqa: SIM118 - it is no dictionary
         name, _, kind = key.removeprefix(STATE).rpartition(".")
@@ -250,7 +251,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
 
 
 def _check_kinds(wanted: Mapping[str, tuple[torch.dtype, torch.Size]], state: Mapping[str, Any], name: str) -> None:
-    """Refuse the state of another optimizer."""
+    """Raise if the state is another optimizer's."""
     found = {kind: (value.dtype, value.shape) for kind, value in state.items() if isinstance(value, torch.Tensor)}
     found.pop(STEP, None)
     if found != dict(wanted):

@@ -1,7 +1,11 @@
-"""The built-in optimizers, each a rule for one weight at a time.
+"""The built-in optimizers, each an update rule for single weights.
 
 by_weight         a torch optimizer that applies a rule to each weight
-adamw, eight_bits AdamW, and AdamW with 8-bit moments, each with its Triton kernel
-muon              orthogonalised momentum; exchange: gathers and scatters sharded matrices
-conveyor          copies states between host and GPU, overlapped with the passes
+adamw             AdamW
+adamw_kernel      AdamW over many weights in one Triton kernel
+eight_bits        AdamW with 8-bit moments
+eight_bits_kernel the same in one Triton kernel
+muon              Muon: orthogonalised momentum
+exchange          gathers sharded matrices, and scatters results
+conveyor          copies offloaded state between host and GPU, overlapped with the passes
 """

@@ -1,7 +1,7 @@
-"""Adam with decoupled weight decay, which needs no memory beside the two moments.
+"""AdamW: Adam with decoupled weight decay. It needs no temporary memory.
 
-On a GPU one kernel reads and writes each number once: it clips the gradient, and rounds the weight for the model.
-Elsewhere torch's fused kernel serves, with a pass before it and one behind it.
+On a GPU, one Triton kernel clips the gradient, updates the weight and rounds it for the model: each number is read and
+written once. Elsewhere torch's fused kernel updates, after a pass that clips and before a pass that rounds.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class AdamWOptions:
 @dataclass(frozen=True)
 class AdamW:
     options: AdamWOptions
-    kernel: bool = False  # it serves, on every rank
+    kernel: bool = False  # use the Triton kernel; the same on every rank
     together: None = None
 
     def without_decay(self) -> "AdamW":
@@ -50,7 +50,7 @@ class AdamW:
 
 
 def in_passes(slots: Sequence[Slot], options: AdamWOptions) -> Update:
-    """Prepare an update by torch's fused kernel."""
+    """Prepare an update with torch's fused kernel."""
     device = slots[0].weight.device
     numbers = {number: torch.full((), float(number), device=device) for number in {slot.number for slot in slots}}
 
@@ -77,14 +77,14 @@ def in_passes(slots: Sequence[Slot], options: AdamWOptions) -> Update:
 
 
 def in_one_piece(slot: Slot) -> bool:
-    """Tell whether the kernel can go through all numbers of a slot in their order in memory."""
+    """Return whether a slot is as the kernel requires: contiguous tensors, all float32 but the rounded weight."""
     tensors = (slot.weight, slot.gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"])
     plain = all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors)
     return plain and (slot.rounded is None or slot.rounded.is_contiguous())
 
 
 def in_one_pass(slots: Sequence[Slot], options: AdamWOptions) -> Update:
-    """Prepare an update by a kernel that reads and writes each number once."""
+    """Prepare an update with the Triton kernel, which reads and writes each number once."""
     from truestep.step.update.optimizers.adamw_kernel import Numbers, tables_of
 
     tables = tables_of(slots, options.betas)
@@ -98,7 +98,7 @@ def in_one_pass(slots: Sequence[Slot], options: AdamWOptions) -> Update:
 
 @cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether the kernel runs on a device, and does there what torch's does; it rounds weights to `dtype`."""
+    """Return whether the Triton kernel, with weights rounded to `dtype`, gives torch's results on a device."""
     if device.type != "cuda":
         return False
     what = "the kernel of optimizer.type: adamw"
@@ -106,8 +106,8 @@ def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Name what the kernel gets wrong on a device: weights of several sizes, rounded or not, of which some begin at no
-    multiple of 16 bytes."""
+    """Return a description of the first wrong result of the kernel, or None. Tests weights of several sizes, with and
+    without rounding, and with and without 16-byte alignment."""
     options = AdamWOptions((0.9, 0.99), 1e-8, 0.1)
     plain, fused = (_some_slots(device, dtype) for _ in range(2))
     for slots, prepared in ((plain, in_passes), (fused, in_one_pass)):

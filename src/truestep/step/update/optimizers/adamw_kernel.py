@@ -1,5 +1,5 @@
-"""AdamW over many weights in one pass (Triton): reads weights, gradients and moments; writes weights, moments and the
-weights rounded to the model's compute type. A table has the addresses.
+"""AdamW over many weights in one kernel (Triton): reads weights, gradients and moments; writes weights, moments and the
+weights rounded to the model's dtype. A table holds the addresses of all tensors.
 
 Dimensions: W weights, T tensors of each, P programs.
 """
@@ -21,7 +21,7 @@ from truestep.step.update.optimizers.by_weight import Slot
 from truestep.types import sent
 
 _BLOCK = 4096  # elements per program
-LINE = 16  # what begins at a multiple of so many bytes, and has a multiple of as many numbers, is read in wide pieces
+LINE = 16  # tensors with aligned addresses (bytes) and lengths (elements) are read with vector loads
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -44,10 +44,10 @@ def _begin(own_pointer, number, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update_kernel(
-    # [W, T + 1] int64: addresses of weight, gradient, first moment, second moment and rounded weight, and the number
-    # of elements of each.
+    # [W, T + 1] int64: addresses of weight, gradient, first moment, second moment and rounded weight, and their number
+    # of elements.
     table_pointer,
-    corrections_pointer,  # [W, 2] float32: of the first moment, and of the second one's root
+    corrections_pointer,  # [W, 2] float32: bias corrections of the first moment, and of the root of the second
     work_pointer,  # [P, 2] int32: a weight, and a block of it
     scale,
     beta1,
@@ -83,7 +83,7 @@ def _update_kernel(
     tl.store(firsts, first, mask=inside)
     tl.store(seconds, second, mask=inside)
     divisor = tl.div_rn(tl.sqrt_rn(second), correction) + epsilon
-    # A decay far below a weight's rounding is right on average: 1 - decay would not be.
+    # Not weight · (1 - decay): rounding 1 - decay would change a tiny decay in the same way at every update.
     weight = tl.load(weights, mask=inside, other=0.0)
     weight = weight - (decay * weight + step_size * tl.div_rn(first, divisor))
     tl.store(weights, weight, mask=inside)
@@ -93,7 +93,7 @@ def _update_kernel(
 
 @cache
 def _work(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:  # [P, 2] int32
-    """Divide weights of such sizes among programs."""
+    """Divide weights of the given sizes into blocks, one for each program."""
     blocks = [triton.cdiv(count, _BLOCK) for count in counts]
     owners = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
     firsts = np.repeat(np.cumsum([0, *blocks[:-1]]), blocks)
@@ -102,7 +102,7 @@ def _work(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:  # [P,
 
 
 def tables_of(slots: Sequence[Slot], betas: tuple[float, float]) -> list[Table]:
-    """Make tables of weights: one for all that are rounded to the same type and read in pieces of one width."""
+    """Make tables of weights, one for each combination of rounded dtype and alignment."""
     kinds: dict[tuple[torch.dtype | None, bool], list[tuple[Slot, list[int]]]] = {}
     for slot in slots:
         rounded = [] if slot.rounded is None else [slot.rounded]
@@ -114,7 +114,7 @@ def tables_of(slots: Sequence[Slot], betas: tuple[float, float]) -> list[Table]:
 
 
 class Table:
-    """Some weights to update: where they are, how large they are and how often they were updated, on their device."""
+    """Addresses, sizes and bias corrections of the weights that one kernel updates, on their device."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Table:
         aligned: bool,
         betas: tuple[float, float],
     ):
-        self._slots = [slot for slot, _ in rows]  # whose memory the table points to
+        self._slots = [slot for slot, _ in rows]  # keeps the memory alive that the table points to
         self._device = self._slots[0].weight.device
         self._rounded, self._aligned = rounded, aligned
         corrections = {

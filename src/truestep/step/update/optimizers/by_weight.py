@@ -1,7 +1,6 @@
-"""An optimizer that updates each weight by the rule of its group.
+"""An optimizer that updates each weight by the rule of its group. States may be offloaded to the host.
 
-Work that needs temporary memory runs on one batch of weights at a time, so that temporary memory does not grow with the
-model, and states may be stored on the host.
+Weights are updated in batches, so that temporary memory does not grow with the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +16,10 @@ from truestep.process import progress
 from truestep.step.update.optimizers.conveyor import Conveyor
 from truestep.weights.protocol import Weights, some_rows
 
-State = dict[str, torch.Tensor]  # tensors with the weight's dimensions, except perhaps the last one's size
+State = dict[str, torch.Tensor]  # tensors with the weight's shape; only the last dimension may differ
 
-# Elements of a weight per update, where rows can be updated separately. It bounds temporary memory and the size of a
-# load between host and device.
+# Elements of a weight per update, if rows can be updated separately. It bounds temporary memory, and the size of a copy
+# between host and device.
 _NUMBERS = 2**24
 STEP = "step"  # key of a weight's update count in its state
 _MASTER = "master"  # key of a master weight among the tensors of a load
@@ -28,10 +27,10 @@ _MASTER = "master"  # key of a master weight among the tensors of a load
 
 @dataclass(frozen=True)
 class Home:
-    """The place of states between updates."""
+    """The place where states are stored between updates."""
 
     on_host: bool = False
-    room: int = 0  # device bytes above a step's peak for copies of states that overlap with passes
+    room: int = 0  # device bytes above a step's peak for copies of states that overlap with the passes
 
 
 ON_DEVICE = Home()
@@ -55,7 +54,7 @@ Update = Callable[[float, float], None]
 
 
 def scale_gradients(slots: Sequence[Slot], scale: float) -> None:
-    """Multiply the gradients, in a pass over all of them."""
+    """Multiply all gradients by `scale` in one pass."""
     if slots and scale != 1:
         torch._foreach_mul_([slot.gradient for slot in slots], scale)
 
@@ -72,8 +71,8 @@ class Rule(Protocol):
 
     @property
     def together(self) -> int | None:
-        """The number of whole weights per update. 0: a range of rows of one weight. None: the rule needs no temporary
-        memory: all weights at once if they stay on a GPU, else a range of rows of one weight."""
+        """Whole weights per update. 0: a range of rows of one weight at a time. None: the rule needs no temporary
+        memory, so all weights are updated at once if they stay on a GPU, else a range of rows of one weight."""
         ...
 
     def begin(self, name: str, part: torch.Tensor) -> State:
@@ -82,7 +81,7 @@ class Rule(Protocol):
 
     def prepare(self, slots: Sequence[Slot]) -> Update:
         """Do the host's work of an update, and return a function that updates weights and states in place and rounds
-        the weights. It may overwrite gradients. All ranks call both for their parts of the same weights."""
+        the weights. That function may overwrite gradients. All ranks must call both for parts of the same weights."""
         ...
 
 
@@ -93,7 +92,7 @@ class ByWeight(torch.optim.Optimizer):
         self._weights, self._home = weights, home
         self._prepared: list[tuple[dict[str, Any], int, Update]] | None = None  # the next update, by groups of weights
         self._names = {id(master): name for name, master in weights.master.items()}
-        # After the last layer's backward pass: the largest weight's gradient, and its sum over ranks.
+        # Memory used after the last layer's backward pass: the largest weight's gradient, and its reduced copy.
         largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
         self._conveyor = Conveyor(weights.device, reserve=2 * 4 * largest, room=home.room)
         self._moves = home.on_host or weights.masters_on_host
@@ -119,12 +118,12 @@ class ByWeight(torch.optim.Optimizer):
         super().__setstate__(state)
 
     def restore(self, master: torch.nn.Parameter, state: State) -> None:
-        """Take the state of a weight, which lies on the host."""
+        """Set the state of a weight from tensors on the host."""
         self._forget()
         self._states[master] = {kind: self._place(value) for kind, value in state.items()}
 
     def forget_prepared(self) -> None:
-        """Let go of what `prepare` made: the gradients that it has will not be used."""
+        """Drop the result of `prepare`: the gradients it refers to will not be used."""
         self._prepared = None
 
     def _forget(self) -> None:
@@ -135,14 +134,14 @@ class ByWeight(torch.optim.Optimizer):
         self._conveyor.layer_ended()
 
     def last_backward(self, weights: Any) -> None:
-        """Fetch what the next update needs, beside the last backward pass before it."""
+        """Prefetch offloaded state for the next update during the last backward pass before it."""
         if weights is self._weights and all(
             self._states.get(master) for group in self.param_groups for master in group["params"]
         ):
             self._conveyor.come(self._moving(batch) for group in self.param_groups for batch in self._batches(group))
 
     def begin(self, rule: Rule, master: torch.nn.Parameter) -> dict[str, Any]:
-        """Make the first state of a weight, where it is to lie."""
+        """Allocate the state of a weight before its first update, on the host or on the device."""
         like = rule.begin(self._names[id(master)], torch.empty_like(master, device="meta"))
         state = {kind: self._zeros(value) for kind, value in like.items()}
         return {STEP: torch.zeros((), dtype=torch.float32), **state}
@@ -154,7 +153,7 @@ class ByWeight(torch.optim.Optimizer):
         return zeros_on_host(like.shape, like.dtype, pinned=device.type == "cuda")
 
     def _place(self, value: torch.Tensor) -> torch.Tensor:
-        """Copy a state tensor from the host to the place of states."""
+        """Copy a state tensor from the host to where states are stored; a number stays on the host."""
         return self._zeros(value).copy_(value) if value.ndim else value
 
     def kinds(self, master: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -205,7 +204,7 @@ class ByWeight(torch.optim.Optimizer):
                 self._states[master][STEP] += 1
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[tuple[torch.nn.Parameter, slice]]]:
-        """Divide a group's weights into batches to update at once: weights, and the rows of each."""
+        """Yield the batches of a group that are updated at once: pairs of a weight and a range of its rows."""
         masters, together = group["params"], group["rule"].together
         if together is None:
             together = len(masters) if self._weights.device.type == "cuda" and not self._moves else 0

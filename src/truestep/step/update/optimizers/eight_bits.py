@@ -1,13 +1,14 @@
-"""AdamW with its two moments in 8 bits: levels of a block, and a float32 scale for each block.
+"""AdamW with both moments in 8 bits: quantised levels, and a float32 scale for each block.
 
-A block is at most 256 neighbours in a row (the last dimension) of the whole weight, and never crosses a sixteenth of
-the row. Ranks cut weights between rows, or a row into equal parts. So every block is whole on one rank, and a weight's
-blocks are the same under every layout.
+A block is at most 256 neighbours in a row (the last dimension) of the whole weight, and never crosses a boundary
+between sixteenths of the row. Ranks cut weights between rows, or a row into equal parts. So each block lies on one
+rank, and the blocks of a weight are the same under every layout.
 
-The levels are geometric, over five powers of ten below the block's largest number: 127 of them and a sign for the
-first moment, 255 for the square root of the second. A number becomes one of its two neighbouring levels, in turn, so
-that it is right on average. Without that the second moment would stand still: it changes by a thousandth a step, and
-levels lie five hundredths apart. Which of the two is a function of the place in the weight and of the update's number.
+Levels are geometric, over five powers of ten below the block's largest number: 127 levels and a sign for the first
+moment, 255 levels for the square root of the second. A number is rounded to its lower or upper level so that it is
+right on average (dithering). Rounding to the nearest would freeze the second moment: it changes by about 0.1% a step,
+while its levels are 5% apart. The rounding threshold is a function of the element's place in the weight and of the
+update's number, so that results are deterministic.
 """
 
 import math
@@ -23,19 +24,20 @@ from truestep.errors import TruestepError
 from truestep.gpu.self_test import serves
 from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.step.update.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
-from truestep.weights.blocks import PARTS, Blocks
+from truestep.weights.blocks import PARTS, ScaleBlocks
 from truestep.weights.protocol import Weights
 
 DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
-# Turns are the fractional parts of row · A + column · B + update · C: each number's go through [0, 1) evenly, and
-# neighbours differ. The factors are those of the golden ratio and of its relatives in two dimensions, times 2^32.
+# Rounding thresholds are the fractional parts of row · A + column · B + update · C: those of an element cover [0, 1)
+# evenly over updates, and neighbours differ. The factors come from the golden ratio, and from its relatives in two
+# dimensions, times 2^32.
 ROW, COLUMN = 3_242_174_889, 2_447_445_414
 STEPS = {FIRST: 2_654_435_769, SECOND: 1_640_531_527}
 
 
 class BlockError(TruestepError):
-    """Weights whose sharding cuts a block."""
+    """A layout that would cut a block of a weight."""
 
 
 class Quantised(NamedTuple):
@@ -61,7 +63,7 @@ def _wrapped(values: torch.Tensor) -> torch.Tensor:
     return (((values + 2**31) & (2**32 - 1)) - 2**31).to(torch.int32)
 
 
-def quantise(values: torch.Tensor, blocks: Blocks, turn: torch.Tensor, count: int) -> Quantised:
+def quantise(values: torch.Tensor, blocks: ScaleBlocks, turn: torch.Tensor, count: int) -> Quantised:
     """Quantise values [R, C]. In the second moment (`count` = SECOND), only 0 becomes 0."""
     folded = blocks.fold(values.abs())
     scale = folded.amax(-1)
@@ -78,15 +80,15 @@ def quantise(values: torch.Tensor, blocks: Blocks, turn: torch.Tensor, count: in
     return Quantised((codes * values.sign()).to(torch.int8), scale)
 
 
-def dequantise(stored: Quantised, blocks: Blocks, count: int) -> torch.Tensor:  # [R, C]
+def dequantise(stored: Quantised, blocks: ScaleBlocks, count: int) -> torch.Tensor:  # [R, C]
     codes = stored.codes.to(torch.int32)
     values = levels(count, codes.device).index_select(0, codes.abs().flatten()).view_as(codes)
     scaled = blocks.unfold(blocks.fold(values) * stored.scale[..., None])
     return scaled * codes.sign() if count == FIRST else scaled
 
 
-def empty_state(part: torch.Tensor, blocks: Blocks) -> State:
-    """Make the state of a weight's part before its first update."""
+def empty_state(part: torch.Tensor, blocks: ScaleBlocks) -> State:
+    """Return the state of a part of a weight before its first update."""
     largest = torch.zeros((*part.shape[:-1], blocks.of_row(part.shape[-1])), dtype=torch.float32, device=part.device)
     return {
         "exp_avg": torch.zeros_like(part, dtype=torch.int8),
@@ -109,8 +111,8 @@ class AdamW8Bit:
     def begin(self, name: str, part: torch.Tensor) -> State:
         return empty_state(part, self._blocks(name))
 
-    def _blocks(self, name: str) -> Blocks:
-        return Blocks.of(self.weights.pieces[name].shape[-1])
+    def _blocks(self, name: str) -> ScaleBlocks:
+        return ScaleBlocks.of(self.weights.pieces[name].shape[-1])
 
     def prepare(self, slots: Sequence[Slot]) -> Update:
         return partial(self._update, slots)
@@ -136,7 +138,7 @@ class AdamW8Bit:
         round_weights([slot])
 
     def _places(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find the rows and the columns of the whole weight that are updated here."""
+        """Return the row and column indices of the slot's elements within the whole weight."""
         shape = self.weights.pieces[slot.name].shape
         height, width = math.prod(shape[:-1]), shape[-1]
         rows = torch.arange(height).reshape(*shape[:-1], 1).expand(shape)
@@ -149,13 +151,13 @@ class AdamW8Bit:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What an update works on: a weight's rows, or its experts' rows below each other."""
+    """A weight, gradient and state for one update, as matrices; the rows of stacked experts are concatenated."""
 
     weight: torch.Tensor  # [R, C]
     gradient: torch.Tensor  # [R, C]
     state: State
-    blocks: Blocks
-    rows: torch.Tensor  # [R] their places in the whole weight
+    blocks: ScaleBlocks
+    rows: torch.Tensor  # [R] indices in the whole weight
     columns: torch.Tensor  # [C]
     number: int  # of the update, from 1
 
@@ -165,7 +167,7 @@ class Matrix:
 
 
 def in_passes(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
-    """Update by torch's operations, each a pass over the matrix."""
+    """Update with torch operations, each a pass over the matrix."""
     state, blocks, number = matrix.state, matrix.blocks, matrix.number
     (beta1, beta2), gradient = options.betas, matrix.gradient
     first = dequantise(Quantised(state["exp_avg"], state["exp_avg_largest"]), blocks, FIRST)
@@ -185,8 +187,8 @@ def in_passes(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
 def in_one_pass(
     matrix: Matrix, options: AdamWOptions, rate: float, scale: float = 1.0, rounded: torch.Tensor | None = None
 ) -> None:
-    """Update by a kernel that reads and writes each number once, by the gradient times `scale`. The weight is rounded
-    into `rounded`."""
+    """Update with the Triton kernel, which reads and writes each number once, by the gradient times `scale`; write the
+    rounded weight to `rounded` if given."""
     from truestep.step.update.optimizers.eight_bits_kernel import update_
 
     state, number, device = matrix.state, matrix.number, matrix.weight.device
@@ -213,8 +215,8 @@ def in_one_pass(
 
 @cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether the kernel runs on a device, and does there what torch's operations do; it rounds weights to
-    `dtype`."""
+    """Return whether the Triton kernel, with weights rounded to `dtype`, gives the results of `in_passes` on a
+    device."""
     if device.type != "cuda":
         return False
     what = "the kernel of optimizer.type: adamw_8bit"
@@ -222,15 +224,16 @@ def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Name what the kernel gets wrong on a device: rows of many and of few blocks, the last of which are shorter."""
+    """Return a description of the first wrong result of the kernel, or None. Tests rows with many and with few blocks,
+    some of which are shorter than others."""
     generator = torch.Generator().manual_seed(0)
     options = AdamWOptions((0.9, 0.99), 1e-8, 0.1)
     for rows, columns in ((5, 16 * 300), (3, 7), (2, 2048)):
-        blocks = Blocks.of(columns)
+        blocks = ScaleBlocks.of(columns)
         start = torch.randn(rows, columns, generator=generator).to(device)
         found = []
         rounded = torch.empty_like(start, dtype=dtype)
-        # The second has the gradient twice as large, and halves it.
+        # The kernel gets twice the gradient and a scale of 0.5, to test the scale.
         for times, update in ((1, in_passes), (2, partial(in_one_pass, scale=0.5, rounded=rounded))):
             weight, state = start.clone(), empty_state(start, blocks)
             places = torch.arange(rows, device=device), torch.arange(columns, device=device)
@@ -240,7 +243,7 @@ def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
                 found.append({"weight": weight.clone(), **{kind: value.clone() for kind, value in state.items()}})
         if not torch.equal(rounded, found[-1]["weight"].to(rounded.dtype)):
             return f"rounded weights in rows of {columns}"
-        for name in found[0]:  # the first update: behind it a code that differs by one makes others differ
+        for name in found[0]:  # of the first update: later ones amplify a code that differs by one
             plain, fused = found[0][name].double(), found[2][name].double()
             if name in ("exp_avg", "exp_avg_root"):
                 off = (plain - fused).abs()
@@ -254,7 +257,7 @@ def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def check_blocks(weights: Weights, names: Iterable[str]) -> None:
-    """Refuse ranks that cut a row of a weight elsewhere than between its parts."""
+    """Raise if a layout cuts the rows of a weight within blocks."""
     for name in names:
         piece = weights.pieces[name]
         columns = piece.shape[-1]

@@ -1,5 +1,5 @@
-"""One pass over a matrix for AdamW with moments in 8 bits (Triton): moments are read, the weight is updated, and
-moments are written, block by block. The formulas are those of `eight_bits`, operation by operation.
+"""AdamW with 8-bit moments in one pass over a matrix (Triton): reads moments, updates the weight and writes moments,
+block by block. The formulas are the same as in `eight_bits`.
 
 Dimensions: R rows, C columns, B blocks of a row.
 """
@@ -10,16 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from truestep.weights.blocks import Blocks
+from truestep.weights.blocks import ScaleBlocks
 
-_TILE = 2048  # numbers that a program works on, about
+_TILE = 2048  # elements per program, approximately
 _LOG10_2 = tl.constexpr(0.30102999566398120)
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
 def _read(codes_pointer, largest_pointer, levels_pointer, place, largest, inside, there):
-    """Read a moment [BLOCKS, SIZE]."""
+    """Load and dequantise a moment [BLOCKS, SIZE]."""
     code = tl.load(codes_pointer + place, mask=inside, other=0).to(tl.int32)
     level = tl.load(levels_pointer + tl.abs(code))
     scale = tl.load(largest_pointer + largest, mask=there, other=0.0)
@@ -31,7 +31,7 @@ def _write(
     values, codes_pointer, largest_pointer, levels_pointer, place, largest, inside, there, turn, steps,
     COUNT: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write a moment as levels of each block's largest number. What is not 0 becomes 0 only where it has a sign."""
+    """Quantise a moment relative to the largest number of each block, and store it. Unsigned: only 0 becomes 0."""
     scale = tl.max(tl.abs(values), axis=1)
     share = tl.abs(values) / tl.maximum(scale, _TINY)[:, None]
     level = tl.floor(tl.log2(share) * _LOG10_2 * steps) + COUNT
@@ -57,7 +57,7 @@ def _turns(along_rows, along_columns):
 def _places(
     columns, blocks_of_row, part, blocks_of_part, size, tiles, BLOCKS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Find what this program works on: some blocks of a row, and their numbers [BLOCKS, SIZE]."""
+    """Return the rows, columns, offsets and masks of this program's elements [BLOCKS, SIZE]: some blocks of one row."""
     program = tl.program_id(0).to(tl.int64)
     row = program // tiles
     block = (program % tiles).to(tl.int32) * BLOCKS + tl.arange(0, BLOCKS)
@@ -80,10 +80,10 @@ def _update_kernel(
     root_largest_pointer,  # [R, B]
     first_levels_pointer,
     root_levels_pointer,
-    first_rows_pointer,  # [R] int32: the turns' part that depends on the row and the update
+    first_rows_pointer,  # [R] int32: the term of the rounding thresholds that depends on row and update
     root_rows_pointer,  # [R]
-    columns_pointer,  # [C] int32: their part that depends on the column
-    rounded_pointer,  # [R, C] the weight as the model computes with it, with ROUNDS
+    columns_pointer,  # [C] int32: the term that depends on the column
+    rounded_pointer,  # [R, C] the model's rounded weight, with ROUNDS
     columns,
     blocks_of_row,
     part,
@@ -117,7 +117,7 @@ def _update_kernel(
     root = tl.sqrt(root * root * beta2 + gradient * gradient * one_less_beta2)
 
     weight = tl.load(weight_pointer + place, mask=inside, other=0.0)
-    # A decay far below a weight's rounding is right on average: 1 - decay would not be.
+    # Not weight · (1 - decay): rounding 1 - decay would change a tiny decay in the same way at every update.
     weight = weight - (decay * weight + step_size * (first / (root / correction + epsilon)))
     tl.store(weight_pointer + place, weight, mask=inside)
     if ROUNDS:
@@ -135,15 +135,15 @@ def _update_kernel(
 def update_(
     weight: torch.Tensor,  # [R, C]
     gradient: torch.Tensor,
-    first: tuple[torch.Tensor, torch.Tensor],  # codes [R, C], the largest of blocks [R, B]
+    first: tuple[torch.Tensor, torch.Tensor],  # codes [R, C], and the largest number of each block [R, B]
     root: tuple[torch.Tensor, torch.Tensor],
-    blocks: Blocks,
+    blocks: ScaleBlocks,
     levels: tuple[torch.Tensor, torch.Tensor],  # of both moments
-    along: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # the turns' parts: rows of both moments, columns
+    along: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # terms of thresholds: rows of both moments, columns
     decades: float,
     betas: tuple[float, float],
     scale: float,  # of the gradient
-    rounded: torch.Tensor | None,  # [R, C] the weight as the model computes with it
+    rounded: torch.Tensor | None,  # [R, C] the model's rounded weight
     decay: float,
     step_size: float,
     correction: float,

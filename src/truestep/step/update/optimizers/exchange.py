@@ -1,6 +1,7 @@
-"""Gathers each sharded matrix on one rank, and scatters the result of the work on the matrix.
+"""Gathers each sharded matrix on one rank for some work, and scatters the result.
 
-Never more than one matrix is whole on a rank. All ranks that have parts or copies of the same weights share the work.
+The ranks that have parts or copies of the same weights divide the matrices among themselves. With `workers` matrices at
+a time, no rank gathers more than one.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from truestep.weights.protocol import Weights
 
 
 class _Level(NamedTuple):
-    """A group of ranks that each have a part of a matrix; the owner gathers the whole."""
+    """A group of ranks that each have a part of a matrix; the owner gathers the parts."""
 
     group: dist.ProcessGroup
     owner: int  # rank within the group
@@ -32,14 +33,14 @@ class _Level(NamedTuple):
         return dist.get_world_size(self.group)
 
     def collect(self, part: torch.Tensor) -> torch.Tensor | None:
-        """Gather the parts on the owner; other ranks get None."""
+        """Gather the parts on the owner; return None on other ranks."""
         sent = self._padded(part)
         received = [torch.empty_like(sent) for _ in range(self.ranks)] if self.here else None
         dist.gather(sent, received, group=self.group, group_dst=self.owner)
         return None if received is None else torch.cat(received)[: self.size].movedim(0, self.dimension)
 
     def deal(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """Scatter the owner's matrix; `like` has the shape of this rank's part."""
+        """Scatter the owner's matrix (None on other ranks); `like` has the shape of this rank's part."""
         received = self._padded(like)
         sent = None
         if whole is not None:
@@ -60,13 +61,13 @@ class _Level(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeMatrices:
-    """The ranks that share the work on the matrices of one stage."""
+    """The division of a pipeline stage's matrices among its ranks."""
 
     weights: Weights
 
     @property
     def workers(self) -> int:
-        """The number of matrices that are worked on at once, one on each rank."""
+        """The number of matrices that are worked on at once: one per rank."""
         return self._replicas * self._shards * self._slices
 
     @property
@@ -99,7 +100,7 @@ class WholeMatrices:
         return [self._deal(number, *pair) for number, pair in enumerate(zip(names, results, likes, strict=True))]
 
     def _places(self, number: int) -> tuple[int, int, int]:
-        """Find the rank that works on a matrix: its replica, its shard and its slice."""
+        """Return the replica, shard and slice of the rank that works on a matrix."""
         rest, slice_ = divmod(number, self._slices)
         rest, shard = divmod(rest, self._shards)
         return rest % self._replicas, shard, slice_
@@ -133,7 +134,7 @@ class WholeMatrices:
             part = tensor.collect(part)
         group = self.weights.ranks.group(CUT[0])
         if tensor is None and group is not None and dist.get_rank(group) != self._places(number)[2]:
-            return None  # every tensor rank has the whole matrix; one of them works on it
+            return None  # every tensor rank has the whole matrix; another one works on it
         return part
 
     def _deal(self, number: int, name: str, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -156,7 +157,7 @@ class WholeMatrices:
     def _deal_slices(
         self, number: int, name: str, tensor: _Level | None, whole: torch.Tensor | None, like: torch.Tensor
     ) -> torch.Tensor | None:
-        """Scatter the slices to the tensor ranks, or broadcast a matrix that is not sliced."""
+        """Scatter slices to the tensor ranks, or broadcast a matrix that is not sliced."""
         group, piece = self.weights.ranks.group(CUT[0]), self.weights.pieces[name]
         if group is None:
             return whole

@@ -1,4 +1,4 @@
-"""Muon (Jordan and others, 2024): orthogonalises the momentum of each whole matrix, approximately, for its update."""
+"""Muon (Jordan et al., 2024): updates each matrix by its approximately orthogonalised momentum."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from truestep.step.update.optimizers.by_weight import Slot, State, Update, round
 from truestep.step.update.optimizers.exchange import WholeMatrices
 from truestep.weights.protocol import Weights
 
-# The odd polynomial of Jordan's that takes singular values in (0, 1] near 1: a x + b x³ + c x⁵.
+# Jordan's polynomial a x + b x³ + c x⁵, which moves singular values in (0, 1] towards 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
 
@@ -20,14 +20,14 @@ SMALLEST_NORM = 1e-7
 class MuonOptions:
     momentum: float
     nesterov: bool
-    steps: int  # of Newton and Schulz's iteration
-    adjust: str  # the update's size by the matrix's shape: original or match_rms_adamw
+    steps: int  # Newton-Schulz iterations
+    adjust: str  # how the update's size depends on the matrix's shape: original or match_rms_adamw
     weight_decay: float
-    dtype: torch.dtype = torch.float32  # of the iteration's products
+    dtype: torch.dtype = torch.float32  # of the products in the iteration
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bring a matrix's singular values near 1 by Newton and Schulz's iteration; of a stack, each matrix's."""
+    """Bring the singular values of a matrix, or of each matrix of a stack, near 1 by the Newton-Schulz iteration."""
     tall = matrix.shape[-2] > matrix.shape[-1]
     result = matrix.mT if tall else matrix
     norm = torch.linalg.vector_norm(result, dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
@@ -40,7 +40,7 @@ def orthogonalise(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch
 
 
 def size_factor(shape: torch.Size, adjust: str) -> float:
-    """Return the factor of a matrix's learning rate."""
+    """Return the factor on the learning rate for a matrix of this shape."""
     rows, columns = shape[-2:]
     if adjust == "original":
         return math.sqrt(max(1.0, rows / columns))
@@ -48,7 +48,7 @@ def size_factor(shape: torch.Size, adjust: str) -> float:
 
 
 class Muon:
-    """Every matrix is orthogonalised whole, by one of the ranks that have parts of it."""
+    """The update rule of Muon. Each matrix is gathered and orthogonalised on one of the ranks that have parts of it."""
 
     def __init__(self, weights: Weights, options: MuonOptions):
         self._weights, self._options = weights, options

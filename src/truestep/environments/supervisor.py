@@ -1,12 +1,12 @@
 """The process between the run and a worker: it starts the worker, enforces its limits, and kills all its descendants.
 
-A reward may start processes that move to other sessions or outlive their parents. The keeper adopts orphaned
+A reward may start processes that move to other sessions or outlive their parents. The supervisor adopts orphaned
 descendants (PR_SET_CHILD_SUBREAPER). It kills all its descendants when the run asks, when the worker exits, or when the
-run is gone. It never runs a user's code itself. If the worker is isolated, the keeper is the first process of the
+run is gone. It never runs a user's code itself. If the worker is isolated, the supervisor is the first process of the
 namespaces (`isolation`), which end with it.
 
-    python -P -m truestep.environments.keeper     stdin: a socket for control frames from and to the run
-                                                  stdout: a socket for requests from the run, and their answers
+    python -P -m truestep.environments.supervisor     stdin: a socket for control frames from and to the run
+                                                      stdout: a socket for requests from the run, and their answers
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from truestep.environments.descendants import Children, descendants, kill_below,
 from truestep.environments.memory import takes_more
 from truestep.environments.valve import Valve
 
-MOST_PROCESSES = 256  # limit of a keeper's descendants
+MOST_PROCESSES = 256  # limit of a supervisor's descendants
 _ADOPTS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
 _TICK = 0.1  # seconds between checks of the limits
 _KEPT_OUTPUT = 2000  # last bytes of a reward's output that are kept
@@ -47,12 +47,12 @@ def main() -> None:
         control.send(frames.encode({"ended": None, "breach": f"the reward could not be isolated: {error}"}))
         return
     isolation.hide()
-    run = os.getppid()  # 0 for an isolated keeper, whose parent is outside its PID namespace and kills it
+    run = os.getppid()  # 0 for an isolated supervisor, whose parent is outside its PID namespace and kills it
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_ADOPTS_ORPHANS, 1)
     output, printed = os.pipe()
     ours, theirs = frames.connected()
-    keeper, worker = os.getpid(), os.fork()
+    supervisor, worker = os.getpid(), os.fork()
     if worker == 0:
         control.close()
         ours.close()
@@ -63,12 +63,12 @@ def main() -> None:
             os.close(number)
         from truestep.environments.worker import work  # imported late: only the worker needs it
 
-        work(theirs.detach(), keeper, start)
+        work(theirs.detach(), supervisor, start)
     theirs.close()
     os.close(printed)
     private = None if start["room"] is None else isolation.PRIVATE
     limits = _Limits(start["memory"], private)
-    _Keeper(run, worker, control, output, limits, socket.socket(fileno=channel), ours).keep()
+    _Supervisor(run, worker, control, output, limits, socket.socket(fileno=channel), ours).serve()
 
 
 class _Limits:
@@ -79,7 +79,7 @@ class _Limits:
     def breach(self, started: bool) -> str | None:
         """Return the limit that all descendants together exceed, as a message, or None.
 
-        Before the worker has `started`, it may still be hidden, like the keeper that it was forked from.
+        Before the worker has `started`, it may still be hidden, like the supervisor that it was forked from.
         """
         below = descendants(os.getpid())
         if len(below) > MOST_PROCESSES:
@@ -92,7 +92,7 @@ class _Limits:
         return None
 
 
-class _Keeper:
+class _Supervisor:
     def __init__(
         self,
         run: int,
@@ -110,7 +110,7 @@ class _Keeper:
         self._status: int | None = None  # wait status of the worker, once it has exited
         os.set_blocking(output, False)
 
-    def keep(self) -> None:
+    def serve(self) -> None:
         """Serve until the worker exits or exceeds a limit, or the run asks for the end or is gone."""
         if self._limits.private is None:  # in another PID namespace the PID would mean nothing to the run
             self._say({"worker": self._worker})

@@ -1,4 +1,4 @@
-"""The plans of a report's charts: their metrics and how they are drawn."""
+"""The specifications of a report's charts: their metrics and how they are drawn."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from truestep.text import printable
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan of a chart, without data: its metrics by key, with the names of their lines, and how it is drawn."""
+class ChartSpec:
+    """A chart without data: its metrics by key, with the names of their lines, and how it is drawn."""
 
     title: str
     metrics: Mapping[str, str]
@@ -31,13 +31,13 @@ class Plan:
     wide: bool = False
 
 
-def _share(title: str, **names: str) -> Plan:
-    return Plan(title, names, unit="share", from_zero=True, least_range=1e-3)
+def _share(title: str, **names: str) -> ChartSpec:
+    return ChartSpec(title, names, unit="share", from_zero=True, least_range=1e-3)
 
 
-GROUPS: dict[str, tuple[Plan, ...]] = {
+GROUPS: dict[str, tuple[ChartSpec, ...]] = {
     "Reward": (
-        Plan(
+        ChartSpec(
             "Held-out reward",
             {"greedy_reward": "greedy", "sampled_reward": "sampled"},
             unit="mean",
@@ -46,14 +46,14 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
             from_zero=True,
             wide=True,
         ),
-        Plan("Training reward", {"reward": "mean"}, unit="mean of the step", from_zero=True),
-        Plan(
+        ChartSpec("Training reward", {"reward": "mean"}, unit="mean of the step", from_zero=True),
+        ChartSpec(
             "Spread of rewards",
             {"group_reward_spread": "within a group", "reward_std": "of the step"},
             unit="standard deviation",
             from_zero=True,
         ),
-        Plan(
+        ChartSpec(
             "Groups",
             {
                 "zero_advantage_groups": "nothing to learn",
@@ -63,7 +63,7 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
             unit="share",
             from_zero=True,
         ),
-        Plan(
+        ChartSpec(
             "Advantage",
             {"advantage": "mean", "max_advantage": "largest", "min_advantage": "smallest"},
             unit="of the step",
@@ -72,7 +72,7 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
         ),
     ),
     "Completions": (
-        Plan(
+        ChartSpec(
             "Length",
             {
                 "response_length": "mean",
@@ -84,12 +84,12 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
             from_zero=True,
         ),
         _share("Truncated", truncated_fraction="truncated"),
-        Plan("Entropy", {"entropy": "entropy"}, unit="nats", from_zero=True),
-        Plan("Log-probability", {"new_logprobs": "new policy", "old_logprobs": "old policy"}, unit="nats"),
+        ChartSpec("Entropy", {"entropy": "entropy"}, unit="nats", from_zero=True),
+        ChartSpec("Log-probability", {"new_logprobs": "new policy", "old_logprobs": "old policy"}, unit="nats"),
     ),
     "New policy against old": (
-        Plan("Ratio new/old", {"ratio_new_old": "ratio"}, unit="mean", reference=1.0, least_range=1e-3),
-        Plan(
+        ChartSpec("Ratio new/old", {"ratio_new_old": "ratio"}, unit="mean", reference=1.0, least_range=1e-3),
+        ChartSpec(
             "Log-ratio of labels",
             {
                 "log_ratio_p99": "99 %",
@@ -106,26 +106,26 @@ GROUPS: dict[str, tuple[Plan, ...]] = {
             "Clipped fraction",
             **{f"clipped_ratio_fraction{side}": side[1:] or "all" for side in ("", "_low", "_high")},
         ),
-        Plan("KL new/old", {"kl_new_old": "KL"}, unit="nats", reference=0.0, least_range=1e-5),
-        Plan("Effective sample size", {"effective_sample_share": "share"}, unit="share", least_range=1e-3),
+        ChartSpec("KL new/old", {"kl_new_old": "KL"}, unit="nats", reference=0.0, least_range=1e-5),
+        ChartSpec("Effective sample size", {"effective_sample_share": "share"}, unit="share", least_range=1e-3),
     ),
     "Loss and optimizer": (
-        Plan("Loss", {"loss": "loss"}, least_range=1e-6),
-        Plan("Gradient norm", {"grad_norm": "norm"}, logarithmic_if_wide=True, from_zero=True),
-        Plan("Learning rate", {"learning_rate": "rate"}, from_zero=True, smoothed=False),
+        ChartSpec("Loss", {"loss": "loss"}, least_range=1e-6),
+        ChartSpec("Gradient norm", {"grad_norm": "norm"}, logarithmic_if_wide=True, from_zero=True),
+        ChartSpec("Learning rate", {"learning_rate": "rate"}, from_zero=True, smoothed=False),
     ),
     "Time and speed": (
-        Plan(
+        ChartSpec(
             "Throughput",
             {"tokens_per_second": "of the step", "sampled_tokens_per_second": "sampled"},
             unit="tokens/s",
             compare_each=True,
             from_zero=True,
         ),
-        Plan("Time of a step", {"step_time": "step"}, unit="seconds", from_zero=True),
-        Plan("Staleness", {"staleness": "mean", "max_staleness": "largest"}, unit="documents", from_zero=True),
+        ChartSpec("Time of a step", {"step_time": "step"}, unit="seconds", from_zero=True),
+        ChartSpec("Staleness", {"staleness": "mean", "max_staleness": "largest"}, unit="documents", from_zero=True),
         _share("Model FLOPs utilization", mfu="of the GPUs' peak"),
-        Plan("GPU memory", {"gpu_memory": "at the peak"}, unit="GiB", from_zero=True),
+        ChartSpec("GPU memory", {"gpu_memory": "at the peak"}, unit="GiB", from_zero=True),
     ),
 }
 
@@ -149,32 +149,32 @@ _NOT_DRAWN = re.compile(
 )
 
 
-def groups_for(runs: Sequence[Run]) -> dict[str, tuple[Plan, ...]]:
-    """Return the plans by group, with an additional plan for each other metric, such as a user's own."""
-    drawn = {key for plans in GROUPS.values() for plan in plans for key in plan.metrics}
+def groups_for(runs: Sequence[Run]) -> dict[str, tuple[ChartSpec, ...]]:
+    """Return the specs by group, with an additional spec for each other metric, such as a user's own."""
+    drawn = {key for specs in GROUPS.values() for spec in specs for key in spec.metrics}
     logged = dict.fromkeys(key for run in runs for key in run.metrics.names)
     own = [key for key in logged if key not in drawn and not _NOT_DRAWN.fullmatch(key)]
-    groups = {title: (*plans, *_found(title, runs, list(logged))) for title, plans in GROUPS.items()}
-    return groups | {"More metrics": tuple(Plan(printable(key, 100), {key: printable(key, 100)}) for key in own)}
+    groups = {title: (*specs, *_found(title, runs, list(logged))) for title, specs in GROUPS.items()}
+    return groups | {"More metrics": tuple(ChartSpec(printable(key, 100), {key: printable(key, 100)}) for key in own)}
 
 
-def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Plan]:
-    """Make the plans that depend on the logged metrics: parts of the reward and of the time, pass@k, held-out loss."""
+def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[ChartSpec]:
+    """Make the specs that depend on the logged metrics: parts of the reward and of the time, pass@k, held-out loss."""
     if group == "Reward":
         parts = {key: printable(key.partition("/")[2], 60) for key in logged if key.startswith("rewards/")}
         evaluated = dict.fromkeys(key for run in runs for key in run.evaluations.names)
         passed = {key: printable(key, 20) for key in evaluated if re.fullmatch(r"pass@\d+", key)}
-        plans = [
-            Plan("Parts of the reward", parts, unit="mean", compare_each=True),
-            Plan("pass@k", passed, "share of prompts", from_evaluation=True, compare_each=True, from_zero=True),
-            Plan("Held-out loss", {"loss": "loss"}, unit="mean of labels", from_evaluation=True),
+        specs = [
+            ChartSpec("Parts of the reward", parts, unit="mean", compare_each=True),
+            ChartSpec("pass@k", passed, "share of prompts", from_evaluation=True, compare_each=True, from_zero=True),
+            ChartSpec("Held-out loss", {"loss": "loss"}, unit="mean of labels", from_evaluation=True),
         ]
-        return [plan for plan in plans if plan.metrics and (plan.title != "Held-out loss" or "loss" in evaluated)]
+        return [spec for spec in specs if spec.metrics and (spec.title != "Held-out loss" or "loss" in evaluated)]
     if group == "Time and speed":
         times = {f"time/{name}": name for name in _TIMES if f"time/{name}" in logged}
         times |= {key: printable(key[5:], 60) for key in logged if key.startswith("time/") and key not in times}
         if times:
-            return [Plan("Where the time goes", times, "seconds", from_zero=True, stacked=True, wide=True)]
+            return [ChartSpec("Where the time goes", times, "seconds", from_zero=True, stacked=True, wide=True)]
         old = {key: name for key, name in _OLD_TIMES.items() if key in logged}
-        return [Plan("Where the time goes", old, "seconds", compare_each=True, from_zero=True)] if old else []
+        return [ChartSpec("Where the time goes", old, "seconds", compare_each=True, from_zero=True)] if old else []
     return []

@@ -16,7 +16,7 @@ _MOST_STEPS = 64  # largest range of steps in a file
 _SECONDS = 30.0  # time after which a file is written even with fewer steps
 
 
-class Keeper(Observer):
+class RolloutRecorder(Observer):
     """Collects rows of each step and writes them every few steps, before each checkpoint and at the end."""
 
     def __init__(
