@@ -1,7 +1,7 @@
-"""Files, and bytes that others wrote.
+"""Reading and writing of files.
 
-whole             files that are complete or absent: written under another name, synced, renamed; files of lines
-tensors           safetensors files, written and read piece by piece
-disks             what a disk refuses, as one sentence
-bounded           ceilings on lines, JSON and small files that others wrote
+whole             atomic writes (temporary name, fsync, rename), and JSON Lines files
+tensors           safetensors files, written and read in parts that report progress
+disks             disk errors with the file, the disk and what to do
+bounded           size limits for untrusted lines, JSON and small files
 """

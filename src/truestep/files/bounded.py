@@ -1,6 +1,6 @@
-"""Ceilings on what is read of bytes that others wrote: lines, JSON, small files. SECURITY.md has a table of them all.
+"""Size limits for untrusted input: lines, JSON, small files. SECURITY.md has a table of them all.
 
-An honest document of a million tokens is far below them.
+A legitimate document of a million tokens is far below them.
 """
 
 import json
@@ -10,23 +10,23 @@ from typing import Any, BinaryIO
 
 MIB = 2**20
 RECORD = 128 * MIB  # bytes of a line, a message or a row: one record
-TOKEN_FIELD = 96 * MIB  # bytes of the numbers of one document's tokens, such as routed_experts
+TOKEN_FIELD = 96 * MIB  # bytes of a field with numbers for each token of a document, such as routed_experts
 SETTINGS = 16 * MIB  # bytes of a JSON file of settings
 _PIECE = MIB
-_UNCOUNTED = MIB  # bytes of JSON that are harmless whatever they hold
-_MOST_PARTS = MIB  # lists and objects of a JSON text: one takes 60 bytes and more in memory, and 3 as text
-_MOST_QUOTES = 4 * MIB  # two for each text: one takes 50 bytes and more in memory
+_UNCOUNTED = MIB  # bytes of JSON that are harmless whatever they contain
+_MOST_PARTS = MIB  # lists and objects in a JSON text: each takes at least 60 bytes of memory, and 3 bytes of text
+_MOST_QUOTES = 4 * MIB  # two for each string, which takes at least 50 bytes of memory
 
 
 class TooLargeError(ValueError):
-    """The reason why bytes are not read: they are more, or would take more memory, than anything honest."""
+    """Input exceeds a size limit, in bytes or in the memory that it would take."""
 
 
 def read_line(
     file: BinaryIO, each: Callable[[bytes], None] = lambda piece: None, limit: int | None = None
 ) -> tuple[bytes | None, int, bool]:
-    """Read a line: its content (None where it has more bytes than a record may have, or than `limit`), its length,
-    whether it has an end. No more than that is held; each piece is handed to `each`."""
+    """Read a line. Return its content, or None if it has more than `limit` bytes (None: `RECORD`); its length; and
+    whether it ends with a line break. `each` is called with all bytes in parts; no more than `limit` are held."""
     limit = RECORD if limit is None else limit
     line = file.readline(limit + 1)
     each(line)
@@ -39,7 +39,7 @@ def read_line(
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
-    """Read all lines behind a file's place: each with its length, and None for the content of one that is too long."""
+    """Yield the content and length of each line from the file's position on. The content is None if it is too long."""
     while True:
         line, length, _ = read_line(file)
         if not length:
@@ -48,13 +48,13 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
 
 
 def too_long(limit: int | None = None) -> str:
-    """Say why so many bytes are not read."""
+    """Return the message for input of more than `limit` bytes (None: `RECORD`)."""
     limit = RECORD if limit is None else limit
     return f"it has more than {limit // MIB} MiB" if limit >= MIB else f"it has more than {limit:,} bytes"
 
 
 def check_json(text: bytes, scale: int = 1) -> None:
-    """Refuse JSON that would take far more memory than its bytes. `scale` times as much is expected as of a record."""
+    """Raise `TooLargeError` for JSON that would take far more memory than its text. `scale`: multiple of the limits."""
     if len(text) <= _UNCOUNTED:
         return
     for count, most, what in (
@@ -66,7 +66,7 @@ def check_json(text: bytes, scale: int = 1) -> None:
 
 
 def load_json(text: bytes, scale: int = 1) -> Any:
-    """Read JSON. What cannot be read, or must not be, is a ValueError."""
+    """Parse JSON. Raise ValueError if it is invalid or exceeds the limits."""
     check_json(text, scale)
     try:
         return json.loads(text)
@@ -75,7 +75,7 @@ def load_json(text: bytes, scale: int = 1) -> Any:
 
 
 def read_settings(path: Path, limit: int | None = None) -> bytes:
-    """Read a file of settings, which is small."""
+    """Read a file of settings. Raise `TooLargeError` if it has more than `limit` bytes (None: `SETTINGS`)."""
     most = SETTINGS if limit is None else limit
     with path.open("rb") as file:
         content = file.read(most + 1)

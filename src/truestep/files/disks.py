@@ -1,4 +1,4 @@
-"""What a disk refuses, as one sentence: which file, which disk, and what to do; and paths that are no files to read."""
+"""Disk errors as messages that name the file, the disk and what to do; and paths that are not regular files."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from truestep.errors import TruestepError
 from truestep.text import printable
 
-# What a disk says whatever the program did. Its own calls (a write, a sync, a close) name no file.
+# Errors that are the disk's, not the program's. Those of write, fsync and close do not name the file.
 _REFUSALS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota on this disk is used up",
@@ -25,7 +25,7 @@ _REFUSALS = {
 
 
 class DiskError(TruestepError, OSError):
-    """A disk's refusal, with the file that it is about."""
+    """A disk error, with its file."""
 
     sentence: str = ""
 
@@ -41,7 +41,8 @@ class DiskError(TruestepError, OSError):
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name a file, or the directory of several, in whatever a disk refuses while it is written."""
+    """Raise disk errors of the block as `DiskError` with this file. `path`: a file, or a directory if several are
+    written."""
     try:
         yield
     except DiskError:
@@ -55,7 +56,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def refusal(error: Exception) -> int | None:
-    """Give the number of a disk's refusal; None for other errors. Libraries in Rust write it into their message."""
+    """Return the errno of a disk error, or None for other errors. Rust libraries have it in their message."""
     written = re.search(r"\(os error (\d+)\)$", str(error))
     number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None
     return number if number in _REFUSALS else None
@@ -69,7 +70,7 @@ def _sentence(number: int, path: Path) -> str:
 
 
 def _disk_of(path: Path) -> str:
-    """Describe the disk of a path, as far as it can be looked at."""
+    """Describe the disk of a path: its size and free bytes. Return "" if they cannot be read."""
     place = path.absolute()
     try:
         while not place.exists():
@@ -84,13 +85,13 @@ def _disk_of(path: Path) -> str:
     return f"; of the {size:,} bytes at {printable(place)}, {free:,} are free now{inodes}"
 
 
-_GIVEN = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # what this process was given is open already
+_GIVEN = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # inherited files, which are open already
 _KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISBLK, "a device"))
 
 
 def no_file(path: Path) -> str | None:
-    """Say what a path is that is neither a file nor a directory: to open a named pipe takes until somebody writes to
-    it, and a device may have no end. None for all others, and for what is not there."""
+    """Return the kind of a path that is neither a file nor a directory, else None. Opening a named pipe blocks until
+    another process writes to it, and a device may be endless. None also if the path does not exist."""
     if str(path).startswith(_GIVEN):
         return None
     try:

@@ -1,7 +1,6 @@
-"""Files of tensors, written and read piece by piece: each piece is progress, and a disk that stands still is named.
+"""safetensors files, written and read in parts: each part reports progress, and a disk that hangs is named.
 
-safetensors' own writer is one call that holds up every thread of the process until the last byte is written. The files
-are the same, byte for byte.
+safetensors' own writer is one call that holds the GIL until the last byte is written. The files are byte-identical.
 """
 
 import errno
@@ -20,15 +19,14 @@ from truestep.files.bounded import TooLargeError, load_json
 from truestep.files.disks import writing
 from truestep.process import progress
 
-_LONGEST_HEADER = 100_000_000  # bytes, as safetensors' own reader has it
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors' own reader
 
-_PIECE = 2**24  # bytes that are written at a time
-# Bytes after which what was written goes to the disk: one sync of a whole model would be one wait without a sign of
-# life. Its pieces take as long as it does.
+_PIECE = 2**24  # bytes of a write
+# Bytes between two syncs: a single sync of a whole model would be one long wait without progress, and is no faster.
 _SYNCED = 2**26
-# A write from memory straight to the disk begins and ends at a multiple of so many bytes, in memory and in the file.
+# Alignment of direct I/O, in memory and in the file.
 _PAGE = 2**12
-# Names of types in a file, in the order in which their tensors stand there: each lies at a multiple of its size.
+# Names of dtypes in a file, in the order of their tensors in the file: so each tensor is aligned to its item size.
 _TYPES = {
     getattr(torch, name): stored
     for name, stored in (
@@ -59,10 +57,10 @@ TYPES_BY_NAME = {name: dtype for dtype, name in _TYPES.items()}
 
 @dataclass(frozen=True)
 class Layout:
-    """A safetensors file before it is written: its header, and behind it tensors in this order."""
+    """The layout of a safetensors file: its header, followed by the tensors in the order of `starts`."""
 
     header: bytes
-    starts: Mapping[str, int]  # the first byte of each
+    starts: Mapping[str, int]  # the first byte of each tensor
     size: int
 
 
@@ -92,7 +90,7 @@ def write_tensors(
     file: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file, and put it on the disk."""
+    """Write a safetensors file, and sync it."""
     layout = lay_out(tensors, metadata)
     waiting = progress.waiting_for(f"the disk to write {file}")
     with waiting, writing(file), open(file, "wb", buffering=0) as stream:
@@ -106,9 +104,9 @@ def write_tensors(
 def write_image(
     image: torch.Tensor, file: str | os.PathLike[str], watch: Callable[[memoryview], None] | None = None
 ) -> None:
-    """Write a file that lies in memory as a whole, and put it on the disk. `watch` is shown its bytes in order.
+    """Write a file from its complete image in memory, and sync it. `watch` is called with its bytes in order.
 
-    Where the file system can, they go straight to the disk: no processor copies them, and no memory holds them twice.
+    Direct I/O is used where the file system supports it: no copies in the page cache.
     """
     content = _bytes_of(image)
     whole_pages = len(content) // _PAGE * _PAGE if image.data_ptr() % _PAGE == 0 else 0
@@ -127,7 +125,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class _Written:
-    """What was written to a file, and what of it is not on the disk yet."""
+    """Writes to a file, with a sync after every `_SYNCED` bytes."""
 
     def __init__(self, handle: int, watch: Callable[[memoryview], None] | None = None):
         self._handle, self._waiting, self._watch = handle, 0, watch
@@ -138,19 +136,19 @@ class _Written:
             rest = self._write(rest)
 
     def add_straight(self, content: memoryview) -> None:
-        """Add what begins and ends at a multiple of pages, past the system's own copies of files where that goes."""
+        """Add page-aligned content, by direct I/O where the file system supports it."""
         rest = content
         with _direct(self._handle) as goes:
             try:
                 while goes and rest:
                     rest = self._write(rest)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # what this disk does not take
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # direct I/O is not supported
                     raise
         self.add(rest)
 
     def _write(self, content: memoryview) -> memoryview:
-        """Write a piece; give the rest."""
+        """Write up to `_PIECE` bytes. Return the rest."""
         count = os.write(self._handle, content[:_PIECE])
         if self._watch is not None:
             self._watch(content[:count])
@@ -168,7 +166,7 @@ class _Written:
 
 @contextmanager
 def _direct(handle: int) -> Iterator[bool]:
-    """Have writes go straight to the disk. Tell whether they do: not every system and file system can."""
+    """Switch a file to direct I/O, inside. Yield False if the system or file system does not support it."""
     flag = getattr(os, "O_DIRECT", 0)
     before = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
@@ -188,13 +186,13 @@ def read_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     found = {}
     with progress.waiting_for(f"the disk to read {file}"), safe_open(file, "pt") as stored:
         for name in stored.keys():  # noqa: SIM118 - it is no dictionary
-            found[name] = stored.get_tensor(name).clone()  # which reads it: until then the file is only mapped
+            found[name] = stored.get_tensor(name).clone()  # `clone` reads it: the file is only mapped
             progress.made("bytes read", found[name].nbytes)
     return found
 
 
 def _read_header(file: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
-    """Read the header of a safetensors file, and where its tensors begin."""
+    """Return the header of a safetensors file, and the byte at which its tensors begin."""
     with open(file, "rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if size > min(_LONGEST_HEADER, os.fstat(stream.fileno()).st_size - 8):
@@ -205,21 +203,21 @@ def _read_header(file: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
 
 
 def tensor_sizes(file: str | os.PathLike[str]) -> dict[str, int]:
-    """Read the names of a safetensors file's tensors, and the bytes of each, from its header alone."""
+    """Return the bytes of each tensor of a safetensors file. Only the header is read."""
     offsets = {name: entry["data_offsets"] for name, entry in _read_header(file)[0].items()}
     return {name: end - start for name, (start, end) in offsets.items()}
 
 
 def tensor_places(file: str | os.PathLike[str]) -> dict[str, tuple[str, int, list[int]]]:
-    """Read, from its header alone, the type of each tensor of a safetensors file, the byte it begins at, its shape."""
+    """Return the dtype, first byte and shape of each tensor of a safetensors file. Only the header is read."""
     header, begin = _read_header(file)
     return {name: (entry["dtype"], begin + entry["data_offsets"][0], entry["shape"]) for name, entry in header.items()}
 
 
 @contextmanager
 def transformers_write_tensors(write: Callable[..., None] = write_tensors) -> Iterator[None]:
-    """Have transformers write its files of tensors by `write_tensors`, or by another function. It is assumed to call
-    `safe_save_file`; if it wrote in another way, the files would be the same."""
+    """Make transformers write its safetensors files with `write_tensors`, or another function, inside. This replaces
+    its `safe_save_file`; should transformers not call that, the files would be the same."""
     from transformers import modeling_utils
 
     module: Any = modeling_utils

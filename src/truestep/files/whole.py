@@ -1,4 +1,4 @@
-"""Files that are whole or absent (written under another name, synced, renamed), and files of lines, damaged or not."""
+"""Atomic writes of files (temporary name, fsync, rename), and JSON Lines files, which may be damaged."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from truestep.text import printable
 
 log = logging.getLogger(__name__)
 
-DEEPEST = 100  # levels of lists and objects in a line; json's own reader and writer fail at some depth of the stack
+DEEPEST = 100  # levels of nested lists and objects in a line; Python's json fails at some depth of the stack
 _READ_AHEAD = 1 << 17  # bytes
 LONGEST_LINE = 1 << 28  # bytes; a step of a million documents with long names takes a third of it
 
@@ -34,14 +34,14 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_files(files: Iterable[Path]) -> None:
-    """Put files on the disk, those of them that are there."""
+    """Sync files; those that do not exist are skipped."""
     for path in files:
         with contextlib.suppress(FileNotFoundError), writing(path), path.open("rb") as file:
             os.fsync(file.fileno())
 
 
 def sync_tree(directory: Path) -> None:
-    """Sync all files below, before a rename makes them count."""
+    """Sync all files below a directory, for use before it is renamed to its final name."""
     for folder, _, names in os.walk(directory):
         for name in names:
             path = Path(folder) / name
@@ -62,19 +62,19 @@ def write_whole(path: Path, content: bytes) -> Path:
                 os.fsync(file.fileno())
             os.replace(partial, path)
         finally:
-            with contextlib.suppress(OSError):  # it must not hide why there is one
+            with contextlib.suppress(OSError):  # it must not hide the error of the write
                 partial.unlink(missing_ok=True)
     sync_directory(path.parent)
     return path
 
 
 def write_text_whole(path: Path, text: str) -> Path:
-    """Write text that people read: half a surrogate pair in a completion must not stop it."""
+    """Write text for people. Characters that UTF-8 cannot encode, such as lone surrogates, are replaced."""
     return write_whole(path, text.encode("utf-8", errors="replace"))
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """Format one line. Floats keep every digit, so that what is read is bit for bit what was written."""
+    """Format a line. Floats keep all digits, so that they are read back bit by bit. NaN and infinity become null."""
     try:
         line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:  # JSON has no NaN and no infinity
@@ -82,13 +82,13 @@ def json_line(value: Mapping[str, Any]) -> str:
         line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can escape and UTF-8 cannot encode
         line = json.dumps(value)
     return line + "\n"
 
 
 def finite_or_null(value: Any) -> Any:
-    """Replace numbers that are not finite, at any depth, by None: JSON has none of them."""
+    """Replace NaN and infinity, at any depth, by None, since JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -112,13 +112,13 @@ def append_json_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class LineError(ValueError):
-    """The reason why a line is no JSON object that can be trusted."""
+    """A line is not a valid JSON object; the message says why."""
 
 
 def exact_object(line: bytes, *, lenient: bool = False) -> dict[str, Any]:
-    """Read a JSON object: no key twice, no NaN, not nested deeply. Anything else raises `LineError`.
+    """Parse a JSON object strictly: a repeated key, NaN, or deep nesting raises `LineError`.
 
-    `lenient` is for what is only shown: NaN is read, as Python's json writes it, and of a key's values the last.
+    `lenient` is for files that are only displayed: it accepts NaN, and takes the last value of a repeated key.
     """
 
     def to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,15 +170,15 @@ def _deeper_than(value: Any, limit: int) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a file: where it stands, and its object, or the reason why it has none."""
+    """A line of a file: its position, and its object or its damage."""
 
     path: Path
-    number: int | None  # from 1; None where the file was read from its end
-    start: int  # its first byte
-    end: int  # the byte behind its line break
-    value: dict[str, Any] | None
+    number: int | None  # from 1; None: the file was read backwards
+    start: int  # offset of its first byte
+    end: int  # offset of the byte after its line break
+    value: dict[str, Any] | None  # None: the line is damaged
     damage: str = ""
-    whole: bool = True  # False: a last line without its line break, cut short by a kill
+    whole: bool = True  # False: a last line without a line break, cut short when the process was killed
 
     @property
     def place(self) -> str:
@@ -190,7 +190,7 @@ class Line:
 
 
 def _line_of(path: Path, number: int | None, start: int, content: bytes, lenient: bool = False) -> Line | None:
-    """Parse the bytes of a line, its line break included; None for an empty one."""
+    """Parse the bytes of a line, including its line break. Return None for an empty line."""
     end, whole = start + len(content), content.endswith(b"\n")
     if not content.strip():
         return None if whole else Line(path, number, start, end, None, "the last line is cut off", whole=False)
@@ -205,10 +205,9 @@ def _line_of(path: Path, number: int | None, start: int, content: bytes, lenient
 
 
 def scan_lines(path: Path, *, lenient: bool = False) -> Iterator[Line]:
-    """Read a line-based file one line at a time. A damaged line is given with its reason, and the next one follows it.
+    """Yield the lines of a JSON Lines file one at a time, damaged ones with their reason. A missing file has none.
 
-    A file that is not there has no lines. No more than a line is held. `lenient` is for files that are only shown:
-    NaN is read, and a last line that is whole but for its line break.
+    `lenient` is for files that are only displayed: it accepts NaN, and a complete last line without a line break.
     """
     try:
         file = path.open("rb", buffering=_READ_AHEAD)
@@ -229,12 +228,12 @@ def scan_lines(path: Path, *, lenient: bool = False) -> Iterator[Line]:
 
 
 def lines_from_the_end(path: Path, block: int = 1 << 16) -> Iterator[Line]:
-    """Read a line-based file from its last line backwards, without reading what stands before the lines asked for."""
+    """Yield the lines of a JSON Lines file from the last one backwards. Only as much is read as is consumed."""
     if not path.is_file():
         return
     with path.open("rb") as file:
         position = file.seek(0, os.SEEK_END)
-        blocks: list[bytes] = []  # of the line that is being gathered, from the file's end backwards
+        blocks: list[bytes] = []  # parts of the current line, the last part first
         while position > 0:
             size = min(block, position)
             position -= size
@@ -255,7 +254,7 @@ def lines_from_the_end(path: Path, block: int = 1 << 16) -> Iterator[Line]:
 
 
 def count_lines(path: Path) -> int:
-    """Count the whole lines of a file, without holding or reading them as JSON."""
+    """Count the line breaks of a file; 0 if it does not exist."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -263,7 +262,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all whole lines: a last line cut short by a kill is left out, a damaged one is left out with a warning."""
+    """Read all valid lines. A last line without a line break is skipped, a damaged one is skipped with a warning."""
     lines, damaged = [], []
     for line in scan_lines(path):
         if line.value is not None:
@@ -277,7 +276,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_exact_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read all lines of a file of which none may be missing: damage raises `LineError`, which names it."""
+    """Yield all lines of a file. Raise `LineError` at the first damaged line."""
     for line in scan_lines(path):
         if line.value is None:
             raise LineError(str(line))
@@ -285,7 +284,7 @@ def read_exact_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_file(path: Path, size: int) -> None:
-    """Cut a file off behind its first `size` bytes, and put that on the disk."""
+    """Truncate a file to its first `size` bytes, and sync it."""
     with writing(path), path.open("r+b") as file:
         if file.seek(0, os.SEEK_END) != size:
             file.truncate(size)

@@ -1,10 +1,11 @@
-"""Samplers, which write rollouts: from the policy itself or from servers. Evaluation, which samples too.
+"""Sampling of rollouts, in process or from inference servers, and evaluation on held-out prompts.
 
-decode            sampling with the policy, by the engine or by transformers' own attention and cache
+decode            sampling with the policy's own weights, by the engine or by transformers' generation code
 engine            continuous batching over a paged KV cache
-in_process        a source of documents that the policy samples
-completions       what a sampler is asked for, and what it gives back
-rewarded          completions rated as they end; groups: completions become documents
-servers           inference servers: documents, answers, new weights
-evaluate          held-out prompts, answered greedily and by sampling
+in_process        a source whose documents the policy samples in process
+completions       requests, sampling options and completions
+rewarded          sampling with rewards: each completion is rated as soon as it ends
+groups            from rated completions to a group's documents; rules that all samplers share
+servers           inference servers: sampling, evaluation and publication of weights
+evaluate          evaluation on held-out prompts, greedy and sampled
 """

@@ -1,4 +1,4 @@
-"""What a sampler is asked for and what it gives back."""
+"""Sampling options, requests to a sampler, and the completions that it returns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ class DecodeOptions:
     temperature: float  # 0: greedy
     top_p: float
     max_new_tokens: int
-    batch_size: int | None  # completions at a time; None: as many as the memory that is free holds
+    batch_size: int | None  # completions in flight; None: as many as free memory allows
     stop_ids: frozenset[int]
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # 0: off
     stop: tuple[str, ...] = ()  # texts that end a completion
-    engine: bool = True  # False: batch after batch, by transformers' own attention and cache
-    exact: bool = False  # log-probs are those that training finds, to the last bit
+    engine: bool = True  # False: static batches with transformers' own attention and cache
+    exact: bool = False  # log-probs equal those of training bit by bit
 
     @property
     def truncates(self) -> bool:
@@ -26,7 +26,7 @@ class DecodeOptions:
 @dataclass(frozen=True)
 class Request:
     input_ids: tuple[int, ...]
-    seed: tuple[int, ...]  # decides everything that is drawn for it
+    seed: tuple[int, ...]  # the completion's draws depend on this alone
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Completion:
     token_ids: list[int]  # the stop token included
     logprobs: list[float]  # of each, given those before it
     stopped: bool  # by a stop token or a stop text, and not by the length
-    truncated_logprobs: list[float] | None = None  # in the distribution that top_p, top_k and min_p leave
+    truncated_logprobs: list[float] | None = None  # after top_p, top_k and min_p; None: none of them is used
 
 
 Done = Callable[[int, Completion], None]  # called with a request's number as soon as its completion ends

@@ -1,8 +1,8 @@
-"""Sampling from the very weights being trained: by the engine, or plainly where it does not serve the model.
+"""Sampling with the weights that are trained: by the engine, or in static batches if it does not serve the model.
 
-What is drawn depends on a completion's own seed and on nothing beside it: neither on which others share its batch nor
-on what was drawn before. Log-probs are those of the whole distribution at the sampling temperature, before any
-truncation, from the same head that training uses.
+The draws of a completion depend on its own seed alone, not on the batch or on earlier draws. Log-probs are those of the
+full distribution at the sampling temperature, before truncation by top_p, top_k or min_p. They are computed with the
+head that training uses.
 
 Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ from truestep.process import progress
 
 __all__ = ["Completion", "DecodeOptions", "Done", "Request", "decode", "decode_here", "decode_plainly"]
 
-_ROWS = {"cuda": 1024, "cpu": 256}  # completions at a time, if the options leave it open
+_ROWS = {"cuda": 1024, "cpu": 256}  # completions in flight where `batch_size` is None
 
 
 def decode(
@@ -33,9 +33,9 @@ def decode(
     on_done: Done | None = None,
     used: Callable[[float], None] | None = None,
 ) -> list[Completion]:
-    """Complete requests, in their order. Each rank decodes some, and tensor ranks the same ones; every rank gets all
-    completions. `on_done` gets each completion as soon as it ends, on one of the ranks that decode it. `used` is told
-    the largest part of its cache that the engine used at a time."""
+    """Return the completions of all requests, in their order, on every rank. The requests are spread over the ranks;
+    tensor ranks sample the same ones. `on_done` is called with each completion as soon as it ends, on one of the ranks
+    that sample it. `used` is called with the peak fraction of the KV cache in use."""
     team = Team.of(policy)
 
     def work(part: Sequence[int]) -> list[Completion]:
@@ -60,8 +60,8 @@ def decode_here(
     on_done: Done | None = None,
     used: Callable[[float], None] | None = None,
 ) -> list[Completion]:
-    """Complete requests on this rank, and on its tensor ranks, in their order. `on_done` is called with the number
-    of each, and with its completion, as soon as that ends: while others are sampled. `used` is told as by `decode`."""
+    """Return the completions of requests, in their order, sampled by this rank together with its tensor ranks.
+    `on_done` is called with a request's index and its completion as soon as it ends. `used` as in `decode`."""
 
     def done(number: int, completion: Completion) -> None:
         progress.made("completions")
@@ -103,8 +103,8 @@ def _decode_by_engine(
 def decode_plainly(
     policy: Policy, requests: Sequence[Request], options: DecodeOptions, on_done: Done | None = None
 ) -> list[Completion]:
-    """Complete requests batch after batch, with transformers' own attention and cache."""
-    # Like lengths together: less padding, and batches that end together.
+    """Return the completions of requests, sampled in static batches with transformers' own attention and cache."""
+    # Prompts of similar lengths share a batch: less padding.
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
     completions: dict[int, Completion] = {}
     size = options.batch_size or 256
@@ -178,7 +178,7 @@ class _Batch:
         return drawn
 
     def _keep(self, drawn: Drawn) -> None:
-        """Record the new tokens, and drop the rows that are done once they are half of the batch."""
+        """Record the new tokens. Remove finished rows from the batch once at least half of its rows are finished."""
         values = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.log_mass.tolist())
         check(values[0])
         made = 0

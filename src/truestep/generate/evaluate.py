@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts, answered greedily and by sampling."""
+"""Evaluation on held-out prompts: greedy and sampled completions, and their rewards."""
 
 import dataclasses
 import statistics
@@ -18,7 +18,7 @@ from truestep.model.policy import Policy
 from truestep.rollouts.source import never
 from truestep.types import Rollout
 
-_EVALUATION_DRAWS = 2  # a stream of randomness of its own: training draws the same with and without evaluation
+_EVALUATION_DRAWS = 2  # a random stream of its own, so that evaluation does not change the draws of training
 
 
 class Answers(Protocol):
@@ -31,13 +31,13 @@ class Answers(Protocol):
         asked_to_stop: Callable[[], bool],
         documents_seen: int,
     ) -> list[Rated]:
-        """Complete one request for each prompt, and rate the completions; every rank calls this and gets all."""
+        """Sample and rate one completion for each request. All ranks call this, and each gets all completions."""
         ...
 
 
 @dataclass(frozen=True)
 class AnsweredHere:
-    """The policy itself answers."""
+    """Samples the completions of an evaluation in process, with the policy."""
 
     policy: Policy
 
@@ -61,13 +61,14 @@ class Evaluator:
     options: DecodeOptions  # of the sampled completions
     samples_per_prompt: int
     seed: int
-    pass_reward: float | None = None  # from which on an answer passes
+    pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k
     examples: int = 8
-    # Compares sampled answers with the policy, whose documents seen it is given; an error where they are wrong.
+    # Gets the sampled documents and `documents_seen`. Raises an error if their log-probs are not the policy's.
     compare: Callable[[Sequence[Rollout], int], None] | None = None
 
     def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
-        """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
+        """Evaluate the policy and return a line of evaluation.jsonl. Raise `Interrupted` if the run is asked to
+        stop."""
         start = time.perf_counter()
         at_zero = dataclasses.replace(self.options, temperature=0.0)
         greedy, _ = self._answer(at_zero, 1, step, documents_seen, asked_to_stop)
@@ -116,7 +117,7 @@ class Evaluator:
         return [_answered(prompt, rated) for prompt, rated in zip(prompts, done, strict=True)], measured
 
     def _passes(self, rewards: Sequence[float | None]) -> dict[str, float]:
-        """Estimate pass@k of the sampled answers, of which each prompt has as many, one prompt's after another's."""
+        """Estimate pass@k for k = 1, 2, 4, ... `rewards`: `samples_per_prompt` for each prompt, prompt after prompt."""
         if self.pass_reward is None:
             return {}
         size = self.samples_per_prompt
@@ -129,8 +130,8 @@ class Evaluator:
 
 
 def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
-    """Estimate the chance that one of k answers to a prompt passes, without bias: the mean over prompts with k or more
-    answers, given how many answers each prompt has and how many of them pass."""
+    """Return the unbiased estimate of pass@k, the mean over prompts. `counts`: for each prompt, the number of its
+    completions and how many of them pass. Prompts with fewer than k completions are left out; None: all are."""
     chances = [1 - comb(answers - passed, k) / comb(answers, k) for answers, passed in counts if answers >= k]
     return statistics.fmean(chances) if chances else None
 
@@ -138,7 +139,7 @@ def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
 def _documents(
     prompts: Sequence[Prompt], answers: Sequence[Rated], temperature: float, documents_seen: int
 ) -> list[Rollout]:
-    """Make documents of answers, as if they were to be trained on."""
+    """Make documents from completions, in the form in which they would be trained on."""
     return [
         to_rollout(
             f"{prompt.id} {number}",
@@ -155,7 +156,7 @@ def _documents(
 
 
 def _answered(prompt: Prompt, rated: Rated) -> dict[str, Any]:
-    """Word an answer for evaluation.jsonl: its reward, or why there is none; an evaluation never ends a run."""
+    """Return a completion's entry in evaluation.jsonl. A reward that failed is noted and does not end the run."""
     answer: dict[str, Any] = {"prompt": prompt.prompt, "completion": rated.text}
     if isinstance(rated.rating, RewardError):
         return {**answer, "reward": None, "problem": str(rated.rating)}

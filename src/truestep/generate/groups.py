@@ -1,4 +1,4 @@
-"""Rules that all samplers share: a group's prompt, its documents, their advantages, and what a restart accepts."""
+"""Rules that all samplers share: the order of prompts, from completions to documents, advantages, and restarts."""
 
 import dataclasses
 import hashlib
@@ -18,30 +18,30 @@ from truestep.types import Rejected, Rollout
 
 PROMPT_ORDER, DRAWS = 0, 1  # the streams of randomness that the run's seed is split into
 TRIES = 4  # attempts to complete a group before it is given up
-HOPELESS = 8  # groups given up in a row: it is the reward or the server that fails, not a completion
+HOPELESS = 8  # groups given up in a row after which the run ends: the reward function or the server is at fault
 
 
 def num_groups(count: int, group_size: int) -> int:
-    """Convert a number of documents into one of whole groups."""
+    """Return how many whole groups make `count` documents."""
     if count % group_size:
         raise ValueError(f"{count} documents are not a multiple of groups of {group_size}")
     return count // group_size
 
 
 def prompt_of(group: int, prompts: Sequence[Prompt], seed: int) -> Prompt:
-    """Pick a group's prompt: prompts come in a seeded order, anew each time all were used."""
+    """Return a group's prompt. Each epoch has its own seeded order of the prompts."""
     epoch, index = divmod(group, len(prompts))
     return prompts[_prompt_order(len(prompts), seed, epoch)[index]]
 
 
 @lru_cache(maxsize=4)  # groups of two epochs may be asked for in turn
 def _prompt_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Make an epoch's order of prompts, once and not for every group: with a million prompts it takes a while."""
+    """Return an epoch's order of prompts. It is cached, since a permutation of a million prompts takes a while."""
     return np.random.default_rng([seed, PROMPT_ORDER, epoch]).permutation(count)
 
 
 def fingerprint(prompts: Sequence[Prompt], seed: int, group_size: int) -> str:
-    """Digest what decides which prompt a group gets and what is drawn for it."""
+    """Return a hash of the prompts, the seed and the group size: they decide each group's prompt and draws."""
     digest = hashlib.sha256(f"{seed} {group_size}\n".encode())
     for prompt in prompts:
         digest.update(f"{prompt.id}\n{prompt.input_ids}\n".encode(errors="surrogatepass"))
@@ -70,7 +70,8 @@ def to_rollout(
     truncated: bool | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """Make a document of a prompt and its completion, whose tokens are the labels and may each have a version."""
+    """Make a document from a prompt and its completion. The completion's tokens are the labels. `versions`: the
+    weights' version for each of them; None: unknown."""
     prompt_length = len(prompt.input_ids)
     ids = np.array([*prompt.input_ids, *token_ids], dtype=np.int64)
 
@@ -92,13 +93,13 @@ def to_rollout(
 
 
 def with_advantages(rated: Sequence[Rollout], group: int, rule: AdvantageRule | str) -> list[Rollout]:
-    """Give one group's documents their advantages, over one shared baseline."""
+    """Return a group's documents with their advantages."""
     named = [dataclasses.replace(rollout, group_id=str(group)) for rollout in rated]
     return with_group_advantages(named, as_rule(rule))
 
 
 def reject(prompt: Prompt, group: int, name: str, reason: str | RewardError, completion: str | None = None) -> Rejected:
-    """Note a completion that is not trained on, for rejected.jsonl, with its text where it is known."""
+    """Make an entry of rejected.jsonl for a completion that is not trained on. `completion`: its text, if known."""
     traceback = reason.traceback if isinstance(reason, RewardError) else None
     asked = prompt.prompt if isinstance(prompt.prompt, str) else json.dumps(prompt.prompt, ensure_ascii=False)
     known = None if completion is None else asked
@@ -106,12 +107,12 @@ def reject(prompt: Prompt, group: int, name: str, reason: str | RewardError, com
 
 
 def stopping_error(prompt: Prompt, error: RewardError) -> RewardError:
-    """Word the end of a run whose user wants no completion rejected."""
+    """Return the error that ends the run when a completion cannot be rated and data.on_bad_record is stop."""
     return RewardError(f"data.on_bad_record: stop: a completion of prompt {prompt.id}: {error}")
 
 
 def explain_hopeless(groups: int, reasons: Sequence[str]) -> str:
-    """Say why so many groups in a row were given up, by the most frequent reason."""
+    """Return the message for too many groups given up in a row, with the most frequent reason."""
     reason, count = Counter(reasons).most_common(1)[0]
     return (
         f"no group of {groups} prompts in a row could be completed, each tried {TRIES} times: {reason} "
@@ -120,7 +121,8 @@ def explain_hopeless(groups: int, reasons: Sequence[str]) -> str:
 
 
 def check_lengths(prompts: Sequence[Prompt], max_new_tokens: int, tokens_per_microbatch: int) -> None:
-    """Refuse prompts that leave no room: rejecting what does not fit would train on short completions alone."""
+    """Raise an error if the longest prompt and `max_new_tokens` exceed a micro-batch. Otherwise long completions would
+    have to be dropped, and training would be biased towards short ones."""
     longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
     needed = len(longest.input_ids) + max_new_tokens
     if needed > tokens_per_microbatch:

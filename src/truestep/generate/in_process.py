@@ -1,4 +1,4 @@
-"""Rollouts from the policy itself: a source whose documents are made when a step asks for them, never stale."""
+"""A source that samples its documents in process, with the current weights, when a step asks for them: staleness 0."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ from truestep.types import PutAside, Rejected, Rollout
 
 @dataclass
 class _Group:
-    """Completions of one prompt."""
+    """The completions of one prompt that are rated so far."""
 
     number: int
     prompt: Prompt
@@ -46,7 +46,7 @@ class _Group:
 
 @dataclass
 class InProcessSource(StillSource):
-    """Prompts in a seeded order, anew each time all were used; `group_size` completions of each."""
+    """Samples `group_size` completions of each prompt. Each epoch has its own seeded order of the prompts."""
 
     policy: Policy
     prompts: Sequence[Prompt]
@@ -58,8 +58,8 @@ class InProcessSource(StillSource):
     max_tokens: int
     stop_at_rejected: bool = False
     truncated: str = "keep"  # or mask
-    replace_limit: int = 0  # groups without a difference that a step replaces at most
-    _groups: int = 0  # started so far
+    replace_limit: int = 0  # a step replaces at most so many groups whose rewards are all equal
+    _groups: int = 0  # groups started so far
     _put_aside: list[PutAside] = field(default_factory=list)
     _rejected: list[Rejected] = field(default_factory=list)
     _spent: Spent = field(default_factory=Spent)
@@ -68,10 +68,10 @@ class InProcessSource(StillSource):
         check_lengths(self.prompts, self.options.max_new_tokens, self.max_tokens)
 
     def take(self, count: int, documents_seen: int) -> Taken:
-        """Make exactly `count` documents, in whole groups: a completion that could not be rated is sampled anew, and a
-        prompt none of whose groups can be completed gives its place to the next. A group is put aside only for having
-        no difference, and only when it is complete, so how long its completions are has no say. Where the run is asked
-        to stop meanwhile, it is as if this had not been called."""
+        """Sample exactly `count` documents, in whole groups. A completion that cannot be rated is sampled again; a
+        group that stays incomplete is rejected, and the next prompt takes its place. Only complete groups are put
+        aside, and only for equal rewards, so that selection does not depend on the length of completions. When the run
+        is asked to stop, `Interrupted` is raised and the source's state is as before the call."""
         before = self._groups, list(self._rejected), list(self._put_aside)
         try:
             documents = self._take(count, documents_seen)
@@ -112,7 +112,7 @@ class InProcessSource(StillSource):
         return choose_truncated((rollout for group in complete for rollout in group), self.truncated)[0]
 
     def _fill(self, groups: Sequence[_Group], version: int) -> None:
-        """Sample what is missing, a few times over. A group that stays short is given up whole."""
+        """Sample the missing completions, in up to `TRIES` attempts. A group that is still incomplete is rejected."""
         for _ in range(TRIES):
             members = [
                 (group, group.num_sampled + number)
@@ -174,13 +174,13 @@ class InProcessSource(StillSource):
 
 
 def _cut(completion: Completion) -> dict[str, Any]:
-    """Note the log-probs of the distribution that was drawn from, where top_p, top_k or min_p cut it."""
+    """Return metadata with the log-probs of the truncated distribution, where top_p, top_k or min_p are used."""
     cut = completion.truncated_logprobs
     return {} if cut is None else {"truncated_logprobs": cut}
 
 
 def stop_ids(policy: Policy) -> frozenset[int]:
-    """Find every token that ends a text, as the model's own generation settings and its tokenizer say."""
+    """Return the ids of all end-of-text tokens, by the model's generation config, its config and its tokenizer."""
     ids: set[int] = set()
     for settings in (getattr(policy.model, "generation_config", None), policy.model.config, policy.tokenizer):
         found = getattr(settings, "eos_token_id", None)

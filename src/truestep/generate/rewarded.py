@@ -1,4 +1,4 @@
-"""Completions with their rewards: each is rated from the moment it ends, while others are still sampled."""
+"""Sampling with rewards: each completion is rated as soon as it ends, while others are still in flight."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ _POLL_SECONDS = 0.2  # between questions whether the run was asked to stop
 
 @dataclass
 class Spent:
-    """The time and tokens of sampling, added up."""
+    """Totals of sampling time and tokens, for the step's metrics."""
 
-    sampling: float = 0.0  # seconds until the last completion had ended
-    rating: float = 0.0  # seconds that were waited for rewards after that
-    tokens: int = 0  # sampled, on all ranks
-    cache_use: float = 0.0  # the largest part of its cache that this rank's engine used at a time
+    sampling: float = 0.0  # seconds until the last completion ended
+    rating: float = 0.0  # seconds of waiting for rewards after that
+    tokens: int = 0  # sampled on all ranks
+    cache_use: float = 0.0  # peak fraction of this rank's KV cache in use
 
     def measured(self) -> dict[str, float]:
         return {
@@ -41,7 +41,7 @@ class Rated:
     completion: Completion
     text: str
     rating: Rating | RewardError
-    server: str | None = None  # that made it; None: the policy itself
+    server: str | None = None  # URL of the server that sampled it; None: sampled in process
 
 
 def decode_rated(
@@ -53,10 +53,10 @@ def decode_rated(
     asked_to_stop: Callable[[], bool],
     spent: Spent | None = None,
 ) -> list[Rated]:
-    """Complete requests and have each completion rated by a rank that made it; every rank gets all of them.
+    """Sample a completion for each request and rate it on the rank that sampled it. Return all of them on every rank.
 
-    What a reward draws from Python's random numbers depends on its completion's seed alone. `Interrupted` is raised on
-    every rank where any of them was asked to stop while rewards were computed.
+    Random numbers in a reward function are seeded by the completion's seed. If any rank is asked to stop while it
+    waits for rewards, all ranks raise `Interrupted`.
     """
     spent = spent or Spent()
     futures: dict[int, Future[Rating]] = {}
@@ -89,7 +89,7 @@ def decode_rated(
 def _wait(
     futures: dict[int, Future[Rating]], asked_to_stop: Callable[[], bool]
 ) -> dict[int, Rating | RewardError] | None:
-    """Wait for rewards; None where the run was asked to stop before the last of them came."""
+    """Wait for this rank's rewards. Return None if the run was asked to stop before all of them came."""
     pending = set(futures.values())
     unrated = sum(not future.done() for future in pending)
     with progress.waiting_for("rewards"), progress.working("rating", "rewards", unrated):
@@ -110,5 +110,5 @@ def _rating(future: Future[Rating]) -> Rating | RewardError:
 
 
 def completion_text(policy: Policy, completion: Completion) -> str:
-    """Decode what a reward reads: special tokens, the end of text among them, are left out."""
+    """Decode a completion to the text that reward functions get: without special tokens."""
     return policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -1,10 +1,10 @@
-"""What code needs to know of a GPU.
+"""Helpers for GPUs.
 
-operators         operators of ours in compiled code
-self_test         a kernel is compared with plain torch on this machine before its first use
-memory            free and total memory of the device
+operators         registers custom operators for torch.compile
+self_test         checks a kernel on this machine before its first use
+memory            free and total memory of a GPU
 pinned            pinned host memory
 pinned_counter    a counter in pinned memory that kernels write and the host reads
 side_stream       work on a side CUDA stream
-marks             which layer the device has reached
+marks             progress of the device within the queued work, layer by layer
 """

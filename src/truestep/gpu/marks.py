@@ -1,10 +1,10 @@
-"""Marks in the work of a device: how far it has come, which the host does not know from having asked for the work.
+"""Marks in the queued work of a GPU, which tell the host how far the GPU has come.
 
-A mark writes its number to the host's memory when the device comes to it: by a kernel, which waits for no copies.
-Reading that memory waits for nothing and calls no driver: it disturbs neither a computation nor a graph that is being
-captured.
+When the GPU reaches a mark, a kernel writes the mark's number to pinned memory, without waiting for queued copies. The
+host reads the number without a synchronisation or a driver call, so that it disturbs neither the computation nor the
+capture of a CUDA graph.
 
-Those who listen are told when the host has asked for a layer's work.
+Listeners are called when the host has queued a layer's work, not when the GPU has done it.
 """
 
 import weakref
@@ -18,26 +18,26 @@ import torch
 from truestep.gpu.pinned_counter import Window
 from truestep.process import progress
 
-_asked: dict[int, int] = {}  # the last mark that was asked for, by device
-_counted: dict[int, int] = {}  # and the last one that was counted as progress
-_inside = 0  # passes under way whose layers report
+_asked: dict[int, int] = {}  # the mark that was queued last, by device index
+_counted: dict[int, int] = {}  # the last mark that was counted as progress, by device index
+_inside = 0  # how many `layers_report` blocks are open
 
 
 class Listener(Protocol):
-    """One who has something to do beside a pass. It is told as the host asks for the work, not as that is done."""
+    """An object that is notified of a pass's progress, to queue other work beside it."""
 
     def layer_ended(self) -> None:
-        """Hear of the end of a layer's forward or backward pass."""
+        """Handle that the host has queued a layer's forward or backward pass."""
 
     def last_backward(self, weights: Any) -> None:
-        """Hear that a step's last backward pass through these weights begins on this rank."""
+        """Handle that the step's last backward pass through these weights begins on this rank."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def listen(listener: Listener) -> None:
-    """Tell a listener of passes from now on, for as long as it is there."""
+    """Notify a listener from now on. Only a weak reference to it is kept."""
     _listeners.add(listener)
 
 
@@ -52,20 +52,20 @@ def _reached(index: int) -> Window:
 
 
 def mark(kind: str, device: torch.device) -> None:
-    """Report a piece of work as progress: at once on a CPU, and when it is done on a device."""
+    """Report the work queued so far as progress: at once on a CPU, on a GPU when it is done."""
     if device.type != "cuda":
         progress.made(kind)
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
         return
-    window = _reached(index)  # before another thread may look for it
+    window = _reached(index)  # created before `_asked` is set, after which another thread may read it
     _asked[index] = _asked.get(index, 0) + 1
     window.inside.fill_(_asked[index])
 
 
 def outstanding() -> bool:
-    """Count the marks that devices came to since the last call, and tell whether one still has some to come to."""
+    """Count marks reached since the last call as progress. Return whether some device has marks still to reach."""
     still = False
     for index, asked in list(_asked.items()):
         reached = _reached(index).number
@@ -78,7 +78,7 @@ def outstanding() -> bool:
 
 @contextmanager
 def layers_report() -> Iterator[None]:
-    """Have each layer that `report_layers` was given mark its work inside."""
+    """Switch `layer_done` on, inside."""
     global _inside
     _inside += 1
     try:
@@ -88,7 +88,8 @@ def layers_report() -> Iterator[None]:
 
 
 def layer_done(layer: torch.nn.Module, arguments: Any, output: Any) -> None:
-    """Mark a layer's forward pass, and where its output has a gradient, the backward pass of all that is behind it."""
+    """Mark the end of a layer's forward pass and, if its output requires a gradient, of the backward pass up to that
+    output. This is a forward hook."""
     if not _inside:
         return
     hidden = output[0] if isinstance(output, tuple) else output

@@ -1,4 +1,4 @@
-"""Operators of ours in compiled code, which the compiler takes as they are, and where kernels of ours run."""
+"""Custom operators for torch.compile, and the device on which Triton kernels run."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +12,8 @@ Compute = TypeVar("Compute", bound=Callable[..., Any])
 
 
 def operator(signature: str, result: Callable[..., Any]) -> Callable[[Compute], Compute]:
-    """Register an operator `truestep::NAME`, and what the compiler has to know of its result. It runs inside the
-    compiled pass of every layer, so it goes by the shortest way that torch has: no gradient passes it."""
+    """Register an operator `truestep::NAME` without gradient. `result` is its fake implementation, which returns the
+    result's shape and dtype. `torch.library.Library` has less overhead for each call than `custom_op`."""
 
     def register(compute: Compute) -> Compute:
         name = signature.partition("(")[0]
@@ -26,5 +26,5 @@ def operator(signature: str, result: Callable[..., Any]) -> Callable[[Compute], 
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Have kernels run on a device, inside: Triton takes the current one, whatever tensors it is given."""
+    """Make a device current, inside: Triton launches kernels on the current device, whatever their tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

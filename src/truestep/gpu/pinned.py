@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies from and to by itself, beside what it computes.
+"""Pinned host memory, for copies that run beside the GPU's computation.
 
-torch's own pinned memory comes in powers of two, up to twice what is asked for: 98 GB of masters and moments would take
-130. So large tensors lie in memory that is mapped here, as large as they are, and registered with the driver.
+torch's pinned allocator rounds up to powers of two: 98 GB of masters and moments would take 130. So large tensors use
+memory that is mapped here at their exact size and registered with the driver.
 """
 
 import contextlib
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 
 import torch
 
-_LARGE = 2**20  # bytes from which on torch's rounding counts
+_LARGE = 2**20  # bytes; smaller tensors use torch's allocator
 
 
 def zeros_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    """Make a tensor of zeros on the host; `pinned`: in memory that a GPU reads and writes by itself."""
+    """Make a tensor of zeros in host memory, pinned or not."""
     count = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
     if not pinned or count < _LARGE:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=pinned)
     memory = mapped(count)
-    # Touched by all of torch's threads, as registering would by one.
+    # This touches the pages with all of torch's threads; registration would touch them with one.
     tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
     address = tensor.data_ptr()
-    if int(torch.cuda.cudart().cudaHostRegister(address, count, 0)):  # then it is pageable: slower, no worse
+    if int(torch.cuda.cudart().cudaHostRegister(address, count, 0)):  # pageable memory works, too, but is slower
         _forget_error()
     else:
         weakref.finalize(memory, _unregister, address).atexit = False
@@ -31,20 +31,21 @@ def zeros_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> 
 
 
 def mapped(count: int) -> mmap.mmap:
-    """Map so many bytes of memory, in large pages where the system has them."""
+    """Map `count` bytes of memory, in huge pages where the system has them."""
     memory = mmap.mmap(-1, count)
-    with contextlib.suppress(OSError, AttributeError):  # a system without large pages
+    with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host, into memory that its GPU can read by itself."""
+    """Copy a tensor to the host, to pinned memory if it is on a GPU."""
     return zeros_on_host(tensor.shape, tensor.dtype, pinned=tensor.device.type == "cuda").copy_(tensor)
 
 
 def _forget_error() -> None:
-    """Launch a kernel, which reports the error that a refused registration leaves behind: else the next one would."""
+    """Launch a kernel to clear CUDA's last error after a failed registration; otherwise the next kernel would raise
+    it."""
     with contextlib.suppress(RuntimeError):
         torch.full((1,), 1.0, device="cuda")
 

@@ -1,8 +1,7 @@
-"""Memory of the host that a GPU's kernels write to.
+"""A counter in pinned memory that kernels write and the host reads without a synchronisation.
 
-A copy to the host waits for all others that a GPU was asked for before, whichever stream asks for them; and what comes
-behind it in its own stream waits for it. While gigabytes of states or of a checkpoint are on their way, a few bytes
-that were copied would hold up a step. A kernel writes them past those copies.
+A copy to the host waits for all copies that were queued before, in any stream. While gigabytes of optimizer state or of
+a checkpoint are being copied, copying a few bytes would delay a step. A kernel writes them without waiting.
 """
 
 from functools import cache
@@ -12,24 +11,24 @@ import torch
 
 
 class Window:
-    """One number, to be written on the device and read on the host."""
+    """One number that kernels write by `inside` and the host reads by `number`."""
 
     def __init__(self, device: torch.device):
-        with torch.inference_mode(False), torch.cuda.device(device):  # or it could not be written outside
+        with torch.inference_mode(False), torch.cuda.device(device):  # inference tensors are read-only outside
             self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-            self.inside = torch.as_tensor(_Memory(self._host), device=device)  # the same memory
+            self.inside = torch.as_tensor(_Memory(self._host), device=device)  # shares the memory of `_host`
         if self.inside.data_ptr() != self._host.data_ptr():
             raise RuntimeError(f"pinned memory of another GPU than {device}: one process has one GPU")
-        self._reads: Any = self._host.numpy()  # and the same again
+        self._reads: Any = self._host.numpy()  # shares it, too
 
     @property
     def number(self) -> int:
-        """Read what was written last. This waits for nothing, and calls no driver."""
+        """The number that was written last. Reading it does not synchronise and calls no driver."""
         return int(self._reads[0])
 
 
 class _Memory:
-    """Pinned memory, described as a GPU's."""
+    """Pinned host memory that is presented as GPU memory."""
 
     def __init__(self, tensor: torch.Tensor):
         self.__cuda_array_interface__ = {
@@ -44,7 +43,7 @@ _window = cache(Window)
 
 
 def count_true(flags: torch.Tensor) -> int:
-    """Count what is true. The host waits for it."""
+    """Return the number of true flags. On a GPU this synchronises the current stream."""
     if not flags.is_cuda:
         return int(flags.sum())
     window = _window(flags.device)

@@ -1,7 +1,7 @@
-"""Work on a stream of its own, beside what a GPU was asked for before it.
+"""Runs work on a side CUDA stream.
 
-The host waits for metrics, number by number. They need only what was known before the last backward pass. On a stream
-of their own they are done long before that pass is, and the host has the next work ready when the GPU comes to it.
+The host waits for each metric's number. Metrics do not depend on the last backward pass. On a side stream they are done
+long before that pass ends, so that the host can queue the next work in time.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,21 @@ import torch
 
 
 class Beside:
+    """A side stream for one piece of work: `here` marks what the work depends on, `run` runs it."""
+
     def __init__(self, device: torch.device):
         self._device = device
         self._needed: Any = None  # the event after which the work may begin
 
     def here(self) -> None:
-        """What `run` does needs only what was started before this call."""
+        """Mark the point in the current stream for which the work of `run` has to wait."""
         if self._device.type == "cuda":
             self._needed = torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Do the work inside. Work that the host starts later waits for it, because it may take the memory that this
-        work reads."""
+        """Run the block on the side stream, or as usual without a call of `here` on a GPU. Later work on the current
+        stream waits for it, because it may reuse memory that the block reads."""
         if self._needed is None:
             yield
             return

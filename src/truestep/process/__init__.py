@@ -1,6 +1,6 @@
 """State of this process.
 
-progress          what it does and what it waits for; the watch and the terminal read it
-randomness        the random state that users' losses and optimizers may draw from
-garbage           long-lived objects are moved out of the garbage collector's sight
+progress          counts of work done and names of current work and waits, for the watch and the terminal
+randomness        the global random state, from which users' losses and optimizers may draw
+garbage           freezes long-lived objects, so that garbage collections are short
 """

@@ -1,17 +1,17 @@
-"""What stays until a run ends is put where Python's garbage collector does not look.
+"""Freezes long-lived objects, so that Python's garbage collector does not visit them.
 
-A full collection looks at every object, and a process with torch, transformers and compiled layers has a million of
-them: it takes a quarter of a second and more, every ten or twenty steps, on each rank at another time, and all others
-wait for it. Almost all of these objects are there from the first steps on.
+A full collection visits every object, and a process with torch, transformers and compiled layers has a million. It
+takes a quarter of a second or more, every ten or twenty steps, on each rank at another time, and all other ranks wait
+for it. Almost all of these objects exist from the first steps on.
 """
 
 import gc
 
-_AFTER = (10, 100)  # steps of a process: by then code is compiled, and a save or an evaluation was made
+_AFTER = (10, 100)  # steps after which to freeze: by then code is compiled, and a save or evaluation has run
 
 
 class LongLived:
-    """The objects that a run does not give up before its end."""
+    """Freezes the objects that live until the run ends."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -25,7 +25,7 @@ class LongLived:
             self._put_aside = True
 
     def give_back(self) -> None:
-        """Have the collector look at them again: the run has ended, and the process may go on."""
+        """Unfreeze the objects at the end of a run, since the process may go on."""
         if self._put_aside:
             gc.unfreeze()
             self._put_aside = False

@@ -1,8 +1,8 @@
-"""What this process gets done, and what it waits for: whoever works says so here; the watch and the terminal read it.
+"""The progress of this process, and what it waits for, for the watch and the terminal.
 
-A run is ended for making no progress, and never for being slow. So code that may work for long calls `made` whenever a
-piece of its work is done, and code that may wait for long names what it waits for with `waiting_for`. Work whose size
-is known is named with `working`, so that the terminal can show how far it has come.
+A run is ended when it makes no progress, never for being slow. So long-running code calls `made` whenever a part of its
+work is done, and code that may wait for long names what it waits for with `waiting_for`. `working` names work and its
+total, so that the terminal can show its progress.
 """
 
 import threading
@@ -11,25 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# Who waits for this does what it should: another rank is the one that stands still.
+# A rank that waits for this is not the cause of a stall: another rank is.
 OTHER_RANKS = "other ranks"
 
 _lock = threading.Lock()
 _amounts: dict[str, float] = {}
 _last = time.monotonic()
-_waits: list[tuple[int, str]] = []  # with the thread that waits
-_phase = ("", _last)  # and since when
+_waits: list[tuple[int, str]] = []  # the waiting thread's id, and what it waits for
+_phase = ("", _last)  # name, and when it began
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Work that this process does now."""
+    """Work that this process is doing."""
 
     name: str  # such as "sampling"
-    kind: str  # of what is counted: a kind of `made`
-    total: float | None  # how much of it there is to do; None: nobody knows
-    before: float  # how much of that kind this process had made when the work began
-    since: float
+    kind: str  # the kind of `made` that counts it
+    total: float | None  # amount to do; None: unknown
+    before: float  # the process's amount of that kind when the work began
+    since: float  # `time.monotonic` when the work began
     in_main_thread: bool
 
     @property
@@ -42,7 +42,7 @@ _works: list[Work] = []
 
 
 def made(kind: str, amount: float = 1) -> None:
-    """Report progress: this much more of a kind of work, such as "documents", "tokens" or "bytes written"."""
+    """Report progress: an additional amount of a kind of work, such as "documents", "tokens" or "bytes written"."""
     global _last
     with _lock:
         _amounts[kind] = _amounts.get(kind, 0) + amount
@@ -50,7 +50,7 @@ def made(kind: str, amount: float = 1) -> None:
 
 
 def phase(name: str) -> None:
-    """Name what this process does from now on, for the terminal."""
+    """Begin a phase of the run and report progress; the terminal shows its name."""
     global _phase
     with _lock:
         _phase = (name, time.monotonic())
@@ -58,26 +58,26 @@ def phase(name: str) -> None:
 
 
 def current_phase() -> tuple[str, float]:
-    """Give what this process does, and since when (`time.monotonic`)."""
+    """Return the current phase, and when it began (`time.monotonic`)."""
     with _lock:
         return _phase
 
 
 def amounts() -> dict[str, float]:
-    """Give the totals of this process, by kind of work."""
+    """Return the total amounts of this process, by kind of work."""
     with _lock:
         return dict(_amounts)
 
 
 def idle() -> float:
-    """Give the seconds since this process last made progress."""
+    """Return the seconds since this process last made progress."""
     with _lock:
         return time.monotonic() - _last
 
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[None]:
-    """Name what the block waits for; the watch shows it if nothing comes."""
+    """Name what the block waits for; the watch shows it if the run stalls."""
     entry = (threading.get_ident(), what)
     with _lock:
         _waits.append(entry)
@@ -89,14 +89,15 @@ def waiting_for(what: str) -> Iterator[None]:
 
 
 def waits(thread: int | None = None) -> list[str]:
-    """Give what this process, or one thread of it, waits for now, the innermost last."""
+    """Return what this process, or one thread of it, is waiting for, the innermost last."""
     with _lock:
         return [what for waiting, what in _waits if thread is None or waiting == thread]
 
 
 @contextmanager
 def working(name: str, kind: str, total: float | None = None) -> Iterator[None]:
-    """Name the work of the block: what `made` counts of this kind meanwhile, of so much in all."""
+    """Name the work of the block. `kind`: the kind of `made` that counts it; `total`: the amount to do; None:
+    unknown."""
     with _lock:
         main = threading.current_thread() is threading.main_thread()
         work = Work(name, kind, total, _amounts.get(kind, 0), time.monotonic(), main)
@@ -109,6 +110,6 @@ def working(name: str, kind: str, total: float | None = None) -> Iterator[None]:
 
 
 def works() -> list[Work]:
-    """Give the work in hand, the innermost last; what the main thread does comes behind what other threads do."""
+    """Return the current work of all threads, the innermost last; the main thread's comes last."""
     with _lock:
         return sorted(_works, key=lambda work: work.in_main_thread)

@@ -1,5 +1,5 @@
-"""The process's random state, which a user's own loss or optimizer may draw from. truestep itself draws from seeds and
-counters, and a reward from its completion's seed."""
+"""The global random state, for draws of a user's own loss or optimizer. truestep itself draws from seeds and counters,
+and rewards from their completion's seed."""
 
 import random
 from typing import Any
@@ -41,12 +41,12 @@ def restore_random(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> N
 
 
 def encode_random() -> dict[str, Any]:
-    """Give the random state of this moment as JSON."""
+    """Return the current random state as JSON values."""
     return random_state() | {name: tensor.numpy().tobytes().hex() for name, tensor in random_tensors().items()}
 
 
 def restore_encoded(state: dict[str, Any]) -> None:
-    """Put back what `encode_random` gave."""
+    """Restore a state that `encode_random` returned."""
     tensors = {name: _from_hex(value) for name, value in state.items() if name in ("cpu", "cuda")}
     restore_random(state, tensors)
 

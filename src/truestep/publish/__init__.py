@@ -1,4 +1,6 @@
-"""New weights on their way from a trainer to the GPUs of servers, as vLLM's backend `nccl` takes them.
+"""Publication of weights to the GPUs of servers by NCCL, in the protocol of vLLM's weight transfer backend `nccl`.
 
-packed  how tensors lie in messages      link  what a trainer sends      nccl  by which way
+packed            packing of tensors into chunks
+link              joins a server, and sends chunks with a time limit
+nccl              the NCCL group of the trainer and one server
 """

@@ -1,4 +1,4 @@
-"""The trainer's side of a link to a server's GPUs: tensors go out in packed chunks, each as soon as it is full."""
+"""Sends tensors to a server's GPUs in packed chunks, each as soon as it is full, with a time limit."""
 
 import threading
 import time
@@ -13,39 +13,39 @@ from truestep.errors import TruestepError
 from truestep.publish.packed import Entry, as_bytes, chunks_of
 
 CHUNK = 2**28  # bytes; the server needs memory for two chunks too
-_UNDER_WAY = 2  # chunks that are being sent while the next one is filled
-_BRIEF, _NAP = 0.005, 0.0002  # seconds: of looking without a rest, and of each rest after them
+_UNDER_WAY = 2  # chunks in flight while the next one is filled
+_BRIEF, _NAP = 0.005, 0.0002  # seconds of polling without sleep, and of each sleep after that
 
 
 class LinkError(TruestepError):
-    """A link that does not carry tensors, and why."""
+    """Tensors cannot be sent; the message says why."""
 
 
 class Sending(Protocol):
-    """Bytes on their way."""
+    """A transfer in flight."""
 
     def is_completed(self) -> bool:
-        """Say whether the memory that they come from is free again. What went wrong on the way is raised."""
+        """Tell whether the transfer is complete, so that its memory may be reused. Raise an error if it failed."""
         ...
 
 
 class Wire(Protocol):
-    """Carries bytes to every rank of a server, in the order in which they are sent."""
+    """A connection to all ranks of a server. It keeps the order of transfers."""
 
     device: torch.device
 
     def join(self, ranks: int) -> None:
-        """Wait for so many ranks of the server, which may be for ever."""
+        """Join a group with so many ranks of the server. This may block for ever."""
         ...
 
     def send(self, content: torch.Tensor) -> Sending:
-        """Begin to send an array of uint8. What is queued on its device before this call is done first."""
+        """Start to send an array of uint8, after the work that is queued on its device."""
         ...
 
 
 def join(wire: Wire, ranks: int, answer: "Future[Any]", patience: float) -> None:
-    """Join with a server that was asked to join too. What it answers instead is raised; one that does neither in
-    `patience` seconds is an error."""
+    """Join a group with a server. `answer`: the server's answer to the request to join, whose error is raised. Raise
+    `LinkError` if it takes more than `patience` seconds."""
     joined: Future[None] = Future()
 
     def enter() -> None:
@@ -56,7 +56,7 @@ def join(wire: Wire, ranks: int, answer: "Future[Any]", patience: float) -> None
         else:
             joined.set_result(None)
 
-    threading.Thread(target=enter, name="join servers", daemon=True).start()  # nothing ends it when nobody comes
+    threading.Thread(target=enter, name="join servers", daemon=True).start()  # the call may block for ever
     deadline = time.monotonic() + patience
     waiting: set[Future[Any]] = {joined, answer}
     while waiting:
@@ -68,16 +68,16 @@ def join(wire: Wire, ranks: int, answer: "Future[Any]", patience: float) -> None
 
 
 class Sender:
-    """Sends tensors that were announced, in that order. It holds three chunks, and never the whole."""
+    """Sends announced tensors in order. It holds at most three chunks."""
 
     def __init__(self, wire: Wire, size: int = CHUNK, patience: float = 60.0, watch: Callable[[], None] | None = None):
-        """Send by `wire` in chunks of `size` bytes. A chunk that takes more than `patience` seconds is an error, and so
-        is what `watch` raises: it is called while a chunk is waited for."""
+        """Send by `wire` in chunks of `size` bytes, each within `patience` seconds. `watch` is called while a chunk is
+        awaited; its errors end the transfer."""
         self._wire, self._size, self._patience = wire, size, patience
         self._watch = watch or (lambda: None)
         self._chunks: deque[list[Entry]] = deque()
         self._filling: _Chunk | None = None
-        self._under_way: deque[tuple[Sending, torch.Tensor]] = deque()  # the memory stays until it is read
+        self._under_way: deque[tuple[Sending, torch.Tensor]] = deque()  # keeps the memory alive until it is sent
 
     def begin(self, entries: Iterable[Entry]) -> None:
         """Announce all tensors."""
@@ -86,7 +86,7 @@ class Sender:
 
     @torch.no_grad()
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send tensors that are next."""
+        """Send the next tensors. Their order is that of `begin`."""
         for name, tensor in tensors.items():
             if self._filling is None:
                 self._filling = self._next(name)
@@ -96,7 +96,7 @@ class Sender:
                     self._under_way.append((self._wire.send(filled), filled))
 
     def finish(self) -> None:
-        """Wait until all is sent."""
+        """Wait until all tensors are sent."""
         if self._chunks or self._filling is not None:
             raise LinkError("tensors that were announced were not given")
         self._wait_for(0)
@@ -108,7 +108,7 @@ class Sender:
         return _Chunk(self._chunks.popleft())
 
     def _wait_for(self, most: int) -> None:
-        """Wait until no more than so many chunks are under way."""
+        """Wait until at most `most` chunks are in flight."""
         while len(self._under_way) > most:
             began = time.monotonic()
             while not self._under_way[0][0].is_completed():
@@ -132,7 +132,7 @@ class _Chunk:
         self._end = 0
 
     def add(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-        """Take the next tensor; give the chunk when it is full."""
+        """Add the next tensor. Return the chunk if it is full, else None."""
         entry = self._coming.popleft()
         if entry != (name, tensor.dtype, tuple(tensor.shape)):
             raise LinkError(f"{name} of {tensor.dtype} and {list(tensor.shape)} came where {entry} was announced")
@@ -142,7 +142,7 @@ class _Chunk:
             self._room = torch.empty(self._size, dtype=torch.uint8, device=device)
         if entry.nbytes:
             place = self._room[self._end : self._end + entry.nbytes]
-            # Bytes of a chunk may begin anywhere: a view of the tensor's type may not.
+            # As bytes: the position in the chunk may be unaligned for the tensor's dtype.
             place.copy_(as_bytes(tensor.contiguous()), non_blocking=True)
             self._end += entry.nbytes
         return None if self._coming else self._room

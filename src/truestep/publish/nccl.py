@@ -1,8 +1,8 @@
-"""A wire of NCCL: the trainer is rank 0 of a group of its own with the ranks of one server.
+"""An NCCL group in which the trainer is rank 0 and the other ranks are those of one server.
 
-vLLM's backend `nccl` joins a group by an id that comes by HTTP. Its ranks add up one float32 when they have joined, and
-then take what rank 0 broadcasts. The groups of torch.distributed are joined by other messages, so NCCL is called here
-by its own functions, in the library that torch has loaded.
+vLLM's backend `nccl` joins a group by an id that it gets by HTTP. Then all ranks all-reduce one float32, and rank 0
+broadcasts the weights. torch.distributed joins groups by other messages, so NCCL's functions are called directly, in
+the library that torch has loaded.
 """
 
 import base64
@@ -21,7 +21,7 @@ _ID_BYTES = 128
 
 
 class NcclError(LinkError):
-    """NCCL refused a call, as it does when another rank of the group is gone."""
+    """An NCCL call failed, for instance because another rank of the group is gone."""
 
 
 class _Id(ctypes.Structure):
@@ -57,13 +57,13 @@ class Nccl:
         return bytes(found)
 
     def join(self, identity: bytes, ranks: int, rank: int) -> ctypes.c_void_p:
-        """Enter a group, on the current device; return when all are there."""
+        """Join a group, on the current device. Return when all ranks have joined."""
         group = ctypes.c_void_p()
         self("ncclCommInitRank", ctypes.byref(group), ranks, _Id.from_buffer_copy(identity), rank)
         return group
 
     def warm_up(self, group: ctypes.c_void_p, stream: torch.cuda.Stream) -> None:
-        """Add up one number, as every rank of a group of vLLM's does first."""
+        """All-reduce one number, as all ranks of vLLM's groups do first."""
         with torch.cuda.stream(stream):
             one = torch.zeros(1, device=stream.device)
             place = one.data_ptr()
@@ -71,16 +71,16 @@ class Nccl:
             stream.synchronize()
 
     def broadcast(self, group: ctypes.c_void_p, content: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Send bytes from rank 0, or take them into `content`, as the stream comes to it."""
+        """Queue a broadcast of bytes from rank 0: from `content` on rank 0, into `content` on other ranks."""
         place = content.data_ptr()
         self("ncclBroadcast", place, place, content.nbytes, _BYTE, 0, group, stream.cuda_stream)
 
 
 class NcclWire:
-    """A group that is joined once, and broadcasts on a stream of its own."""
+    """A `Wire` over NCCL: a group that is joined once and broadcasts on its own stream."""
 
     def __init__(self, device: torch.device):
-        """Make a group's id. Nobody is in the group yet."""
+        """Make a group's id. No rank has joined yet."""
         self.device = device
         self._nccl = Nccl()
         self._id = self._nccl.new_id()
@@ -88,7 +88,7 @@ class NcclWire:
         self._group: ctypes.c_void_p | None = None
 
     def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
-        """Invite a server that has so many ranks, as vLLM's backend `nccl` reads it."""
+        """Return the `init_info` of vLLM's backend `nccl` for a server of so many ranks."""
         return {
             "nccl_unique_id_b64": base64.b64encode(self._id).decode("ascii"),
             "rank_offset": 1,
@@ -99,7 +99,7 @@ class NcclWire:
         }
 
     def join(self, ranks: int) -> None:
-        """Enter the group, and wait for as many ranks of the server: this may be for ever, and belongs in a thread."""
+        """Join the group with so many ranks of the server. This may block for ever, so call it in a thread."""
         with torch.cuda.device(self.device):
             self._group = self._nccl.join(self._id, ranks + 1, 0)
             self._nccl.warm_up(self._group, self._stream)
@@ -114,17 +114,17 @@ class NcclWire:
         return Broadcast(done)
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Have what is queued inside run beside the other work of the trainer's device."""
+        """Queue work on a side stream, inside, beside the other work of the trainer's device."""
         return torch.cuda.stream(self._beside)
 
     def close(self) -> None:
-        """Leave the group, with all that was sent received."""
+        """Leave the group after all transfers have ended."""
         if self._group is not None:
             group, self._group = self._group, None
             self._nccl("ncclCommDestroy", group)
 
     def abandon(self) -> None:
-        """Give up what is being sent: a broadcast that nobody takes would occupy the GPU for ever."""
+        """Leave the group at once: a broadcast that no rank receives would occupy the GPU for ever."""
         if self._group is not None:
             group, self._group = self._group, None
             self._nccl("ncclCommAbort", group)

@@ -1,7 +1,6 @@
-"""Tensors as bytes in chunks: where each chunk ends follows from the tensors' sizes alone, for who sends and who reads.
+"""Packing of tensors into chunks of bytes. Sender and receiver compute the same chunks from the tensors' sizes.
 
-It is vLLM's rule of packed transfers: a chunk takes tensors in their order until it has more bytes than a size that is
-agreed on. The last chunk has what is left.
+This is vLLM's rule for packed transfers: a chunk takes tensors in order until it has more bytes than an agreed size.
 """
 
 import math
@@ -12,7 +11,7 @@ import torch
 
 
 class Entry(NamedTuple):
-    """A tensor that is announced."""
+    """An announced tensor."""
 
     name: str
     dtype: torch.dtype
@@ -24,7 +23,7 @@ class Entry(NamedTuple):
 
 
 def chunks_of(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
-    """Divide tensors into chunks of little more than `size` bytes."""
+    """Divide tensors into chunks. Each but the last has more than `size` bytes, by its last tensor."""
     chunk: list[Entry] = []
     room = size
     for entry in entries:
@@ -38,7 +37,7 @@ def chunks_of(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
 
 
 def update_info(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Announce tensors, as vLLM's backend `nccl` reads it."""
+    """Return the `update_info` of vLLM's backend `nccl` that announces the tensors."""
     listed = list(entries)
     return {
         "names": [entry.name for entry in listed],

@@ -1,10 +1,14 @@
-"""The processes of a run: their places and groups, what they send each other, and a watch over them.
+"""The processes of a run: layout, groups, communication, and a watch for stalls.
 
-axes              the table of dimensions (replica, shard, context, tensor, pipeline), from which groups are made
-group             the ranks and what they tell each other; one process is a run of one rank
-exchange          tokens that ranks exchange, with their gradients
-pipeline          which rank has which stage
-peers             sums through GPU memory that all ranks of a machine read
-watch             ends a run that stands still and names who or what; place, processes, marks: what it looks at
-launch, forks     ranks started on this machine, for `verify` and tests
+axes              the dimensions of parallelism and the layout of ranks
+group             process groups and communication between ranks; one process is a run of one rank
+exchange          all-gather and reduce-scatter of tokens, with their gradients
+pipeline          stages of a pipeline, and their groups
+peers             sums and gathers through GPU memory that all ranks of a machine can read
+peer_kernels      the Triton kernels of peers
+watch             ends a run that stalls, or whose rank failed, and names the cause
+place             where in the code the main thread is, for the watch
+processes         activity of processes, by the operating system, for the watch
+launch            starts ranks on this machine, for `verify` and tests
+forks, preload    the server from which these ranks are forked, and its imports
 """

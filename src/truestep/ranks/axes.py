@@ -1,4 +1,4 @@
-"""The dimensions in which a run's ranks are laid out: one table, from which places, counts and groups are made.
+"""The dimensions in which a run's ranks are laid out. Coordinates, counts and groups follow from one table.
 
 rank = (((stage · replicas + replica) · data_shard + part) · context + run) · tensor + slice
 """
@@ -13,7 +13,7 @@ from truestep.errors import TruestepError
 
 
 class RankError(TruestepError):
-    """Ranks that cannot work together."""
+    """The ranks cannot work together; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,21 @@ class Axis:
     """A dimension, named after its option in `parallel`."""
 
     name: str
-    order: int  # of its digit in a rank's number, the most significant first
-    # What its ranks have of the weights: all the same, a part each that is gathered where it is used, a slice each of
-    # every layer, or some layers each.
+    order: int  # position of its digit in a rank's number, 0: the most significant
+    # What its ranks have of the weights: all the same; a shard each, gathered before use; a slice each of every layer;
+    # or some layers each.
     weights: Literal["same", "spread", "cut", "layers"]
-    own_micro_batches: bool = False  # else its ranks compute each micro-batch together
+    own_micro_batches: bool = False  # False: its ranks compute each micro-batch together
     splits_tokens: bool = False  # between layers, each of its ranks has a share of a micro-batch's tokens
     default: int = 1
 
     @property
     def group(self) -> str:
-        """The name of the group of ranks that have the weights in this way; several dimensions may share one."""
+        """The name of the dimension's process group. Dimensions that have the weights in the same way may share one."""
         return {"same": "replicate", "spread": "shard"}.get(self.weights, self.name)
 
 
-# In the order of the options' messages.
+# In the order in which messages name the options.
 AXES = (
     Axis("data_shard", 2, "spread", own_micro_batches=True, default=-1),
     Axis("data_replicate", 1, "same", own_micro_batches=True),
@@ -45,20 +45,20 @@ AXES = (
 )
 _DIGITS = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.order))
 
-# Dimensions by what their ranks share.
+# Sets of dimensions, by properties.
 DATA = tuple(axis.name for axis in AXES if axis.own_micro_batches)
 TOKENS = tuple(axis.name for axis in AXES if axis.splits_tokens)
 TOGETHER = tuple(axis.name for axis in AXES if not axis.own_micro_batches and axis.weights != "layers")
 CUT = tuple(axis.name for axis in AXES if axis.weights == "cut")
 SPREAD = tuple(axis.name for axis in AXES if axis.weights == "spread")
-# Ranks with a number of their own in each group, by the group's name: the dimensions of the device mesh.
+# The dimensions of the device mesh: for each group's name, the axes that it spans.
 MESH = {
     group: tuple(axis.name for axis in AXES if axis.group == group)
     for group in dict.fromkeys(axis.group for axis in sorted(AXES, key=lambda axis: axis.order))
 }
-# And those that compute a micro-batch together in one dimension of several in a group.
+# All groups: also one for each axis whose ranks compute a micro-batch together.
 GROUPS = MESH | {axis.name: (axis.name,) for axis in AXES if not axis.own_micro_batches}
-# The groups whose ranks have different parts of the weights: a sum over all weights is a sum over these.
+# The groups whose ranks have different parts of the weights: a sum over all weights is reduced over these.
 WEIGHT_PARTS = tuple(dict.fromkeys(axis.group for axis in AXES if axis.weights != "same"))
 
 
@@ -66,7 +66,7 @@ WEIGHT_PARTS = tuple(dict.fromkeys(axis.group for axis in AXES if axis.weights !
 class RankLayout:
     """The number of ranks in each dimension."""
 
-    sizes: tuple[int, ...]  # by AXES; -1: all that the rest leaves
+    sizes: tuple[int, ...]  # in the order of AXES; -1: as many as the other dimensions leave
 
     def __init__(self, **sizes: int):
         unknown = set(sizes) - set(_DIGITS)
@@ -79,7 +79,8 @@ class RankLayout:
         return {axis.name: size for axis, size in zip(AXES, self.sizes, strict=True)}
 
     def over(self, size: int) -> "RankLayout":
-        """Give data_shard what the rest leaves. Refuses a layout that does not make up the ranks."""
+        """Return the layout for `size` ranks, with data_shard -1 replaced. Raise `RankError` if it does not fit
+        them."""
         sizes = self.by_name
         rest = math.prod(many for name, many in sizes.items() if name != "data_shard")
         options = [f"parallel.{name}: {many}" for name, many in sizes.items() if many not in (-1, 1)]
@@ -96,22 +97,22 @@ class RankLayout:
         return RankLayout(**sizes | {"data_shard": data_shard})
 
     def count(self, names: Collection[str]) -> int:
-        """Count the ranks of these dimensions."""
+        """Return the number of ranks in these dimensions."""
         return math.prod(size for name, size in self.by_name.items() if name in names)
 
     def number(self, rank: int, names: Collection[str]) -> int:
-        """Number a rank among those of these dimensions."""
+        """Return a rank's number among the ranks of these dimensions."""
         return self._number_at(self.places(rank), names)
 
     def places(self, rank: int) -> dict[str, int]:
-        """Find a rank's place in each dimension."""
+        """Return a rank's coordinate in each dimension."""
         places = {}
         for name in reversed(_DIGITS):
             rank, places[name] = divmod(rank, self.by_name[name])
         return places
 
     def rank_at(self, places: Mapping[str, int]) -> int:
-        """Find the rank of these places: the first in every dimension that is not named."""
+        """Return the rank with these coordinates; a missing coordinate is 0."""
         return self._number_at(places, _DIGITS)
 
     def _number_at(self, places: Mapping[str, int], names: Collection[str]) -> int:
@@ -122,7 +123,7 @@ class RankLayout:
         return number
 
     def groups(self, names: Collection[str]) -> list[list[int]]:
-        """Divide all ranks into groups that differ in these dimensions alone, each and all in order."""
+        """Divide all ranks into groups whose ranks differ in these dimensions alone, in order of rank."""
         others = [name for name in _DIGITS if name not in names]
         groups: dict[int, list[int]] = {}
         for rank in range(math.prod(self.sizes)):
@@ -131,12 +132,12 @@ class RankLayout:
 
 
 def largest_slice(size: int, ranks: int) -> int:
-    """Compute the size of a rank's slice where ranks divide something: the last ones may have less, or nothing."""
+    """Return the size of the largest slice of `size` items over ranks; the last slices may be smaller or empty."""
     return -(-size // ranks)
 
 
 def slice_at(size: int, ranks: int, place: int) -> tuple[int, int]:
-    """Find where the slice of the rank at that place begins, and how large it is."""
+    """Return the first item and the size of a rank's slice; `place` is the rank's number among `ranks`."""
     most = largest_slice(size, ranks)
     start = min(most * place, size)
     return start, min(most, size - start)

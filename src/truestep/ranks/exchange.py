@@ -1,7 +1,7 @@
-"""Exchange of tokens between ranks, with their gradients.
+"""Exchange of tokens between ranks, with their gradients (sequence parallelism).
 
-Between attention and MLP, each of a group's ranks has a run of the micro-batch's tokens; inside them each has all
-tokens and a part of the computation. While tensor ranks sample, each has all tokens everywhere (`TokenExchange`).
+Between attention and MLP, each rank of a group has consecutive tokens of the micro-batch; inside them each rank has all
+tokens and a slice of the weights. While tensor ranks sample, each has all tokens everywhere (`TokenExchange`).
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from truestep.gpu.self_test import serves
 from truestep.ranks import peers
 
-# The names since torch 2.13; before it, those of the older functions.
+# The names since torch 2.13, else the older ones.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -27,7 +27,7 @@ def transfer(
     there: Callable[[torch.Tensor], torch.Tensor],
     back: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
-    """Apply `there` to a tensor, and `back` to its gradient; None: the tensor is to get none."""
+    """Apply `there` to a tensor in the forward pass, and `back` to its gradient, which may return None: no gradient."""
     transferred: torch.Tensor = _Transfer.apply(tensor, there, back)
     return transferred
 
@@ -44,21 +44,21 @@ class _Transfer(torch.autograd.Function):
 
 
 def gather_tokens(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S/R, H] -> [1, S, H]
-    """Gather all tokens, for a computation of which every rank does a part: gradients are summed."""
+    """All-gather tokens for a computation that is split over the ranks. Gradients are reduce-scattered."""
     return transfer(own_tokens, partial(_gathered, group=group), partial(_summed, group=group))
 
 
 def sum_to_own_tokens(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [1, S, H] -> [1, S/R, H]
-    """Sum what every rank computed, and keep this rank's tokens of it."""
+    """Reduce-scatter the ranks' partial results: return the sum for this rank's tokens. Gradients are all-gathered."""
     return transfer(parts, partial(_summed, group=group), partial(_gathered, group=group))
 
 
 class TokenExchange:
-    """What tensor ranks exchange before and after each half of a layer.
+    """Communication of tensor ranks before and after attention and MLP.
 
-    In training a rank has its own tokens between halves: norms and residual sums are computed, and kept, once. While
-    sampling, a rank has all tokens: they are few and nothing of them is kept, their number need not be a multiple of
-    the ranks, and one exchange takes the place of two. The model's code is the same for both."""
+    In training a rank keeps its own tokens between them, so that norms and residual sums are computed and stored once.
+    In sampling a rank keeps all tokens: they are few, no activations are stored, their number need not be a multiple of
+    the ranks, and one all-reduce replaces two exchanges. The model's code is the same for both."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -66,8 +66,8 @@ class TokenExchange:
         self._peers: peers.Peers | None = None
 
     def connect(self, place: torch.device, dtype: torch.dtype) -> None:
-        """Have GPUs of one machine read small exchanges from each other's memory, where that is right on all of them.
-        All ranks call it together."""
+        """Let GPUs of one machine exchange small tensors through each other's memory, if a test of that succeeds on all
+        ranks. All ranks call this together."""
 
         def right() -> str | None:
             self._peers = peers.connect(self.group, place)
@@ -78,7 +78,7 @@ class TokenExchange:
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """Have every rank keep all tokens, inside: nothing has a gradient there."""
+        """Keep all tokens on every rank, inside, for sampling: without gradients."""
         before, self._everywhere = self._everywhere, True
         try:
             yield
@@ -86,44 +86,44 @@ class TokenExchange:
             self._everywhere = before
 
     def gather(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Give a half all tokens."""
+        """Return all tokens, as the input of attention or MLP."""
         return tokens if self._everywhere else gather_tokens(tokens, self.group)
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
-        """Sum what every rank computed in a half, of the tokens that this rank keeps."""
+        """Sum the ranks' partial results of attention or MLP, for the tokens that this rank keeps."""
         return self._sum_everywhere(parts) if self._everywhere else sum_to_own_tokens(parts, self.group)
 
     @torch.compiler.disable  # compiled layers call it
     def _sum_everywhere(self, parts: torch.Tensor) -> torch.Tensor:  # [..., S, H]
-        """Sum what every rank computed, to the same bits on each: all add up the same parts in the same order."""
+        """All-reduce the ranks' partial results. All ranks add in the same order, so that they get the same bits."""
         if self._peers is not None and self._peers.sums(parts):
             return self._peers.sum(parts)
         gathered = gather_parts(parts, self.group)
         return gathered.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
 
     def gather_parts(self, part: torch.Tensor) -> torch.Tensor:  # [...] -> [R, ...]
-        """Gather a few numbers of every rank."""
+        """All-gather a small tensor, without gradients."""
         if self._peers is not None and self._peers.takes(part):
             return self._peers.gather(part)
         return gather_parts(part, self.group)
 
 
 def gather_parts(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [...] -> [R, ...]
-    """Gather a tensor of one shape from every rank, without gradients."""
+    """All-gather a tensor that has the same shape on every rank, without gradients."""
     gathered = part.new_empty(dist.get_world_size(group), *part.shape)
     all_gather(gathered.view(-1), part.contiguous().view(-1), group=group)
     return gathered
 
 
 def least(value: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """Find the least of the ranks' values, on every rank."""
+    """Return the minimum of the ranks' values, on every rank."""
     values = torch.tensor(value, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
     return int(values)
 
 
 def gather_same(own_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # [S/R, H] -> [S, H]
-    """Gather all tokens, for a computation that every rank does alike: each takes its own tokens' gradient."""
+    """All-gather tokens for a computation that every rank repeats. Each rank takes the gradient of its own tokens."""
     return transfer(own_tokens, partial(_gathered, group=group), partial(_own, group=group))
 
 
@@ -149,7 +149,8 @@ def _summed(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         own_tokens = flat.new_empty(tokens // ranks, hidden)
         reduce_scatter(own_tokens, flat, group=group)
         return own_tokens.view(shape)
-    # Half precision would be rounded at every addition: as many bytes are sent, and added up in float32 here.
+    # A reduce-scatter would round to half precision at every addition. An all-to-all sends as many bytes, and the sum
+    # is computed in float32 here.
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
     return received.view(ranks, tokens // ranks, hidden).sum(0, dtype=torch.float32).to(parts.dtype).view(shape)

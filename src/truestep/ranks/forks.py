@@ -1,5 +1,5 @@
-"""The server that ranks of this machine are forked from. It has imported torch and transformers, which costs a rank
-milliseconds instead of seconds; this module imports neither."""
+"""The server from which ranks of this machine are forked. It has imported torch and transformers, so that a rank starts
+in milliseconds instead of seconds. This module imports neither."""
 
 import multiprocessing
 from multiprocessing import forkserver
@@ -15,6 +15,6 @@ def fork_context() -> ForkServerContext:
 
 
 def begin() -> None:
-    """Start the server, so that it imports while this process does."""
+    """Start the server, so that it imports in parallel with this process."""
     fork_context()
     forkserver.ensure_running()

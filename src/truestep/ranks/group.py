@@ -1,7 +1,8 @@
-"""The ranks of a run and their groups. One process is a run of one rank: the same code, and nothing to send.
+"""The ranks of a run, their process groups, and communication on the host. One process is a run of one rank.
 
-The ranks of a context or tensor group, and the stages of a pipeline, compute a micro-batch together; `data` counts the
-groups that have micro-batches of their own. Weights are spread over `shards` = data_shard · context ranks (`axes`).
+The ranks of a context or tensor group, and the stages of a pipeline, compute a micro-batch together. `data` is the
+number of data ranks, which have micro-batches of their own. Weights are sharded over `shards` = data_shard · context
+ranks.
 """
 
 import itertools
@@ -29,14 +30,14 @@ from truestep.ranks.pipeline import wires
 T = TypeVar("T")
 R = TypeVar("R")
 
-# A rank that others wait for may take its time: `watch` ends what stands still, and not a clock of torch's.
+# torch's timeouts are off: ranks may wait for a slow rank, and `watch` ends a run that stalls.
 _NO_CLOCK = timedelta(days=7)
-_connections = itertools.count()  # of the ranks to each other that this process has made: as many as every other rank
-_BUCKET = 2**24  # numbers that go in one message, unless a single tensor has more
+_connections = itertools.count()  # process groups that this process has made so far: equal on all ranks
+_BUCKET = 2**24  # numbers in one message, unless a single tensor has more
 
 
 def in_buckets(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Divide items into neighbours that are worth one message."""
+    """Divide items into consecutive buckets of at most `_BUCKET`, or a single larger item."""
     bucket: list[T] = []
     room = _BUCKET
     for item in items:
@@ -51,8 +52,8 @@ def in_buckets(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list
 
 
 def divide(costs: Sequence[float], count: int, kinds: Sequence[Hashable] | None = None) -> list[list[int]]:
-    """Divide the numbers of items into so many shares of like cost: the dearest first, each to the share that is least
-    so far. Items of one kind go to one share, unless together they cost more than a fair one."""
+    """Divide items into `count` shares of similar cost, and return the items' indices. Greedily, the most expensive
+    items first, each to the cheapest share so far. Items of one kind stay together up to the cost of a fair share."""
     together: dict[Hashable, list[int]] = {}
     for index in range(len(costs)):
         together.setdefault(index if kinds is None else kinds[index], []).append(index)
@@ -78,12 +79,14 @@ def divide(costs: Sequence[float], count: int, kinds: Sequence[Hashable] | None 
 
 @dataclass(frozen=True)
 class Ranks:
+    """The ranks of a run, as one of them sees them."""
+
     rank: int = 0
     layout: RankLayout = field(default_factory=lambda: RankLayout(data_shard=1))
-    host: dist.ProcessGroup | None = None  # for what lies on the host, among all ranks
-    ahead: dist.ProcessGroup | None = None  # the same ranks, for messages beside the step in hand
-    mesh: DeviceMesh | None = None  # of the dimensions MESH; None for a run of one
-    # This rank with its fellows, by the names of GROUPS; and `ends`, the first and the last of its pipeline.
+    host: dist.ProcessGroup | None = None  # gloo, all ranks, for objects and host tensors
+    ahead: dist.ProcessGroup | None = None  # as `host`, for another thread that plans the next step
+    mesh: DeviceMesh | None = None  # with the dimensions of MESH; None: one rank
+    # The groups that this rank is in, by the names of GROUPS; `ends`: first and last rank of its pipeline; and `wires`.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def size_of(self, axis: str) -> int:
@@ -98,22 +101,22 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """True on the rank that writes files and speaks."""
+        """True on the rank that writes files and prints."""
         return self.rank == 0
 
     @property
     def data(self) -> int:
-        """The number of ranks, or groups of them, that have micro-batches of their own."""
+        """The number of data ranks: ranks, or groups of ranks, with micro-batches of their own."""
         return self.layout.count(DATA)
 
     @property
     def data_rank(self) -> int:
-        """The number of the micro-batches, among these, that this rank computes or has a share in."""
+        """The number of the data rank to which this rank belongs."""
         return self.layout.number(self.rank, DATA)
 
     @property
     def token_share(self) -> int:
-        """The number of ranks that divide a micro-batch's tokens among them between layers."""
+        """The number of ranks over which a micro-batch's tokens are split between layers."""
         return self.layout.count(TOKENS)
 
     @property
@@ -123,12 +126,12 @@ class Ranks:
 
     @property
     def shards(self) -> int:
-        """The number of ranks that each set of weights is spread over."""
+        """The number of ranks over which the weights are sharded."""
         return self.layout.count(SPREAD)
 
     @property
     def shard(self) -> int:
-        """The number, among these, of the part of every weight that is here."""
+        """The number of this rank's shard of every weight."""
         return self.layout.number(self.rank, SPREAD)
 
     @property
@@ -145,19 +148,19 @@ class Ranks:
 
     @property
     def stage(self) -> int:
-        """The place of this rank in its pipeline."""
+        """This rank's number in its pipeline."""
         return self.place_on("pipeline")
 
     def of_stage(self, stage: int) -> int:
-        """Find the rank in this one's place at another stage of its pipeline."""
+        """Return the rank of another stage of this rank's pipeline."""
         return self.layout.rank_at(self.layout.places(self.rank) | {"pipeline": stage})
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Give one of `groups`; None where this rank would be alone in it."""
+        """Return one of `groups`, or None if this rank would be alone in it."""
         return self.groups.get(name)
 
     def gather(self, value: T, ahead: bool = False) -> list[T]:
-        """Give every rank's value, in order of rank, to every rank."""
+        """Return the values of all ranks, in order, on every rank. `ahead`: use the group `ahead`."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -165,13 +168,13 @@ class Ranks:
         return values
 
     def gather_parts(self, value: T, ahead: bool = False) -> list[T]:
-        """Give the values of the first rank of each group that shares micro-batches, in order of data rank."""
+        """Return one value of each data rank, in order: that of its first rank."""
         firsts = self.layout.groups(DATA)[0]
         values: list[Any] = self.gather(value if self.rank in firsts else None, ahead)
         return [values[rank] for rank in firsts]
 
     def share(self, make: Callable[[], T], ahead: bool = False) -> T:
-        """Make a value on rank 0 and give it to every rank. What is raised instead, every rank raises."""
+        """Call `make` on rank 0 and broadcast the result. An error is raised on every rank."""
         if self.size == 1:
             return make()
         result: list[Any] = [None, None]  # and the error
@@ -192,10 +195,10 @@ class Ranks:
         kind: Callable[[T], Hashable] | None = None,
         cost: Callable[[T], float] = lambda item: 1.0,
     ) -> list[R]:
-        """Divide items over the ranks by their cost, do the work, and give every rank the results in the items' order.
+        """Divide items over the ranks by their cost, do the work, and return all results in order on every rank.
 
-        Items of one kind stay together, as far as no rank gets more than its share for it. Ranks with slices of the
-        same layers do the same work together, and the first of them has its results."""
+        Items of one kind stay together up to the cost of a fair share. Tensor ranks do the same work together, and the
+        first of them provides its results."""
         if self.size == 1:
             return list(work(items))
         teams = self.layout.groups(CUT)
@@ -210,14 +213,14 @@ class Ranks:
         return [results[index] for index in range(len(items))]
 
     def sum_over(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Sum over a group of ranks, in place."""
+        """All-reduce a tensor over a group of ranks, in place."""
         group = self.group(name)
         if group is not None:
             dist.all_reduce(value, group=group)
         return value
 
     def sum_all(self, name: str, values: Sequence[torch.Tensor]) -> None:
-        """Sum several tensors in place, small ones of a type in one message."""
+        """All-reduce several tensors in place; small ones of the same dtype share a message."""
         if self.group(name) is None:
             return
         for dtype in dict.fromkeys(value.dtype for value in values):
@@ -232,7 +235,7 @@ class Ranks:
                 progress.made("numbers summed over ranks", total.numel())
 
     def to_first(self, value: torch.Tensor | None, like: torch.Tensor, stage: int) -> torch.Tensor | None:
-        """Send a stage's value to the first rank; other ranks get None. `like` has its shape and type."""
+        """Send a stage's value to rank 0, which returns it; other ranks return None. `like` has its shape and dtype."""
         holder = self.layout.rank_at({"pipeline": stage})
         if holder == self.rank == 0:
             return value
@@ -254,7 +257,7 @@ def world_size() -> int:
 
 
 def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
-    """Lay out the ranks that torchrun started. A layout that does not fit is refused before anything is allocated."""
+    """Connect the ranks that torchrun started, and make their groups. Raise `RankError` if the layout does not fit."""
     size = world_size()
     layout = layout.over(size)
     if size == 1:
@@ -275,8 +278,8 @@ def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
 
 
 def _connect(backend: str, device: torch.device | None) -> None:
-    """Make the process group, under names of its own in the store: those of a group that these processes have left
-    still stand there, and name addresses at which nobody listens."""
+    """Make the process group with a new prefix in the store: the store still has the entries of an earlier group that
+    these processes have left, with addresses that are no longer valid."""
     store, rank, size = next(dist.rendezvous("env://", timeout=_NO_CLOCK))
     store.set_timeout(_NO_CLOCK)
     store = dist.PrefixStore(f"truestep {next(_connections)}", store)
@@ -285,7 +288,7 @@ def _connect(backend: str, device: torch.device | None) -> None:
 
 @contextmanager
 def _connecting(seconds: float) -> Iterator[None]:
-    """End the process where the ranks cannot all be connected for so long: it waits inside a call, unwatched."""
+    """End the process if connecting takes longer than `seconds`: it blocks inside a call, before the watch begins."""
 
     def give_up() -> None:
         rank, size = os.environ.get("RANK", "0"), world_size()
@@ -303,7 +306,7 @@ def _connecting(seconds: float) -> Iterator[None]:
 
 @cache
 def _lay_out(layout: RankLayout, kind: str) -> Ranks:
-    """Make the groups once for a process that runs several things in a layout: each costs threads and connections."""
+    """Make the groups of a layout. They are cached, since each costs threads and connections."""
     shape = tuple(layout.count(axes) for axes in MESH.values())
     backend: Any = None
     if kind == "cpu":
@@ -320,7 +323,7 @@ def _lay_out(layout: RankLayout, kind: str) -> Ranks:
 
 def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     named: dict[str, Any] = {name: mesh.get_group(name) for name in MESH}
-    # Some dimensions share one of the mesh; and a tied weight stands at both ends of a pipeline.
+    # Groups that are not dimensions of the mesh. `ends`: a tied weight is on both the first and the last stage.
     members = {name: layout.groups(axes) for name, axes in GROUPS.items() if name not in MESH}
     pipelines = layout.groups(["pipeline"])
     if len(pipelines[0]) > 1:
@@ -331,7 +334,7 @@ def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh) -> dict[str, dist.P
 
 
 def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make all of these groups, as every rank must in the same order, and give the one that this rank is in."""
+    """Make all of these groups, as all ranks must in the same order. Return the one that this rank is in."""
     if len(groups[0]) == 1:
         return None
     own = None
@@ -343,7 +346,7 @@ def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup 
 
 
 class Clears(Protocol):
-    """Something that uses the groups in its own way until it is cleared."""
+    """An object that uses the groups until `clear` is called."""
 
     def clear(self) -> None: ...
 
@@ -352,12 +355,12 @@ _cleared_at_leave: WeakSet[Clears] = WeakSet()
 
 
 def clear_at_leave(thing: Clears) -> None:
-    """Have something cleared before the groups are destroyed, if it is still there."""
+    """Register an object to be cleared before the groups are destroyed. Only a weak reference to it is kept."""
     _cleared_at_leave.add(thing)
 
 
 def leave() -> None:
-    """Destroy the process group; every rank has come to its end."""
+    """Destroy the process groups at the end of the run."""
     for thing in list(_cleared_at_leave):
         thing.clear()
     _lay_out.cache_clear()

@@ -1,4 +1,4 @@
-"""Start ranks of this machine without torchrun: for `verify`, and for tests."""
+"""Starts ranks on this machine without torchrun, for `verify` and tests."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from truestep.config.custom import keep_path_clean
 from truestep.ranks.axes import RankError
 from truestep.ranks.forks import fork_context
 
-_FOLDER = "truestep-ranks-"  # then the number of the process that started them
+_FOLDER = "truestep-ranks-"  # followed by the id of the process that started the ranks
 
 
 def run_ranks(
@@ -31,7 +31,8 @@ def run_ranks(
     timeout: float = 600.0,
     environment: dict[str, str] | None = None,
 ) -> None:
-    """Run `target(*arguments)` in a process for each rank. The first one that fails ends all, and says why."""
+    """Run `target(*arguments)` in a process for each rank. Raise `RankError`, with the ranks' last output, if one fails
+    or all take more than `timeout` seconds."""
     processes, folder, store = start_ranks(size, target, arguments, environment)
     deadline = time.monotonic() + timeout
     try:
@@ -39,7 +40,7 @@ def run_ranks(
             if any(process.exitcode for process in processes) or time.monotonic() > deadline:
                 break
             time.sleep(0.005)
-        for process in processes:  # those whose fellow failed end by themselves, or have had their chance
+        for process in processes:  # if one has failed, the others have up to 20 s to end by themselves
             process.join(timeout=max(0.0, min(20.0, deadline - time.monotonic())))
     finally:
         stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
@@ -55,10 +56,10 @@ def run_ranks(
 
 
 def _remove_leftovers() -> None:
-    """Remove the folders of processes that were ended before they could do it."""
+    """Remove the folders of processes that were killed before they could remove them."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
         number = folder.name.removeprefix(_FOLDER).partition("-")[0]
-        with contextlib.suppress(PermissionError):  # another user's process, which is there
+        with contextlib.suppress(PermissionError):  # another user's process, which is alive
             try:
                 os.kill(int(number) if number.isdigit() else os.getpid(), 0)
             except ProcessLookupError:
@@ -72,7 +73,7 @@ def _last_lines(console: Path) -> list[str]:
 def start_ranks(
     size: int, target: Callable[..., None], arguments: Sequence[Any] = (), environment: dict[str, str] | None = None
 ) -> tuple[list[BaseProcess], Path, dist.TCPStore]:
-    """Start ranks. Give their processes, the folder of their consoles, and the store, which must outlive them."""
+    """Start ranks. Return their processes, the folder of their output, and the store, which must outlive them."""
     context = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     _remove_leftovers()

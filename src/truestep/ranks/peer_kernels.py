@@ -1,11 +1,12 @@
-"""Sums and gathers over the GPUs of one machine, in Triton: each reads what it needs from the others' memory.
+"""All-reduce and all-gather over the GPUs of one machine, in Triton: each GPU reads the others' memory.
 
-Programs of the same number work together, one of each rank. Each copies its tiles to memory that all ranks can
-read, tells the others, waits for them, and reads theirs. No program waits for one of another number, so it does not
-matter how many run at a time.
+Programs with the same id on all ranks work together. Each copies its tiles to memory that all ranks can read, signals
+the others, waits for their signals, and reads their tiles. A program waits only for programs with its own id, so it
+does not matter how many run at a time.
 
-A program writes by turns to two halves of its memory. When a rank begins a call, all ranks have ended the one before
-the last: they had to, for the last to end here. So nobody still reads the half that is written now.
+A program alternates between two halves of its buffer. When a rank begins a call, all ranks have finished the call
+before the last, since otherwise the last call could not have ended here. So no rank still reads the half that is
+written now.
 
 Dimensions: N numbers of a rank's part, P programs, R ranks.
 """
@@ -16,27 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 8192  # numbers that a program moves at a time
+TILE = 8192  # numbers that a program copies at a time
 _WARPS = 16
 
 
 @triton.jit
 def _table(pointer, rank, TYPE: tl.constexpr):
-    """Read where a rank's memory is."""
+    """Read the address of a rank's memory."""
     return tl.multiple_of(tl.load(pointer + rank).to(tl.pointer_type(TYPE)), 16)
 
 
 @triton.jit
 def _meet(signals_pointer, call, program, rank, RANKS: tl.constexpr):
-    """Tell the other ranks' programs that this one's tiles are written, and wait for theirs."""
-    tl.debug_barrier()  # all threads have written
+    """Signal the other ranks' programs that this one's tiles are written, and wait for their signals."""
+    tl.debug_barrier()  # all threads of the program have written
     for other in tl.static_range(RANKS):
         told = _table(signals_pointer, other, tl.int32) + program * RANKS + rank
         tl.atomic_xchg(told, call + 1, sem="release", scope="sys")
     own = _table(signals_pointer, rank, tl.int32) + program * RANKS
     for other in tl.static_range(RANKS):
         while tl.atomic_add(own + other, 0, sem="acquire", scope="sys") - (call + 1) < 0:
-            pass  # it may be a call further
+            pass  # `< 0`, since the other rank may be one call ahead
     tl.debug_barrier()
 
 
@@ -46,7 +47,7 @@ def _exchange_kernel(
     result_pointer,  # [N], or [R, N] with GATHERS
     buffers_pointer,  # [R] int64: the ranks' memory, [P, 2, ROOM] of the part's type
     signals_pointer,  # [R] int64: their signals, [P, R] int32
-    calls_pointer,  # [P] int32: how often each program has run here
+    calls_pointer,  # [P] int32: how often each program has run on this rank
     size,  # N
     rank,
     TYPE: tl.constexpr,
@@ -85,13 +86,14 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 def exchange(
     part: torch.Tensor,  # [N]
-    result: torch.Tensor,  # [N]: their sum; [R, N]: all parts
+    result: torch.Tensor,  # [N]: for the sum of the parts; [R, N]: for all parts
     buffers: torch.Tensor,  # [R] int64
     signals: torch.Tensor,  # [R] int64
     calls: torch.Tensor,  # [P] int32
     rank: int,
-    program_bytes: int,  # of memory in a half
+    program_bytes: int,  # size of a half of a program's buffer
 ) -> None:
+    """Sum or gather the ranks' parts into `result`. All ranks call this together."""
     size = part.numel()
     programs = min(len(calls), triton.cdiv(size, TILE))
     _exchange_kernel[(programs,)](

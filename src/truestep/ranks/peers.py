@@ -1,7 +1,7 @@
-"""Memory of GPUs of one machine that each of them reads: for exchanges that are too small for a library's ways.
+"""Small sums and gathers through GPU memory that all GPUs of one machine can read (symmetric memory).
 
-While tensor ranks sample, they exchange a few rows twice a layer. NCCL takes 40 µs for that, however few they are; a
-kernel that reads the other GPUs' memory takes as long as the reading.
+While tensor ranks sample, they exchange a few rows twice a layer. NCCL takes at least 40 µs for that; a kernel that
+reads the other GPUs' memory takes only the time of the reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from truestep.ranks.processes import machine
 
 PROGRAMS = 128
-_PROGRAM_BYTES = 128 * 2**10  # of a program in one half of a rank's memory
+_PROGRAM_BYTES = 128 * 2**10  # size of a half of a program's buffer
 _SIZES = (7, 8192, 300_001)
 
 
@@ -25,25 +25,25 @@ class NoPeersError(RuntimeError):
 
 @dataclass(frozen=True)
 class Peers:
-    """What the kernel needs to know of all ranks' memory."""
+    """The ranks' shared buffers, as this rank addresses them."""
 
     rank: int
-    buffers: torch.Tensor  # [R] int64: where each rank's memory is, as seen from this one
-    signals: torch.Tensor  # [R] int64
-    calls: torch.Tensor  # [P] int32
+    buffers: torch.Tensor  # [R] int64: address of each rank's buffer
+    signals: torch.Tensor  # [R] int64: address of each rank's signals
+    calls: torch.Tensor  # [P] int32: how often each program has run on this rank
     program_bytes: int
-    kept: object  # what must not go away
+    kept: object  # keeps the buffers alive
 
     def takes(self, part: torch.Tensor) -> bool:
-        """Tell whether a part fits into the memory: what does not is large enough for a library's ways."""
+        """Tell whether a tensor fits into the buffers. For a larger one NCCL is fast enough."""
         return part.numel() * part.element_size() <= self.program_bytes * len(self.calls)
 
     def sums(self, part: torch.Tensor) -> bool:
-        """Tell whether the kernel adds up such parts: in float32, of which float64 is too much."""
+        """Tell whether `sum` takes a tensor of this size and dtype. It adds in float32, so not float64."""
         return self.takes(part) and part.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' parts, in float32 and in the order of the ranks: to the same bits on each."""
+        """Sum the ranks' parts in float32 and in the order of the ranks, so that all ranks get the same bits."""
         return self._exchange(part.contiguous(), torch.empty_like(part, memory_format=torch.contiguous_format))
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:  # [...] -> [R, ...]
@@ -60,7 +60,8 @@ class Peers:
 
 
 def connect(group: dist.ProcessGroup, place: torch.device) -> Peers:
-    """Make the memory, on all ranks together. Raise an error, on all of them, where they are not of one machine."""
+    """Allocate the shared buffers, on all ranks together. Raise `NoPeersError` on all ranks if they are on several
+    machines."""
     machines = _gathered(torch.tensor([zlib.crc32(machine().encode())], device=place), group)
     if bool((machines != machines[0]).any()):
         raise NoPeersError("the ranks are on several machines")
@@ -73,7 +74,7 @@ def connect(group: dist.ProcessGroup, place: torch.device) -> Peers:
     shared = [symmetric.rendezvous(tensor, group) for tensor in (memory, signals)]
     buffers, told = (torch.tensor(there.buffer_ptrs, dtype=torch.int64, device=place) for there in shared)
     calls = torch.zeros(PROGRAMS, dtype=torch.int32, device=place)
-    _gathered(calls, group)  # every rank's signals are zero before another writes to them
+    _gathered(calls, group)  # a barrier: all ranks' signals are zero before another rank writes to them
     return Peers(rank, buffers, told, calls, _PROGRAM_BYTES, (memory, signals, shared))
 
 
@@ -84,9 +85,9 @@ def _gathered(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # 
 
 
 def check(peers: Peers, group: dist.ProcessGroup, place: torch.device, dtype: torch.dtype) -> str | None:
-    """Name what they get wrong; None where all is right. Ranks draw other numbers each."""
+    """Compare sums and gathers with torch.distributed's, on random numbers. Return what is wrong, or None."""
     generator = torch.Generator().manual_seed(dist.get_rank(group))
-    for size in _SIZES * 3:  # both halves of the memory, and each after every other size
+    for size in _SIZES * 3:  # so that both halves of the buffer are used for each size
         part = torch.randn(size, generator=generator).to(place, dtype)
         parts = _gathered(part, group)
         expected = parts[0].float()

@@ -1,4 +1,4 @@
-"""The place in the code where the main thread is, and whether it waits for other ranks there."""
+"""Finds where in the code the main thread is, and whether it waits for other ranks there."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from truestep.config.custom import own_directories
 from truestep.process import progress
 
 _TRUESTEP = str(Path(truestep.__file__).parent) + os.sep
-_RANKS = os.path.join(_TRUESTEP, "ranks") + os.sep  # a place in here only says that ranks exchange something
+_RANKS = os.path.join(_TRUESTEP, "ranks") + os.sep  # communication helpers: their callers say more
 _PROGRESS = progress.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _AUTOGRAD = os.path.join(os.path.dirname(os.path.dirname(dist.__file__)), "autograd") + os.sep
@@ -27,15 +27,15 @@ _DEBUGGERS = ("pdb", "bdb")
 
 @dataclass(frozen=True)
 class Place:
-    """A place in truestep's or the user's code; empty where the main thread is in none."""
+    """A line of truestep's or the user's code."""
 
-    text: str = ""
+    text: str = ""  # file, line and function; empty: the main thread is in other code
     waits: bool = False  # for other ranks
-    debugged: bool = False  # somebody looks at the process, and takes the time
+    debugged: bool = False  # a debugger is open, so the run is not stalled
 
 
 def find_place() -> Place:
-    """Find where the main thread is now, below all that is installed beside truestep."""
+    """Return the innermost line of truestep's or the user's code that the main thread is in."""
     frames = sys._current_frames()
     main = threading.main_thread().ident or 0
     place = _place(frames.get(main))
@@ -43,14 +43,14 @@ def find_place() -> Place:
     if not waits and _waits_for_a_thread(frames.get(main)):
         others = {thread: _place(frame) for thread, frame in frames.items() if thread != main}
         waits = any(other.waits for other in others.values())
-        # Where that thread waits for something itself, as one that writes does, it says more.
+        # If the other thread has named what it waits for, such as a write, its line says more.
         text = next((other.text for thread, other in others.items() if progress.waits(thread) and other.text), text)
     return Place(text, waits, place.debugged)
 
 
 def _place(frame: FrameType | None) -> Place:
     waits = debugged = False
-    between = ""  # in the code that ranks exchange things by: a caller says more
+    between = ""  # the line in the communication helpers, used if no caller is found
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
@@ -66,12 +66,12 @@ def _place(frame: FrameType | None) -> Place:
 
 
 def _is_own(file: str) -> bool:
-    """Decide whether a file is truestep's or the user's, wherever either is installed."""
+    """Tell whether a file belongs to truestep or the user, and not to an installed library."""
     if file.startswith((_TRUESTEP, *own_directories())):
         return True
     return not file.startswith(("<", *_INSTALLED)) and "site-packages" not in file and "dist-packages" not in file
 
 
 def _waits_for_a_thread(frame: FrameType | None) -> bool:
-    """Tell whether a thread waits for another one, as for the next plan or for autograd's own thread."""
+    """Tell whether a thread waits for another one, such as the planner's or autograd's thread."""
     return frame is not None and frame.f_code.co_filename.startswith((*_THREADING, _AUTOGRAD))

@@ -1,15 +1,15 @@
-"""Imported first by the server that ranks are forked from, which must never start CUDA: its forks could not use it.
+"""Imported first by the server from which ranks are forked. It must not initialise CUDA: forks could not use it then.
 
-Without a GPU, a rank may ask for Triton's kernels interpreted, which works only if Triton was imported that way first;
-so the variable is set for that import alone. What loading any model needs is imported here once, which spares each rank
-a second or two.
+Without a GPU, a rank may want Triton's interpreter, which works only if TRITON_INTERPRET is set at Triton's first
+import; so the variable is set for that import alone. Modules that loading a model needs are imported here once, which
+saves each rank a second or two.
 """
 
 import contextlib
 import importlib
 import os
 
-# Else torch counts devices by CUDA itself, here and in libraries that look for a GPU while they are imported.
+# Otherwise torch would initialise CUDA to count devices, here and in libraries that look for a GPU when imported.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import torch
@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     if before is None:
         del os.environ["TRITON_INTERPRET"]
 
-# transformers imports these when they are first asked for; a version that lacks one does not need it.
+# transformers imports these lazily; a version without one does not need it.
 for name in (
     "conversion_mapping",
     "generation.utils",
@@ -41,4 +41,4 @@ for name in (
 with contextlib.suppress(ImportError, AttributeError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    get_checkpoint_conversion_mapping("llama")  # a thousand regular expressions, compiled once and kept
+    get_checkpoint_conversion_mapping("llama")  # compiles and caches a thousand regular expressions

@@ -1,6 +1,6 @@
-"""What the operating system tells of a process: whether it is there, and whether it computes, reads or writes.
+"""The state of a process by the operating system: whether it is alive, and whether it computes, reads or writes.
 
-Linux has this in /proc. Elsewhere a process is known by its own processor time alone, and of others nothing is known.
+This is read from /proc on Linux. On other systems only this process's own CPU time is known.
 """
 
 import os
@@ -12,18 +12,18 @@ from typing import Literal
 
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
-# A thread computes if it runs for this share of the time in which it is not kept waiting for a processor. Threads that
-# only look around now and then run for a hundredth of it.
+# A thread computes if it runs for this fraction of the time in which it does not wait for a CPU. Threads that only poll
+# run for about a hundredth of the time.
 _COMPUTES = 0.2
 _LEAST_SECONDS = 0.01
-_STARVES = 0.5  # a main thread that is ready to run for this share of the time is not what stands still
-_BYTES_A_SECOND = 65536  # logs and the watch's own reading are less
-_EXITING = 0x4  # of a process's flags: it is on its way out, which may take seconds on a busy machine
+_STARVES = 0.5  # a main thread that waits for a CPU for this fraction of the time is not the cause of a stall
+_BYTES_A_SECOND = 65536  # logs and the watch's own reads are less
+_EXITING = 0x4  # flag PF_EXITING of a process: exiting may take seconds on a busy machine
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A process of some machine, told from a later one with its number by when it started."""
+    """A process of some machine. Its start time distinguishes it from a later process with the same id."""
 
     machine: str
     number: int
@@ -36,7 +36,7 @@ class Identity:
         return Identity(machine(), number, int(fields[19]) if fields else 0)
 
     def look(self) -> Literal["there", "stopped", "gone", "unknown"]:
-        """Look for the process: `unknown` if it is of another machine."""
+        """Return the process's state; `unknown` if it is on another machine."""
         if not self.started or self.machine != machine():
             return "unknown"
         fields = _stat(self.number)
@@ -46,7 +46,7 @@ class Identity:
 
 
 def machine() -> str:
-    """Name what process numbers are unique in: a machine since it was started, and a container of it."""
+    """Return an id of the machine's boot and PID namespace, within which process ids are unique; "" if unknown."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"
@@ -55,7 +55,7 @@ def machine() -> str:
 
 
 def _stat(process: int, thread: int | None = None) -> list[str]:
-    """Read the fields of a process, or of a thread, from its state on; none if it is not there."""
+    """Return the fields of /proc/PID/stat of a process or thread, from the state on; empty if it does not exist."""
     folder = _PROC / str(process)
     try:
         line = ((folder if thread is None else folder / "task" / str(thread)) / "stat").read_text()
@@ -67,19 +67,19 @@ def _stat(process: int, thread: int | None = None) -> list[str]:
 @dataclass(frozen=True)
 class _Thread:
     ran: float  # seconds
-    queued: float  # seconds that it was ready to run and had no processor
+    queued: float  # seconds that it was ready to run and waited for a CPU
 
 
 @dataclass(frozen=True)
 class _Sample:
     at: float
     threads: dict[tuple[int, int], _Thread] = field(default_factory=dict)  # of the process and its children
-    own: frozenset[tuple[int, int]] = frozenset()  # the process's own among these
+    own: frozenset[tuple[int, int]] = frozenset()  # those of `threads` that are the process's own
     bytes: int = 0
 
 
 class Activity:
-    """What a process, with those that it started, does between one look and the next."""
+    """The activity of a process and its children, between one call and the next."""
 
     def __init__(self, process: int | None = None):
         self._process = process or os.getpid()
@@ -87,8 +87,8 @@ class Activity:
         self._before = self._sample()
 
     def since_last(self, *, own_computing: bool = True) -> dict[str, float]:
-        """Give the seconds of computing and the bytes read or written since the last call; nothing if they are so few
-        that a process which only waits has as many. Without `own_computing`, only its children's computing counts: a
+        """Return the seconds of computing and the bytes read or written since the last call, without amounts that a
+        process that only waits may have, too. `own_computing` False: only its children's computing counts, because a
         process that waits for a device or for other ranks may spin."""
         before, now = self._before, self._sample()
         self._before = now
@@ -114,7 +114,7 @@ class Activity:
     def _sample(self) -> _Sample:
         at = time.monotonic()
         if not (_PROC / str(self._process)).is_dir():
-            # What has no /proc: one thread that is said to be all of them.
+            # Without /proc: one entry for all threads.
             ran = time.process_time() if self._mine else 0.0
             key = (self._process, 0)
             return _Sample(at, {key: _Thread(ran, 0.0)}, frozenset([key]))
@@ -147,7 +147,7 @@ def _threads(process: int) -> dict[tuple[int, int], _Thread]:
 
 
 def _children(process: int) -> list[int]:
-    """Find the processes that it started, and those that they did."""
+    """Return the ids of all descendants of a process."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir(_PROC):
         if name.isdigit() and (fields := _stat(int(name))):
@@ -161,7 +161,7 @@ def _children(process: int) -> list[int]:
 
 
 def _bytes(process: int) -> int:
-    """Count what it read and wrote: by calls, whatever answers them, and by looking at a file's pages."""
+    """Return the bytes that a process has read and written: by system calls, and from disk by mapped files."""
     try:
         lines = (_PROC / str(process) / "io").read_text().splitlines()
     except OSError:
@@ -171,7 +171,7 @@ def _bytes(process: int) -> int:
 
 
 def machine_memory() -> int:
-    """Give the memory of the machine, or of the container that this process is in, in bytes."""
+    """Return the memory of the machine in bytes, or the limit of this process's container if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
@@ -180,7 +180,7 @@ def machine_memory() -> int:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

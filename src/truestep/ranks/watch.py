@@ -1,8 +1,8 @@
-"""A watch over the ranks: one that stands still, fails or is gone is named, and all end. A slow one is let be.
+"""A watch over the ranks: if a rank stalls, fails or is gone, all ranks end and name it. A slow rank does not matter.
 
-A thread of each rank writes into the launcher's store what the rank does, how long ago it last made progress, and where
-in the code it is; and reads the others' entries. A run of one process is watched as well: its disk or its source may
-stand still.
+A thread of each rank writes the rank's phase, the time since its last progress, and its line of code into the
+launcher's store, and reads the other ranks' entries. A run of one process is watched, too: its disk or its source may
+hang.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ _ENDED = "truestep/ended"
 _DONE = "done"
 _OF_MESSAGES = ("connection", "gloo", "nccl", "timed out", "broken pipe")
 _OF_AN_END = ("closed", "reset by peer", "broken pipe", "remote worker")
-_CAUSE_SHOWS = 30.0  # seconds
+_CAUSE_SHOWS = 30.0  # seconds within which the cause of a closed connection is known
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
-_MOST_READ = 64  # entries that a rank reads in a second: each rank reads those of all others
-ENDED_BY_ANOTHER = 3  # the exit code of a rank that ends because of another
-STALLED = 1  # and of one that stands still itself
+_MOST_READ = 64  # most entries that a rank reads in a second; each rank reads those of all others
+ENDED_BY_ANOTHER = 3  # exit code of a rank that ends because of another
+STALLED = 1  # exit code of a rank that stalled itself
 
 Waits = Literal["", "ranks", "device"]
 
@@ -46,13 +46,13 @@ class RankState:
     """The last known state of a rank."""
 
     rank: int
-    number: int  # of its phase
+    number: int  # of its phase, counted from the start of the run
     phase: str
-    since: float  # seconds it has been in it
+    since: float  # seconds since the phase began
     idle: float  # seconds since it last made progress
-    silent: float = 0.0  # seconds since it last said anything; a process that is there does so about every second
-    place: str = ""  # in the code
-    waits: Waits = ""  # for other ranks, or for its device, which may be waiting for them
+    silent: float = 0.0  # seconds since its last entry; a live process writes one about every second
+    place: str = ""  # line of code
+    waits: Waits = ""  # for other ranks, or for its device, which may be waiting for other ranks
     waiting_for: str = ""
     process: Literal["there", "stopped", "gone", "unknown"] = "unknown"
 
@@ -69,15 +69,15 @@ class RankState:
 def verdict(
     own: RankState, others: Sequence[RankState], timeout: float, silence: float, grace: float = 0.0
 ) -> str | None:
-    """Say why the run has to end; None where it goes on. A source that tells more of what it waited for has so many
-    seconds of `grace` to say it."""
+    """Return why the run has to end, or None. `grace`: seconds beyond `timeout` in which a source that has its own
+    timeout may raise a more precise error."""
     others = [state for state in others if state.phase != _DONE]
     gone = [state for state in others if _is_gone(state, silence)]
     if gone:
         return "; ".join(_farewell(lost) for lost in gone)
     everyone = [own, *others]
     still = [state for state in everyone if state.idle > timeout + grace]
-    # One that waits for nobody is what the others wait for, whatever they still do meanwhile.
+    # A stalled rank that does not wait is the cause, even if other ranks still make progress.
     late = [state for state in still if not state.waits or len(everyone) == 1]
     if not late and len(still) == len(everyone):
         slowest = min(state.number for state in everyone)
@@ -95,7 +95,7 @@ def verdict(
 
 
 def _is_gone(state: RankState, silence: float) -> bool:
-    # A process that is there and silent may hold its threads up, as one that reads a large file does, or be stopped.
+    # A live process may be silent, because a call holds the GIL, such as the read of a large file, or it was stopped.
     return state.process == "gone" or (state.process == "unknown" and state.silent > silence)
 
 
@@ -106,20 +106,20 @@ def _farewell(lost: RankState) -> str:
 
 @dataclass
 class _Heard:
-    """The last entry of another rank, and what is known of it beside."""
+    """The last entry of another rank, and the observed activity of its process."""
 
     entry: str
-    at: float  # by this process's clock: hosts need not agree on the time
+    at: float  # when it was read, by this process's clock: hosts need not agree on the time
     process: Identity
-    activity: Activity | None = None  # looked at once it is silent
-    moved: float | None = None  # when it last did anything since it is silent
+    activity: Activity | None = None  # measured once the rank is silent
+    moved: float | None = None  # when the silent process was last active
 
     def begin_anew(self, now: float) -> None:
-        """Count its silence from now on: nobody listened."""
+        """Count the rank's silence from now on, because this rank could not read entries."""
         self.at = now
 
     def look(self, now: float, computes: bool) -> None:
-        """Look at what the process does that says nothing."""
+        """Measure the activity of a silent rank's process."""
         if self.activity is None:
             self.activity = Activity(self.process.number)
         elif self.activity.since_last(own_computing=computes):
@@ -148,14 +148,14 @@ class Watch:
         return self._phase
 
     def phase(self, name: str) -> None:
-        """Name what this rank does from now on: every rank names the same phases in the same order."""
+        """Begin a phase. All ranks have the same phases in the same order."""
         self._number, self._phase, self._since = self._number + 1, name, time.monotonic()
         progress.phase(name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch while the block runs; an error inside, of any kind, ends every rank."""
-        progress.made("phases")  # what was before is nobody's fault
+        progress.made("phases")  # the time before does not count as a stall
         if self._ranks.size > 1:
             self._store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],
@@ -183,16 +183,16 @@ class Watch:
         self._thread.join()
 
     def _cause_elsewhere(self, error: BaseException) -> str | None:
-        """Name the other rank that is behind an error of communication, if one is."""
+        """Return the message that names another rank as the cause of a communication error, or None."""
         if self._store is None or not _raised_between_ranks(error):
             return None
-        # That a connection broke is known already: a few beats without a word are enough. Where its other end closed
-        # it, there is a cause, and a busy machine may take long to show it.
+        # After a connection error, a few beats without an entry show that a rank is gone. If the other end closed the
+        # connection there must be a cause, which may take long to show on a busy machine.
         silence = 5 * self._beat
         closed = any(word in str(error).lower() for word in _OF_AN_END)
         deadline = time.monotonic() + max(2 * silence, _CAUSE_SHOWS if closed else 0.0)
-        while time.monotonic() < deadline:  # a connection breaks at once; what broke it is known a little later
-            progress.made("looks for a cause")  # a rank that looks for another's end does not stand still itself
+        while time.monotonic() < deadline:  # the error comes at once, its cause is known a little later
+            progress.made("looks for a cause")  # so that this rank does not count as stalled
             reason = self._reason_to_end(silence)[0]
             if reason is not None:
                 return reason
@@ -209,7 +209,7 @@ class Watch:
                 os._exit(code)
 
     def _reason_to_end(self, silence: float) -> tuple[str | None, int]:
-        """Say why this rank has to end, and with which exit code; None where it goes on."""
+        """Return why this rank has to end, or None, and the exit code."""
         own = self._own()
         if self._store is None:
             return verdict(own, [], self._timeout, silence, self._grace), STALLED
@@ -220,16 +220,16 @@ class Watch:
                 return told, ENDED_BY_ANOTHER
             reason = verdict(own, self._others(), self._timeout, silence, self._grace)
             if reason is not None:
-                told = self._told()  # one that is gone may have said why, and only now
+                told = self._told()  # a rank that is gone may have written its reason only now
                 if told is not None:
                     return told, ENDED_BY_ANOTHER
-                self._store.set(_ENDED, json.dumps(reason))  # or the others would see that this rank is gone
-        except Exception as error:  # the store is gone, and with it the rank or launcher that held it
+                self._store.set(_ENDED, json.dumps(reason))  # otherwise the others would blame this rank for being gone
+        except Exception as error:  # the launcher or rank that hosted the store is gone
             return f"the launcher's store cannot be reached any more: {error}", ENDED_BY_ANOTHER
         return reason, STALLED if own.idle > self._timeout and not own.waits else ENDED_BY_ANOTHER
 
     def _told(self) -> str | None:
-        """Give the reason that another rank has left for all."""
+        """Return the reason to end that another rank has written to the store, or None."""
         assert self._store is not None
         if self._store.check([_ENDED]):
             return str(json.loads(self._store.get(_ENDED)))
@@ -240,10 +240,10 @@ class Watch:
         return None
 
     def _own(self) -> RankState:
-        """Look at this process: it makes progress if it says so, and if it computes, reads or writes."""
+        """Return this rank's state. Reported progress counts, and without it computing, reads and writes."""
         now = time.monotonic()
         if now - self._looked > max(10 * self._beat, 2.0):
-            # This thread could not run, as where a call holds all threads up or the process was stopped: now it can.
+            # This thread could not run, because a call held the GIL or the process was stopped.
             progress.made("returns")
             for heard in self._heard.values():
                 heard.begin_anew(now)
@@ -251,7 +251,7 @@ class Watch:
         place = find_place()
         device = marks.outstanding()
         waits: Waits = "ranks" if place.waits else "device" if device else ""
-        if progress.idle() > self._beat:  # else there is nothing to ask
+        if progress.idle() > self._beat:
             self._look_at_process(place, computes=not waits)
         else:
             self._activity = None
@@ -279,7 +279,7 @@ class Watch:
 
     def _report(self, own: RankState) -> None:
         assert self._store is not None
-        # The time makes every entry another one, by which others see that this process is there.
+        # The time makes each entry different, so that the other ranks see that this process is alive.
         entry = {"state": dataclasses.asdict(own), "process": dataclasses.asdict(self._process), "time": time.time()}
         self._store.set(f"truestep/rank/{self._ranks.rank}", json.dumps(entry))
 
@@ -299,12 +299,12 @@ class Watch:
         return others
 
     def _judge(self, said: RankState, heard: _Heard, now: float) -> RankState:
-        """Add to what a rank said of itself what is seen of its process since then."""
+        """Update a rank's entry by the time since it was written, and by the observed activity of its process."""
         silent = now - heard.at
         process = heard.process.look()
         idle = said.idle + silent
         if silent > 3 * self._beat and process == "there":
-            # It may hold its threads up while it computes or reads.
+            # A call may hold the GIL while the process computes or reads.
             heard.look(now, computes=not said.waits)
             if heard.moved is not None:
                 idle = now - heard.moved
@@ -322,8 +322,8 @@ class Watch:
 
 
 def _raised_between_ranks(error: BaseException) -> bool:
-    """True if a call of torch.distributed raised the error, or a message that it had under way."""
+    """Return True if a call of torch.distributed raised the error, or one of its messages in flight failed."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    # What waits for a message sent earlier has no frame there: its words alone say what it is.
+    # An error of an asynchronous message has no frame in torch.distributed: only its words tell.
     inside = any(file.startswith(_DISTRIBUTED) for file in files)
     return isinstance(error, RuntimeError) and (inside or any(word in str(error).lower() for word in _OF_MESSAGES))

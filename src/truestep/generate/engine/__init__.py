@@ -1,13 +1,17 @@
-"""Sampling with the weights in hand: continuous batching over a paged KV cache.
+"""Sampling in process: continuous batching over a paged KV cache.
 
-engine            the loop of steps; schedule: what each step computes (host logic only; knows no model, no tensor)
-cache             pages of keys and values; rows: what the device knows of each sequence in flight
-forward           the model's own code over the paged cache; attend: its attention
-draw              from logits to a token, by the completion's own seed
-stops             stop texts, wherever tokens cut them
-serving           which kernels serve on this machine: each is first compared with plain torch
-graphs            CUDA graphs of steps
-device            what differs between devices; team: tensor ranks that sample together
-exact             steps whose log-probs are training's to the last bit
-*_kernels         the Triton kernels of the modules beside them
+engine            the loop of engine steps: prefill, decode, draw
+schedule          decides on the host what each step computes: admission, chunked prefill, preemption, pages
+cache             the paged KV cache
+rows              the arguments of each decoded row, packed for one copy to the device
+forward           the model's forward pass over the paged KV cache
+attend            attention over the paged KV cache, in plain torch
+draw              draws of tokens from logits, seeded for each completion
+stops             stop texts
+serving           checks each kernel against plain torch before it is used
+graphs            CUDA graphs of prefill and decode
+device            settings and functions for CPU or GPU
+team              tensor ranks that sample together
+exact             steps whose log-probs equal training's bit by bit
+attend_kernels, copy_kernels, draw_kernels    Triton kernels for attend, device and draw
 """

@@ -1,8 +1,7 @@
-"""Attention over the paged cache, put in the place of a model's own as training's is: `NAME` is registered with
-transformers, whose modules then call `paged_attention`.
+"""Attention over the paged KV cache. `NAME` is registered with transformers, whose modules then call `paged_attention`.
 
-A forward pass is either pieces of prompts, token after token, or one token of each row. Both are exact here in plain
-torch on any device; `attend_kernels` has the decoding of rows for GPUs.
+A forward pass either prefills prompt chunks, packed one behind the other, or decodes one token of each row. Here both
+are in plain torch for any device; `attend_kernels` has the decode kernel for GPUs.
 
 Dimensions: T tokens of the pass, R rows, Q query heads, K key-value heads, E head size, P pages of a row.
 """
@@ -20,63 +19,63 @@ from truestep.generate.engine.cache import LayerShape, PagedCache, store
 from truestep.model.mixers.attention import PackedLayout, make_layout, packed_attention
 
 NAME = "truestep_paged"
-_SCORES_BYTES = 256 * 2**20  # explicit scores, or gathered keys, that exist at a time
+_SCORES_BYTES = 256 * 2**20  # most memory for attention scores, or for gathered keys
 
 
 @dataclass(frozen=True)
 class PieceSpan:
-    """The place of one piece of a prompt in its pass."""
+    """The position of a prompt chunk in its pass and in its prompt."""
 
-    first: int  # of the pass's tokens
+    first: int  # index of its first token in the pass
     count: int
-    start: int  # tokens of its prompt before it
-    pages: torch.Tensor | None  # of the prompt up to the piece's end; None: it begins its prompt, and reads none
+    start: int  # tokens of the prompt before the chunk
+    pages: torch.Tensor | None  # pages of the prompt up to the chunk's end; None: the chunk begins its prompt
 
 
 @dataclass
 class Pieces:
-    """A pass over pieces of prompts."""
+    """A prefill pass over prompt chunks."""
 
     cache: PagedCache
     positions: torch.Tensor  # [T] of the tokens in their prompts
-    pages: torch.Tensor  # [T] where each token's keys and values go
-    offsets: torch.Tensor  # [T]
-    whole: list[PieceSpan]  # pieces that begin their prompt: they come first, and see nothing but themselves
-    later: list[PieceSpan]
-    layout: PackedLayout | None  # of those that come first
+    pages: torch.Tensor  # [T] page of each token's keys and values
+    offsets: torch.Tensor  # [T] offset in the page
+    whole: list[PieceSpan]  # chunks that begin their prompt: they come first, and attend to themselves alone
+    later: list[PieceSpan]  # chunks that attend to earlier tokens in the cache, too
+    layout: PackedLayout | None  # of the chunks in `whole`; None: there are none
     store: Callable[..., None] = store
 
 
 @dataclass
 class Rows:
-    """A pass over one token of each row."""
+    """A decode pass over one token of each row."""
 
     cache: PagedCache
-    pages: torch.Tensor  # [R] where each token's keys and values go
-    offsets: torch.Tensor  # [R]
-    lengths: torch.Tensor  # [R] tokens of the row, the new one included
-    table: torch.Tensor  # [R, P] its pages
-    longest: int  # no row is longer
-    # Writes the new tokens' keys and values, and attends: as `attend_rows` does.
+    pages: torch.Tensor  # [R] page of each token's keys and values
+    offsets: torch.Tensor  # [R] offset in the page
+    lengths: torch.Tensor  # [R] tokens of the row, including the new one
+    table: torch.Tensor  # [R, P] pages of each row
+    longest: int  # upper bound of `lengths`
+    # Writes the new tokens' keys and values to the cache and attends, as `attend_rows` does.
     attend: Callable[..., torch.Tensor]
 
 
 @dataclass
 class Recorded:
-    """A pass that finds out what each layer keeps: every token sees itself alone."""
+    """A trial pass that records each layer's attention shape; every token attends to itself alone."""
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
 
 
 @dataclass
 class Paged:
-    """The one keyword that a model passes on to its attention: of one type, so that compiled layers serve all steps."""
+    """The keyword argument that a model passes on to its attention. One type for all passes saves recompilations."""
 
     step: Pieces | Rows | Recorded
 
 
 class UnservedError(Exception):
-    """Names what a model needs and the engine does not have."""
+    """The engine cannot serve the model; the message says why."""
 
 
 @torch.compiler.disable  # compiled layers call it, as in training
@@ -148,7 +147,7 @@ def _attend_pieces(
         k, v = (pool.index_select(0, piece.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
         q = query[0, :, piece.first : piece.first + piece.count]
         outputs.append(_see_earlier(q, k, v, piece.start, scale, window, softcap).transpose(0, 1)[None])
-    # Torch would copy a single one. Layers would be compiled anew for a view of another tensor, which this is not.
+    # `cat` would copy a single output; `detach`, since compiled layers would be recompiled for a view.
     return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
@@ -194,7 +193,7 @@ def attend_rows(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:  # [R, Q, E]
-    """Decode rows in plain torch: as many rows at a time as their gathered keys leave room for."""
+    """Write the new keys and values, and attend, in plain torch: as many rows at a time as `_SCORES_BYTES` allows."""
     store(rows.cache, layer, rows.pages, rows.offsets, k, v)
     keys, values = rows.cache.keys[layer], rows.cache.values[layer]
     count, width = rows.table.shape
@@ -224,7 +223,8 @@ def make_pieces(
     send: Callable[[np.ndarray], torch.Tensor],
     store: Callable[..., None] = store,
 ) -> Pieces:
-    """Lay out pieces: each has its tokens before it, its own, and its pages. Those that begin a prompt come first."""
+    """Make a prefill pass. `spans`: for each chunk its start in the prompt, its number of tokens, and the prompt's
+    pages up to its end; chunks that begin a prompt come first."""
     whole: list[PieceSpan] = []
     later: list[PieceSpan] = []
     first = 0
@@ -241,14 +241,14 @@ def make_pieces(
         layout = make_layout(bounds, cache.keys[0].device, send=lambda tensor: send(tensor.numpy()))
     positions, pages, offsets = places_of(spans, cache.page_size)
     sent = send(np.stack([pages, offsets]))
-    # The positions reach compiled layers, which are compiled anew for a tensor that is a part of another.
+    # The positions are sent as a tensor of their own: compiled layers would be recompiled for a view.
     return Pieces(cache, send(positions), sent[0], sent[1], whole, later, layout, store)
 
 
 def places_of(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Give each token's position in its prompt, its page and its place in the page."""
+    """Return each token's position in its prompt, its page, and its offset in the page. `spans` as in `make_pieces`."""
     starts, counts, widths = np.array([(start, count, len(own)) for start, count, own in spans]).T
     table = np.fromiter(itertools.chain.from_iterable(own for _, _, own in spans), np.int64, widths.sum())
     positions = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)

@@ -1,11 +1,11 @@
-"""Attention of one token of each row over the paged cache, in Triton, for GPUs.
+"""Decode attention over the paged KV cache, in Triton: one query token of each row (split-K, as in flash-decoding).
 
-A program serves one key-value head of a row and a span of its keys; the query heads that share the key-value head are
-the rows of its tile. A second kernel joins the spans. So a long row is shared among many programs and a short one costs
-little, whatever the longest row of the batch is: programs beyond a row's own length end at once.
+A program handles one key-value head of a row and a span of its keys; the query heads that share the key-value head are
+the rows of its tile. A second kernel joins the spans. So many programs share a long row, and a short row costs little,
+because programs beyond a row's own length end at once.
 
-The cache lies elsewhere in each phase of sampling, and a CUDA graph outlives a phase. So kernels read the place of the
-cache from memory.
+The cache has a new address in each phase of sampling, and a CUDA graph outlives a phase. So kernels read the address of
+the cache from memory.
 
 Dimensions: R rows, Q query heads, K key-value heads, G = Q / K, E head size, N spans, P pages of a row.
 """
@@ -25,7 +25,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _pool(addresses_pointer, which: tl.constexpr, TYPE: tl.constexpr):
-    """Read where the keys (0) or the values (1) of the layer are."""
+    """Read the address of the layer's keys (0) or values (1)."""
     address = tl.load(addresses_pointer + which)
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
 
@@ -67,7 +67,7 @@ def _store_kernel(
 
 @triton.jit
 def _first_tile(length, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Find the page of the first key that a row sees."""
+    """Return the index of the first page that a row attends to."""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // PAGE_SIZE
@@ -76,7 +76,7 @@ def _first_tile(length, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _fetch(pool, line, own, lane, SIZE: tl.constexpr):
-    """Load a page of one head: [tokens, E], with zeros where a token is none of the row's own."""
+    """Load a page of one head: [tokens, E], with zeros for tokens beyond the row's length."""
     inside = own[:, None] & (lane[None, :] < SIZE)
     return tl.load(pool + line[:, None] * SIZE + lane[None, :], mask=inside, other=0.0)
 
@@ -90,8 +90,8 @@ def _fetch_queries(line, seen, lane, SIZE: tl.constexpr):
 
 @triton.jit
 def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
-    """Add a page to what was seen so far."""
-    higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is seen
+    """Update the online softmax with a page."""
+    higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is not masked
     weights, rescale = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
     result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
     return result, total * rescale + tl.sum(weights, axis=1), higher
@@ -99,7 +99,7 @@ def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
 
 @triton.jit
 def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
-    """Score a page's keys, in powers of 2; -inf: not seen."""
+    """Compute the scores of a page's keys, in base 2; -inf: masked."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if CAPPED:
         shrunk = tl.exp(-2 * tl.abs(scores / softcap))
@@ -111,7 +111,7 @@ def _score(q, k, position, length, scale, softcap, WINDOW: tl.constexpr, CAPPED:
     return tl.where(seen[None, :], scores * _LOG2_E, float("-inf"))
 
 
-# Numbers that differ from batch to batch are not part of what is compiled.
+# `tiles` and `spans` differ from batch to batch: specialising on them would recompile.
 @triton.jit(do_not_specialize=["tiles", "spans"])
 def _attend_kernel(
     addresses_pointer,  # [2] int64, of the layer
@@ -119,9 +119,9 @@ def _attend_kernel(
     length_pointer,  # [R] int64
     table_pointer,  # [R, P] int64
     output_pointer,  # [R, Q, E]
-    part_pointer,  # [R, Q, N, E] float32: of each span, what it gives
-    highest_pointer,  # [R, Q, N] its largest score, in powers of 2
-    total_pointer,  # [R, Q, N] and the sum of its weights, relative to that
+    part_pointer,  # [R, Q, N, E] float32: the weighted sum of each span's values
+    highest_pointer,  # [R, Q, N] its largest score, in base 2
+    total_pointer,  # [R, Q, N] the sum of its weights, relative to the largest score
     query_row,  # strides
     query_head,
     meta_row,
@@ -164,7 +164,7 @@ def _attend_kernel(
         result, total, highest = _update(result, total, highest, scores, v, TYPE)
     place = row * (HEADS * GROUP) + queries
     inside = seen[:, None] & (value_lane[None, :] < VALUE_SIZE)
-    if end - first <= tiles:  # it is the only span
+    if end - first <= tiles:  # the row has one span only
         target = output_pointer + place[:, None] * VALUE_SIZE + value_lane[None, :]
         tl.store(target, (result / total[:, None]).to(TYPE), mask=inside)
     else:
@@ -191,7 +191,7 @@ def _join_kernel(
     WINDOW: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    """Join the spans of a query head; a row of one span is done already."""
+    """Join the spans of a query head. A row with one span is finished already."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(length_pointer + row * meta_row).to(tl.int32)
     own = tl.cdiv(tl.cdiv(length, PAGE_SIZE) - _first_tile(length, WINDOW, PAGE_SIZE), tiles)
@@ -215,12 +215,12 @@ def _join_kernel(
 
 
 def span_tokens(programs: int) -> int:
-    """Give the keys of a program: fewer where there would be too few programs to keep a GPU busy."""
+    """Return the number of keys of a program: fewer if there would be too few programs to keep a GPU busy."""
     return 512 if programs >= 1024 else 256 if programs >= 512 else 128
 
 
 def warps(group_block: int, value_block: int) -> int:
-    """Give the warps of a program: few, so that many programs wait for memory at a time."""
+    """Return the warps of a program: few, so that many programs have loads in flight."""
     return 2 if group_block * value_block <= 4096 else 4
 
 

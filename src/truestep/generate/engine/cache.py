@@ -1,4 +1,4 @@
-"""Keys and values of all running completions, in pages that are taken for a phase of sampling and given back after it.
+"""The paged KV cache. Its memory is allocated for one phase of sampling.
 
 Dimensions: K key-value heads, E head size.
 """
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGNED = 256  # bytes: where a layer's keys and values begin
-_SHARE = 0.9  # of the free memory that the cache may take: activations and logits need some, too
+_ALIGNED = 256  # bytes: alignment of each layer's keys and values
+_SHARE = 0.9  # most of the free memory that the cache takes; activations and logits need the rest
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps of a token, and how it attends."""
+    """The attention shape of one layer."""
 
-    heads: int
+    heads: int  # key-value heads
     key_size: int
     value_size: int
-    queries: int
+    queries: int  # query heads
     window: int | None = None
     softcap: float | None = None
 
@@ -32,11 +32,11 @@ class LayerShape:
 
 @dataclass
 class PagedCache:
-    """One page more than asked for: rows that fill up a batch write to the last one."""
+    """Keys and values of all layers. There is one extra page, the last: rows that only pad a batch write to it."""
 
-    keys: list[torch.Tensor]  # of each layer: [pages + 1, K, tokens of a page, E]
+    keys: list[torch.Tensor]  # for each layer: [pages + 1, K, tokens of a page, E]
     values: list[torch.Tensor]
-    places: torch.Tensor | None = None  # [layers, 2] the addresses of both, on the device: for kernels
+    places: torch.Tensor | None = None  # [layers, 2] device addresses of keys and values, for kernels
 
     @staticmethod
     def make(
@@ -47,14 +47,14 @@ class PagedCache:
         device: torch.device,
         zeros: bool = True,
     ) -> "PagedCache":
-        """Take the memory. `zeros`: clear it, since plain torch multiplies by 0 what attention masks away, which must
-        then be finite. Kernels do not read it."""
+        """Allocate the cache. `zeros`: clear it, since plain torch multiplies masked values by 0, so that they must be
+        finite. Kernels do not read masked values."""
         shapes = [
             (pages + 1, layer.heads, page_size, size) for layer in layers for size in (layer.key_size, layer.value_size)
         ]
         try:
             made = _tensors(shapes, dtype, device)
-        except torch.OutOfMemoryError:  # what is free may lie in several places
+        except torch.OutOfMemoryError:  # free memory may be fragmented
             made = [_tensors([shape], dtype, device)[0] for shape in shapes]
         for tensor in made if zeros else ():
             tensor.zero_()
@@ -66,7 +66,7 @@ class PagedCache:
 
     @property
     def spare(self) -> int:
-        """The page that nobody owns."""
+        """The extra page, which no completion uses."""
         return self.keys[0].shape[0] - 1
 
     @property
@@ -74,11 +74,12 @@ class PagedCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
     def locate(self, places: torch.Tensor | None = None) -> None:
-        """Tell kernels where the cache is: in memory of its own, or in what is given."""
+        """Store the cache's addresses on the device, for kernels: in `places`, or in a new tensor if it is None."""
         self.places = self.addresses().to(self.keys[0].device) if places is None else places.copy_(self.addresses())
 
     def addresses(self) -> torch.Tensor:  # [layers, 2] on the host
-        """Give the places of each layer's keys and values, for kernels that outlive the cache in a CUDA graph."""
+        """Return the addresses of each layer's keys and values. A CUDA graph outlives the cache, so its kernels read
+        them from memory."""
         return torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)])
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -87,7 +88,7 @@ class PagedCache:
 
 
 def _tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Make tensors in one allocation: a GPU's take long, whatever their size."""
+    """Allocate all tensors at once: a GPU allocation takes long, whatever its size."""
     counts = [math.prod(shape) for shape in shapes]
     step = _ALIGNED // dtype.itemsize
     rooms = [-(-count // step) * step for count in counts]
@@ -103,7 +104,7 @@ def store(
     k: torch.Tensor,  # [T, K, E]
     v: torch.Tensor,  # [T, K, E]
 ) -> None:
-    """Write keys and values of tokens to their pages."""
+    """Write the keys and values of tokens to their pages."""
     cache.keys[layer][pages, :, offsets] = k
     cache.values[layer][pages, :, offsets] = v
 
@@ -113,7 +114,7 @@ def page_bytes(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype)
 
 
 def pages_that_fit(wanted: int, bytes_each: int, device: torch.device, most_bytes: int | None = None) -> int:
-    """Give as many pages as are wanted, or as the memory that is free now holds."""
+    """Return how many of the `wanted` pages fit into `most_bytes`, or into free memory if that is None; at least 1."""
     room = _free_bytes(device) if most_bytes is None else most_bytes
     return max(1, min(wanted, int(room / bytes_each) - 1))
 
@@ -126,5 +127,5 @@ def _free_bytes(device: torch.device) -> float:
         return _SHARE * (free + unused)
     try:
         return 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not on every system
+    except (ValueError, OSError):  # the system does not tell
         return 2.0 * 2**30

@@ -1,5 +1,5 @@
-"""Copies between the host's memory and a GPU's by a kernel, in Triton. For a few kilobytes a GPU's own engine for
-copies takes as long as a kernel, and as long again to wait for the kernel before it and be waited for by the next."""
+"""Copies between pinned memory and GPU memory by a Triton kernel. For a few kilobytes the GPU's copy engine takes as
+long as a kernel, and as long again to synchronise with the kernels before and after the copy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _copy_kernel(target_pointer, source_pointer, size, BLOCK: tl.constexpr):  # 
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy numbers of 64 bits to where there are as many. What lies on the host is pinned, and stays until the kernel
-    has run."""
+    """Copy int64 numbers between tensors of one size. A host tensor must be pinned and stay alive until the kernel has
+    run."""
     assert target.is_contiguous() and source.is_contiguous() and target.numel() == source.numel()
     assert target.dtype == source.dtype == torch.int64
     if target.numel():

@@ -1,4 +1,4 @@
-"""What differs between devices: sizes, copies, and the code for attention and draws."""
+"""The engine's settings for a CPU or a GPU: sizes, copies, and the functions for attention and draws."""
 
 import logging
 from collections import deque
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Result:
-    """Numbers on their way to the host."""
+    """A tensor that is being copied to the host."""
 
     tensor: torch.Tensor
-    event: Any = None  # None: they are there
+    event: Any = None  # recorded after the copy; None: the tensor is complete
 
     def wait(self) -> np.ndarray:
         if self.event is not None:
@@ -35,38 +35,41 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 @dataclass
 class Device:
+    """Settings and functions of the engine on one device."""
+
     place: torch.device
-    page_size: int
-    lag: int  # steps that the host may learn of draws late
-    piece_tokens: int  # of prompts that a step computes
+    page_size: int  # tokens
+    lag: int  # steps in flight after which the host reads the drawn tokens
+    piece_tokens: int  # most prompt tokens of a step
     compiles: bool  # layers run compiled
-    joins: int  # completions join when so many parts of all slots are free
-    prompts_first: int  # steps for which what runs may wait while prompts are computed
+    joins: int  # prefill starts when 1/joins of the slots is free
+    prompts_first: int  # most prefill steps in a row without decoding
     attend: Callable[..., torch.Tensor] = attend_rows
     draw: Callable[..., Drawn] = draw
     store: Callable[..., None] = store
-    copy: Callable[[torch.Tensor, torch.Tensor], None] = copy  # between the host's memory and the device's
-    graphs: bool = False  # steps are CUDA graphs
-    fused: bool = False  # so are those over prompts: one kernel attends within all of them
-    # Torch does not know that a kernel may still use memory of the host. So what the last copies read or wrote is kept:
-    # a step makes two, and the host has waited for a step before it begins the one `lag` + 1 later.
+    copy: Callable[[torch.Tensor, torch.Tensor], None] = copy  # between host and device memory
+    graphs: bool = False  # decode steps use CUDA graphs
+    fused: bool = False  # prefill steps use CUDA graphs, too: one kernel attends within all prompts
+    # Torch does not know that a copy kernel still uses pinned memory. So the tensors of the last copies are kept alive:
+    # a step makes two copies, and the host has waited for a step before it begins the one `lag` + 1 later.
     kept: deque[torch.Tensor] = field(default_factory=lambda: deque(maxlen=16))
 
     def ready(self, values: np.ndarray) -> torch.Tensor:
-        """Lay numbers where a GPU takes them from when their turn comes, and the host does not wait."""
+        """Return the values as a host tensor, pinned for a GPU, so that the host need not wait for its copy."""
         host = torch.from_numpy(values)
         return host if self.place.type == "cpu" else host.pin_memory()
 
     def refill(self, target: torch.Tensor, ready: torch.Tensor) -> None:
-        """Copy what is `ready` to the device, to memory that is there."""
+        """Copy a host tensor from `ready` to an existing device tensor."""
         self.copy(target, ready)
         self.kept.append(ready)
 
     def send(self, values: np.ndarray) -> torch.Tensor:
-        """Copy to the device."""
+        """Copy values to a new device tensor, without waiting."""
         return self.ready(values).to(self.place, non_blocking=True)
 
     def fetch(self, tensor: torch.Tensor) -> Result:
+        """Start a copy to the host."""
         if self.place.type == "cpu":
             return Result(tensor)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

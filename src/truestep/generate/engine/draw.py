@@ -1,10 +1,10 @@
-"""Draws each row's next token, in plain torch and on any device.
+"""Draws each row's next token, in plain torch on any device.
 
-The largest of z - log E, where the E are independent exponential numbers, is a draw from softmax(z) (the Gumbel trick).
-So a block of tokens is drawn, whose z is the log-sum-exp of theirs, and then one of its tokens. Nothing has to be
-sorted, and tokens that are cut off need only be left out. Each E comes from a counter: it is a function of the
-completion's key, the token's position in the completion and the block's or the token's id. So a draw depends on neither
-the batch nor what was drawn before, and on the device only where rounding decides a tie.
+With independent exponential numbers E, the argmax of z - log E is a draw from softmax(z) (the Gumbel-max trick). First
+a block of tokens is drawn, whose z is the log-sum-exp of its tokens, and then a token of the block. This needs no sort,
+and truncated tokens are simply left out. E comes from a counter-based generator: a hash of the completion's key, the
+token's position in the completion, and the id of the block or token. So a draw does not depend on the batch or on
+earlier draws, and on the device only where rounding decides a tie.
 
 Dimensions: R rows, V vocabulary.
 """
@@ -20,30 +20,32 @@ from truestep.head.logits import HeadSettings, scale_
 # SplitMix64 (Steele, Lea and Flood, 2014): its increment and the two factors of its mixing function.
 POSITION_STEP, TOKEN_STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 MIX_FIRST, MIX_SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-BLOCK = 16  # tokens whose ids follow one another
-SMALL = 1 / 64  # below it -log(1 - v) is a series: 1 - v would lose what tells small numbers apart
+BLOCK = 16  # tokens with consecutive ids
+SMALL = 1 / 64  # for v below this, -log(1 - v) is computed as a series: 1 - v would lose precision
 
 
 @dataclass(frozen=True)
 class DrawRows:
-    """How each row is drawn."""
+    """The sampling parameters of each row."""
 
-    key: torch.Tensor  # [R] int64 of the completion
-    position: torch.Tensor  # [R] int64 of the new token in the completion, from 0
-    temperature: torch.Tensor  # [R] float32, or float64 that is rounded to it; 0: the likeliest token
-    truncation: "Truncation | None" = None  # None: no row has one
+    key: torch.Tensor  # [R] int64 key of the completion, see `key_of`
+    position: torch.Tensor  # [R] int64 index of the new token in the completion, from 0
+    temperature: torch.Tensor  # [R] float32, or float64 that is rounded to float32; 0: greedy
+    truncation: "Truncation | None" = None  # None: no row is truncated
 
     @property
     def greedy(self) -> torch.Tensor:  # [R]
         return self.temperature.float() == 0
 
     @property
-    def divisor(self) -> torch.Tensor:  # [R] of the logits; 1 for greedy rows
+    def divisor(self) -> torch.Tensor:  # [R] the temperature; 1 for greedy rows
         return torch.where(self.greedy, 1.0, self.temperature.float())
 
 
 @dataclass(frozen=True)
 class Truncation:
+    """Options that restrict the tokens that each row may draw."""
+
     top_p: torch.Tensor  # [R] float32; 1: off
     top_k: torch.Tensor  # [R] int64; 0: off
     min_p: torch.Tensor  # [R] float32; 0: off
@@ -51,35 +53,35 @@ class Truncation:
 
 @dataclass(frozen=True)
 class Kept:
-    """The tokens that a row may draw: those above `floor`, and of those at it, ids up to `last`."""
+    """The tokens that truncation leaves: scaled logits above `floor`, and at `floor` those with ids up to `last`."""
 
     floor: torch.Tensor  # [R] float32
     last: torch.Tensor  # [R] int64
-    log_mass: torch.Tensor  # [R] float32: the log of their probability
+    log_mass: torch.Tensor  # [R] float32: log of their total probability
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of the vocabulary whose logits this rank has, where several ranks draw together."""
+    """This rank's slice of the vocabulary, for tensor ranks that draw together."""
 
-    first: int
+    first: int  # its first token
     size: int
-    most: int  # tokens of the largest slice
+    most: int  # size of the largest slice
     vocabulary: int
     gather: Callable[[torch.Tensor], torch.Tensor]  # [...] -> [ranks, ...]
     whole: Callable[[torch.Tensor], torch.Tensor]  # [R, tokens of the slice] -> [R, V]
 
     def suffices(self, cut: bool) -> bool:
-        """Tell whether a rank can draw from its own logits: nothing is cut off, and no block of tokens lies in two
-        slices."""
+        """Tell whether a rank can draw from its own logits. It cannot with truncation (`cut`), or if a block of tokens
+        lies in two slices."""
         return not cut and self.most % BLOCK == 0
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What rows drew, as the host gets it."""
+    """The drawn tokens and their log-probs, packed for one copy to the host."""
 
-    packed: torch.Tensor  # [3, R] int64, of which two are float64 in truth
+    packed: torch.Tensor  # [3, R] int64: tokens, and log-probs and log-masses as the bits of float64 numbers
 
     @staticmethod
     def of(tokens: torch.Tensor, logprobs: torch.Tensor, log_mass: torch.Tensor) -> "Drawn":
@@ -91,28 +93,29 @@ class Drawn:
         return self.packed[0]
 
     @property
-    def logprobs(self) -> torch.Tensor:  # [R] of the whole distribution
+    def logprobs(self) -> torch.Tensor:  # [R] before truncation
         return self.packed[1].view(torch.float64)
 
     @property
-    def log_mass(self) -> torch.Tensor:  # [R] of what could be drawn; 0: everything
+    def log_mass(self) -> torch.Tensor:  # [R] log of the probability that truncation leaves; 0: no truncation
         return self.packed[2].view(torch.float64)
 
 
 def key_of(seed: Sequence[int]) -> int:
-    """Give the key of a completion, as a signed number of 64 bits."""
-    # NumPy takes numbers of 32 bits as they are. A list it would take apart number by number, with the same result.
+    """Return the key of a completion's draws, an int64."""
+    # An array of uint32 gives the same result as a list, which NumPy would convert number by number.
     words = np.array(seed, np.uint32) if max(seed, default=2**32) < 2**32 and min(seed) >= 0 else list(seed)
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0].astype(np.int64))
 
 
 def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice | None = None) -> Drawn:  # [R, V]
-    """Draw from raw logits, over whose memory this may write. `part`: they are of this slice of the vocabulary."""
+    """Draw a token of each row from its raw logits, which may be overwritten. `part`: the slice of the vocabulary to
+    which the logits belong; None: all of it."""
     if part is not None:
         raw = part.whole(raw)
     greedy, z = rows.greedy, scale_(raw, rows.divisor, settings)
     logsumexp = z.logsumexp(-1)
-    if z.device.type == "cpu" and bool(greedy.all()):  # elsewhere the host would wait for the answer
+    if z.device.type == "cpu" and bool(greedy.all()):  # on a GPU this would synchronise
         tokens = z.argmax(-1)
         return Drawn.of(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - logsumexp, torch.zeros_like(logsumexp))
     left, log_mass = z, torch.zeros_like(logsumexp)
@@ -127,7 +130,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
 
 
 def _choose(z: torch.Tensor, rows: DrawRows) -> torch.Tensor:  # [R, V] -> [R]
-    """Choose a block, and a token of it."""
+    """Draw a block, and then a token of the block."""
     vocabulary, row = z.shape[-1], _mix((rows.position + 1).mul_(_signed(POSITION_STEP)).add_(rows.key))
     blocks = torch.nn.functional.pad(z, (0, -vocabulary % BLOCK), value=-torch.inf).unflatten(-1, (-1, BLOCK))
     numbers = torch.arange(blocks.shape[1], device=z.device)
@@ -138,16 +141,14 @@ def _choose(z: torch.Tensor, rows: DrawRows) -> torch.Tensor:  # [R, V] -> [R]
 
 
 def keep(z: torch.Tensor, logsumexp: torch.Tensor, truncation: Truncation) -> Kept:  # [R, V], [R]
-    """Find what top_k leaves, of that what top_p leaves, and of that what min_p leaves.
-
-    They take the likeliest tokens first; of equally likely ones the one with the lower id."""
+    """Apply top_k, then top_p, then min_p. Among equally likely tokens, lower ids are kept first."""
     ordered, order = z.sort(dim=-1, descending=True, stable=True)
     p = (ordered - logsumexp[:, None]).double().exp_()
     rank = torch.arange(z.shape[-1], device=z.device)
     top_k = torch.where(truncation.top_k > 0, truncation.top_k, z.shape[-1])
     p = torch.where(rank < top_k[:, None], p, 0)
     cumulative = p.cumsum(-1)
-    # The smallest set that reaches top_p, the token that crosses it included.
+    # The smallest set that reaches top_p, including the token that crosses it.
     inside = cumulative - p < truncation.top_p[:, None] * cumulative[:, -1:]
     inside &= p >= truncation.min_p[:, None] * p[:, :1]
     inside &= p > 0
@@ -158,9 +159,9 @@ def keep(z: torch.Tensor, logsumexp: torch.Tensor, truncation: Truncation) -> Ke
 
 
 def exponentials(row: torch.Tensor, counter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Give the exponential numbers of rows' counters: [R], [N] or [R, N] -> [R, N]."""
+    """Return the exponential number of each row and counter: [R], [N] or [R, N] -> [R, N]."""
     bits = _shift(_mix(row[:, None] + counter * _signed(TOKEN_STEP)), 32)
-    # Rounded to 1 it would make an infinite number, and a token that is cut off could be drawn.
+    # If v were rounded to 1, the result would be infinite, and a truncated token could be drawn.
     v = bits.to(dtype).add_(0.5).mul_(2.0**-32).clamp_(max=1 - torch.finfo(dtype).eps / 2)
     series = (((v * 0.25).add_(1 / 3).mul_(v)).add_(0.5).mul_(v)).add_(1.0).mul_(v)
     return torch.where(v < SMALL, series, (1 - v).log_().neg_())
@@ -173,7 +174,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift to the right without the sign."""
+    """Shift right, logically."""
     return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

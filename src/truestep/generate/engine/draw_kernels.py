@@ -1,9 +1,9 @@
-"""The draw of `draw` in one pass over the logits, in Triton, for GPUs: log-sum-exp and the best block together.
+"""The draw of `draw` in Triton, with one pass over the logits that computes the log-sum-exp and the best block.
 
-Each row is shared among a few programs, and a second kernel joins what they found. Where ranks have a slice of the
-vocabulary each, it joins what the programs of all ranks found.
+Several programs share each row, and a second kernel joins their results. With tensor ranks it joins the results of all
+ranks, each of which reads its own slice of the vocabulary.
 
-Dimensions: R rows, V vocabulary, N parts of a row, or of a rank's slice of it.
+Dimensions: R rows, V vocabulary, N parts (programs) of a row, or of a rank's slice of it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _POSITION_STEP, _TOKEN_STEP = tl.constexpr(POSITION_STEP), tl.constexpr(TOKEN_ST
 _SMALL = tl.constexpr(SMALL)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NOBODY = tl.constexpr(2**31 - 1)
-_BLOCKS = 128  # that a program reads at a time
-_PART, _MOST_PARTS = 16384, 64  # tokens of a program, where so many programs of a row are enough
+_BLOCKS = 128  # blocks that a program reads at a time
+_PART, _MOST_PARTS = 16384, 64  # least tokens of a program, most programs of a row
 
 
 @triton.jit
@@ -57,9 +57,9 @@ def _log(x, FAST: tl.constexpr):
 
 @triton.jit
 def _exponential(counter, FAST: tl.constexpr):
-    """Compute E of a token or of a block: see `draw.exponentials`."""
+    """Compute the exponential number E of a token or block, as `draw.exponentials` does."""
     bits = (_mix(counter) >> 32).to(tl.uint32)
-    # In halves, since a GPU takes long to convert what may have 64 bits; the sum is rounded once, as all 32 bits are.
+    # In two halves of 16 bits: converting int64 to float is slow. The sum is rounded once, like the whole number.
     high, low = (bits >> 16).to(tl.int32), (bits & 0xFFFF).to(tl.int32)
     v = (high.to(tl.float32) * 65536.0 + low.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
     v = tl.minimum(v, 0.9999999403953552)  # 1 - 2 ** -24
@@ -69,13 +69,13 @@ def _exponential(counter, FAST: tl.constexpr):
 
 @triton.jit
 def _finite(highest):
-    """Give what numbers may be related to, where they may all be -inf."""
+    """Replace -inf by 0, so that a difference with it is not NaN."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
 @triton.jit
 def _load(raw_line, token, end, softcap, CAPPED: tl.constexpr):
-    """Load some logits of a row, capped; -inf beyond its end."""
+    """Load logits of a row, with the softcap applied; -inf beyond its end."""
     y = tl.load(raw_line + token, mask=token < end, other=float("-inf")).to(tl.float32)
     if CAPPED:
         shrunk = tl.exp(-2 * tl.abs(y / softcap))
@@ -86,19 +86,19 @@ def _load(raw_line, token, end, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _left(p, y, token, floor, last, CUT: tl.constexpr):
-    """Give 0 in the place of what is cut off."""
+    """Replace `p` by 0 for truncated tokens."""
     return tl.where((y > floor) | ((y == floor) & (token <= last)), p, 0.0) if CUT else p
 
 
 @triton.jit
 def _score(z, p, counter, greedy, FAST: tl.constexpr):
-    """Score blocks of p · exp(z), or tokens: its logarithm, less that of their exponential numbers."""
+    """Compute the score z + log p - log E of blocks or tokens; z for greedy rows."""
     return tl.where(greedy, z, z + _log(p / _exponential(counter, FAST), FAST))
 
 
 @triton.jit
 def _add(highest, total, top, mass, powers):
-    """Add what is relative to the largest logit of some tokens to what is so of others."""
+    """Merge two partial sums of exponentials, each relative to its own largest logit."""
     higher = tl.maximum(highest, top)
     base = _finite(higher)
     return higher, total * tl.exp2((highest - base) * powers) + mass * tl.exp2((top - base) * powers)
@@ -106,9 +106,9 @@ def _add(highest, total, top, mass, powers):
 
 @triton.jit
 def _first_best(score, token, y, begin):
-    """Choose the token of the best score, of equal ones the first; give its logit, too."""
+    """Return the first token with the highest score, and its logit."""
     chosen = tl.min(tl.where(score == tl.max(score, axis=0), token, _NOBODY), axis=0)
-    chosen = tl.where(chosen == _NOBODY, begin, chosen)  # logits that are no numbers choose nobody
+    chosen = tl.where(chosen == _NOBODY, begin, chosen)  # with NaN logits no score equals the highest
     return chosen, tl.max(tl.where(token == chosen, y, float("-inf")), axis=0)
 
 
@@ -117,20 +117,20 @@ def _draw_kernel(
     raw_pointer,  # [R, V]
     key_pointer, position_pointer,  # [R] int64
     temperature_pointer,  # [R] float32 or float64; 0: the likeliest token
-    floor_pointer,  # [R] with CUT: below it nothing is drawn
+    floor_pointer,  # [R] with CUT, see `draw.Kept`
     last_pointer,  # [R] with CUT: int64
     highest_pointer, total_pointer, score_pointer,  # [R, N]
-    z_pointer,  # [R, N] of the token with that score
+    z_pointer,  # [R, N] scaled logit of the token with that score
     token_pointer,  # [R, N] int64
     raw_row, meta_row, temperature_row,  # strides
-    vocabulary,  # tokens whose logits are here, from `first` on
+    vocabulary,  # tokens of this rank's slice, from `first` on
     first,
     part,  # tokens of a program
     softcap, scale,
     parts,  # N
     CAPPED: tl.constexpr,
-    CUT: tl.constexpr,  # the logits are capped and scaled already
-    FAST: tl.constexpr,  # the GPU's own logarithm
+    CUT: tl.constexpr,  # with truncation; the logits are capped and scaled already
+    FAST: tl.constexpr,  # use the GPU's fast logarithm
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,  # tokens of a block, and blocks that are read at a time
 ):  # fmt: skip
     row, number, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCKS)
@@ -139,7 +139,7 @@ def _draw_kernel(
     greedy, raw_line = temperature == 0, raw_pointer + row * raw_row
     if CUT:
         factor, floor, last = 1.0, tl.load(floor_pointer + row), tl.load(last_pointer + row)
-    else:  # torch divides so, too
+    else:  # torch rounds the quotient in the same way
         factor, floor, last = tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)) * scale, 0.0, 0
     powers = factor * _LOG2_E  # exp(factor · y) is a power of 2
     highest, total = tl.full((BLOCKS,), float("-inf"), tl.float32), tl.zeros((BLOCKS,), tl.float32)
@@ -163,7 +163,7 @@ def _draw_kernel(
     tl.store(total_pointer + place, tl.sum(total * tl.exp2((highest - _finite(top)) * powers), axis=0))
     score = tl.max(best, axis=0)
     tl.store(score_pointer + place, score)
-    block = tl.min(tl.where(best == score, best_block, _NOBODY), axis=0)  # of equal ones that of the lowest ids
+    block = tl.min(tl.where(best == score, best_block, _NOBODY), axis=0)  # among equal scores the lowest block
     token = block * BLOCK + tl.arange(0, BLOCK)
     y = _load(raw_line, token, end, softcap, CAPPED)
     p = _left(tl.full((BLOCK,), 1.0, tl.float32), y, token, floor, last, CUT)
@@ -173,10 +173,10 @@ def _draw_kernel(
     tl.store(z_pointer + place, y * factor)
 
 
-# Where its rows begin in what the host gets depends on their number.
+# The offsets of logprobs and log_mass in the packed result depend on the number of rows, so their alignment varies.
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["logprob_pointer", "log_mass_pointer"])
 def _join_kernel(
-    highest_pointer,  # [R, N], as all of these for each rank
+    highest_pointer,  # [R, N], for each rank, as the next four
     total_pointer,  # [R, N]
     score_pointer,  # [R, N]
     z_pointer,  # [R, N]
@@ -188,7 +188,7 @@ def _join_kernel(
     vocabulary,
     parts,
     ranks,
-    rank_tokens,  # from one rank's tokens to the next one's
+    rank_tokens,  # distance from one rank's tokens to those of the next
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -207,15 +207,15 @@ def _join_kernel(
     winner = tl.max(score, axis=0)
     chosen = tl.min(tl.where(score == winner, token, _NOBODY), axis=0)
     chosen_z = tl.max(tl.where(token == chosen, z, float("-inf")), axis=0)
-    # Logits that are no numbers choose nobody: the log-prob tells, and the token must be one all the same.
+    # With NaN logits no score equals the highest: the log-prob is not finite, and the token must still be a valid id.
     tl.store(chosen_pointer + row, tl.minimum(chosen, vocabulary - 1))
     tl.store(logprob_pointer + row, (chosen_z - top) - tl.log(total))
     tl.store(log_mass_pointer + row, tl.load(mass_pointer + row) if CUT else 0.0)
 
 
 def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice | None = None) -> Drawn:  # [R, V]
-    """Draw as `draw.draw` does; rows of nothing that is cut off need no other pass, and no other rank's logits, unless
-    ranks share a block."""
+    """Draw as `draw.draw` does. Truncation needs another pass over the logits. With tensor ranks, truncation, or a
+    block that lies in two slices, needs the logits of all ranks."""
     if part is not None and not part.suffices(rows.truncation is not None):
         raw, part = part.whole(raw), None
     assert settings.scale > 0, "the kernel takes the largest logit for the largest before it is scaled"
@@ -226,7 +226,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         raw = scale_(raw, rows.divisor, settings)
         kept = keep(raw, raw.logsumexp(-1), rows.truncation)
         softcap, floor, last, log_mass = None, kept.floor, kept.last, torch.where(rows.greedy, 0.0, kept.log_mass)
-    # By the vocabulary alone: a tie within rounding may depend on the parts, and must not depend on the batch.
+    # The number of parts depends on the vocabulary alone: with the batch, ties within rounding would depend on it.
     most = vocabulary if part is None else part.most
     each = max(_PART, -(-most // (_MOST_PARTS * BLOCK)) * BLOCK)
     parts = -(-most // each)
@@ -264,7 +264,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
 
 
 def _join(found: torch.Tensor, vocabulary: int, log_mass: torch.Tensor | None) -> Drawn:  # [ranks, 3, R, N], _, [R]
-    """Give the tokens, and their log-probs, that all parts of all ranks make together."""
+    """Return the tokens and log-probs that result from all parts of all ranks."""
     ranks, _, count, parts = found.shape
     drawn = Drawn(torch.empty(3, count, dtype=torch.int64, device=found.device))
     tokens, floats = _of(found[0])
@@ -287,5 +287,5 @@ def _join(found: torch.Tensor, vocabulary: int, log_mass: torch.Tensor | None) -
 
 
 def _of(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [3, R, N] -> [R, N], [4, R, N]
-    """Tell the tokens from the four numbers of float32 that lie behind them."""
+    """Split a part's results into the tokens and the four float32 numbers that follow them."""
     return found[0], found[1:].view(-1).view(torch.float32).view(4, *found.shape[1:])

@@ -1,11 +1,10 @@
-"""The engine: requests come and go, and each step computes what its schedule plans.
+"""The engine: continuous batching in steps that the scheduler plans.
 
-The host prepares a step while the device works on the one before; it learns which tokens were drawn a step late, and
-the device never waits to be told: a row's next input is where its draw left it. On a CPU the two are one, and nothing
-is late.
+On a GPU the host launches up to `Device.lag` steps before it reads which tokens were drawn. The device does not wait:
+the next input token of each row stays in device memory, where its draw wrote it. On a CPU the lag is 0.
 
-An `Engine` belongs to a policy for good. A `Session` is a phase of sampling: it has the cache, which it takes from the
-memory that is free, and gives it back at the end.
+A policy keeps its `Engine` for the whole run. A `Session` is one phase of sampling: it allocates the KV cache from free
+memory and frees it at the end.
 
 Dimensions: R rows of a step, H hidden, V vocabulary, P pages of a row.
 """
@@ -53,34 +52,34 @@ from truestep.process import progress
 
 log = logging.getLogger(__name__)
 
-_LOGITS_BYTES = 128 * 2**20  # of raw logits that exist at a time
+_LOGITS_BYTES = 128 * 2**20  # most memory for raw logits
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is done at a time."""
+    """Limits of one session."""
 
-    rows: int  # completions
+    rows: int  # completions in flight
     longest: int  # tokens of a prompt and its completion
-    piece_tokens: int | None = None  # of prompts in a step; None: by the device
-    cache_bytes: int | None = None  # None: as much as is useful and free
+    piece_tokens: int | None = None  # prompt tokens of a step; None: the device's default
+    cache_bytes: int | None = None  # size of the KV cache; None: as much as is useful and free
 
 
 @dataclass
 class Counts:
-    """What a session did."""
+    """Counters of one session."""
 
     prompt_tokens: int = 0
     drawn_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     pages: int = 0
-    most_pages: int = 0  # used at a time
+    most_pages: int = 0  # peak number of pages in use
 
 
 @dataclass
 class _Open:
-    """A completion that is being made."""
+    """A completion in flight: its options, and its tokens so far."""
 
     options: DecodeOptions
     seed: tuple[int, ...]
@@ -102,8 +101,8 @@ class _Open:
 
 class Engine:
     def __init__(self, policy: Policy, exact: bool = False):
-        """Take a policy, whose weights are all here; raise `UnservedError` where its model cannot be served. `exact`:
-        log-probs are training's to the last bit; raise `InexactError` where they cannot be."""
+        """Prepare sampling with a policy whose weights are gathered. Raise `UnservedError` if the engine cannot serve
+        the model. `exact`: log-probs equal training's bit by bit; raise `InexactError` if they cannot."""
         self.device = device_of(policy.device)
         self.exact = exact
         self.team = Team.of(policy)
@@ -114,7 +113,7 @@ class Engine:
             if self.device.place.type == "cuda":
                 from truestep.generate.engine.serving import serve_with_kernels
 
-                compiled = None if exact else self._compiled  # exact layers are compiled otherwise
+                compiled = None if exact else self._compiled  # `make_exact` compiles layers in another way
                 self.device = serve_with_kernels(self.device, policy, self.layers, compiled)
             if exact:
                 self.device = exact_device(self.device)
@@ -123,7 +122,7 @@ class Engine:
 
     @contextmanager
     def session(self, policy: Policy, limits: Limits) -> Iterator["Session"]:
-        """Sample, inside: the weights are all here, and do not change."""
+        """Open a session. Inside, the policy's weights are gathered and must not change."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(exactly(policy.model) if self.exact else paged(policy))
@@ -144,7 +143,7 @@ class Session:
         width = -(-limits.longest // page_size)
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
         useful = limits.rows * width
-        useful += useful // 15  # the schedule computes no prompt on the last sixteenth of its pages
+        useful += useful // 15  # the scheduler keeps up to 1/16 of the pages free when it starts prompts
         pages = self._team.least(pages_that_fit(useful, each, place, limits.cache_bytes))
         shape = engine.layers, pages, page_size, policy.weights.dtype, place
         zeros = engine.exact or engine.device.attend is attend_rows
@@ -164,13 +163,13 @@ class Session:
         else:
             self.cache.locate()
             self._last = torch.zeros(slots + 1, dtype=torch.int64, device=place)
-        self._hidden: torch.Tensor | None = None  # [slots, H] the last states of prompts that are computed
+        self._hidden: torch.Tensor | None = None  # [slots, H] last hidden states of prompts whose prefill is done
         self._tables = np.full((slots, width), self.cache.spare)
-        self._known = np.zeros(slots, dtype=np.int64)  # pages of each slot that its table has
+        self._known = np.zeros(slots, dtype=np.int64)  # how many pages of each slot are in its table
         self._fields = np.zeros((slots, PAGES - KEY), dtype=np.int64)
         self._open: dict[int, _Open] = {}
         self._truncates = False
-        self._flying: deque[tuple[list[int], Result]] = deque()  # steps on the device, and whose tokens they draw
+        self._flying: deque[tuple[list[int], Result]] = deque()  # steps in flight: request numbers, drawn tokens
         self.counts = Counts(pages=pages)
 
     @property
@@ -178,26 +177,26 @@ class Session:
         return not self._schedule.idle
 
     def submit(self, number: int, request: Request, options: DecodeOptions) -> None:
-        """Ask for a completion. Its number names it in what `step` gives."""
+        """Submit a request. `step` returns its completion under this number."""
         self._schedule.submit(number, request.input_ids, options.max_new_tokens)
         stops = StopTexts(self._policy.tokenizer, options.stop) if options.stop else None
         self._open[number] = _Open(options, request.seed, stops)
         self._truncates = self._truncates or options.truncates
 
     def cancel(self, number: int) -> None:
-        """Stop a completion, which is not given any more."""
+        """Stop a completion; `step` will not return it."""
         self._schedule.end(number)
         self._open.pop(number, None)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Compute a step; give the completions that are known to have ended."""
+        """Launch a step. Return the completions that are now known to have ended, with their numbers."""
         plan = self._schedule.plan()
         if plan:
             self._flying.append(self._launch(plan))
             self.counts.steps += 1
             self.counts.most_pages = max(self.counts.most_pages, self._schedule.used_pages)
         elif not self._flying:
-            raise RuntimeError("the sampler's schedule is stuck")  # its tests say that it never is
+            raise RuntimeError("the sampler's schedule is stuck")  # a bug of the scheduler
         done: list[tuple[int, Completion]] = []
         while len(self._flying) > (self._device.lag if plan else 0):
             done += self._collect(*self._flying.popleft())
@@ -206,8 +205,8 @@ class Session:
         return done
 
     def close(self) -> None:
-        """Give the memory back."""
-        for _, result in self._flying:  # which still write to the host's memory
+        """Free the KV cache."""
+        for _, result in self._flying:  # their copies still write to pinned memory
             result.wait()
         self._flying.clear()
         self.cache = self._hidden = None
@@ -267,13 +266,13 @@ class Session:
         offsets: torch.Tensor,
         layout: PackedLayout,
     ) -> torch.Tensor:
-        """Compute whole prompts. It runs in a CUDA graph: it reads nothing of the host."""
+        """Prefill whole prompts. This is captured in a CUDA graph, so it must not read host memory."""
         assert self.cache is not None
         step = Pieces(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
         return run_model(self._policy, ids, positions, step)
 
     def _begin(self, starts: Sequence[Start]) -> torch.Tensor:
-        """Draw the first token of each completion whose prompt is computed."""
+        """Draw the first token of each completion that starts."""
         assert self._hidden is not None
         lines = np.zeros((len(starts), PAGES + 1), dtype=np.int64)
         for line, start in zip(lines, starts, strict=True):
@@ -295,7 +294,7 @@ class Session:
         return self._graphs.run(lines, longest, truncates, spare, refill, self._decode)[:, : len(rows)]
 
     def _lines(self, rows: Sequence[Row], size: int, width: int) -> np.ndarray:
-        """Write down what the device has to know of each row, and rows that fill up the batch."""
+        """Return the arguments of each row as `engine.rows` lays them out, with idle rows up to `size`."""
         assert self.cache is not None
         count = len(rows)
         for row in rows:
@@ -317,7 +316,8 @@ class Session:
         return lines
 
     def _decode(self, lines: torch.Tensor, longest: int) -> torch.Tensor:  # [R, PAGES + P] -> [3, R]
-        """Compute one token of each row, and draw the next. It runs in a CUDA graph: it reads nothing of the host."""
+        """Decode one token of each row, and draw the next. This is captured in a CUDA graph: it reads no host
+        memory."""
         assert self.cache is not None
         ids = self._last.index_select(0, lines[:, SLOT])
         if self._exact:
@@ -337,7 +337,7 @@ class Session:
         return self._choose(run_model(self._policy, ids, lines[:, LENGTH] - 1, rows), lines)
 
     def _choose(self, hidden: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:  # [R, H], [R, ≥ PAGES] -> [3, R]
-        """Draw each row's next token and leave it where the next step reads it; give tokens, log-probs, log-masses."""
+        """Draw each row's next token and store it as the next step's input. Return tokens, log-probs and log-masses."""
         policy, head = self._policy, self._policy.head
         own = self._slice if self._slice is not None and self._slice.suffices(self._truncates) else None
         vocabulary = policy.vocabulary_size if own is None else own.most
@@ -357,7 +357,7 @@ class Session:
         return joined
 
     def _collect(self, numbers: Sequence[int], result: Result) -> list[tuple[int, Completion]]:
-        """Take the tokens of a step; give the completions that they end."""
+        """Wait for a step's tokens and record them. Return the completions that end with them."""
         drawn, *floats = result.wait()
         tokens = drawn.tolist()
         check(tokens)
@@ -366,7 +366,7 @@ class Session:
         values = (values.view(np.float64).tolist() for values in floats)
         for number, token, logprob, mass in zip(numbers, tokens, *values, strict=True):
             if not self._schedule.learned(number, token):
-                continue  # it had ended; the device did not know
+                continue  # the completion had ended before; this step was launched without knowing that
             made += 1
             state = self._open[number]
             state.tokens.append(token)
@@ -387,7 +387,7 @@ _ENGINES: WeakKeyDictionary[Policy, dict[bool, Engine | str]] = WeakKeyDictionar
 
 
 def engine_of(policy: Policy, exact: bool = False) -> Engine | str:
-    """Give the policy's engine, or why it has none. Its weights must all be here."""
+    """Return the policy's engine, or the reason why it has none. The policy's weights must be gathered."""
     engines = _ENGINES.setdefault(policy, {})
     found = engines.get(exact)
     if found is None:
@@ -396,7 +396,7 @@ def engine_of(policy: Policy, exact: bool = False) -> Engine | str:
         except (torch.OutOfMemoryError, InexactError):
             raise
         except (UnservedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # A model's own code may fail in any of these ways where it meets a cache that it does not know.
+            # A model's own code may fail in any of these ways with a KV cache that it does not know.
             found = str(error) or type(error).__name__
             if exact:
                 raise InexactError(

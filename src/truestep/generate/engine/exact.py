@@ -1,7 +1,7 @@
-"""The engine computing exactly: its log-probs are those that training finds, to the last bit (see `policy.exact`).
+"""Exact sampling: the engine's log-probs equal those of training bit by bit (see `model.exact`).
 
-Prompts in pieces and single tokens attend over the cache with the code that training attends with. Before an engine
-samples so, it compares itself with training on this machine, bit by bit.
+Prefill and decode attend over the KV cache with the code that training uses. Before the first use, the engine's hidden
+states are compared with those of training on this machine, bit by bit.
 """
 
 import logging
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 Pools = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
-_PIECE_TOKENS = 8192  # of prompts in a step: no CUDA graph has them, so few large passes cost the host least
+_PIECE_TOKENS = 8192  # prompt tokens of a step. Exact prefill uses no CUDA graph, so large steps save launch time
 
 
 def exact_device(device: Device) -> Device:
-    """Give the device as it computes exactly."""
+    """Return the device's settings for exact sampling."""
     pieces = max(_PIECE_TOKENS, device.piece_tokens)
     return replace(device, page_size=page_of(device.place), piece_tokens=pieces, compiles=False, fused=False)
 
@@ -38,7 +38,7 @@ def exact_device(device: Device) -> Device:
 def pools_of(
     cache: PagedCache, pages: torch.Tensor, offsets: torch.Tensor, store: Callable[..., None]
 ) -> Pools:  # [T], [T]
-    """Give what writes a layer's new keys and values and finds its pages."""
+    """Return a function that writes a layer's new keys and values, and returns the layer's cache and its addresses."""
 
     def pools(
         layer: int, keys: torch.Tensor, values: torch.Tensor
@@ -52,8 +52,8 @@ def pools_of(
 def pieces_pass(
     cache: PagedCache, spans: Sequence[tuple[int, int, tuple[int, ...]]], send: Send, store: Callable[..., None]
 ) -> tuple[torch.Tensor, ExactPass]:
-    """Lay out pieces of prompts, each of which has its tokens before it, its own, and its pages: give their tokens'
-    positions, and the pass."""
+    """Return the positions of all tokens, and the pass over prompt chunks. `spans`: for each chunk its start in the
+    prompt, its number of tokens, and the prompt's pages up to its end."""
     positions, pages, offsets = places_of(list(spans), cache.page_size)
     sent = send(np.stack([pages, offsets]))
     table = np.full((len(spans), max(len(own) for _, _, own in spans)), cache.spare)
@@ -68,27 +68,28 @@ def pieces_pass(
 
 def rows_pass(
     cache: PagedCache,
-    pages: torch.Tensor,  # [R] where each row's new token goes
-    offsets: torch.Tensor,  # [R]
+    pages: torch.Tensor,  # [R] page of each row's new token
+    offsets: torch.Tensor,  # [R] its offset in the page
     before: torch.Tensor,  # [R] tokens of the row before the new one
-    table: torch.Tensor,  # [R, P]
+    table: torch.Tensor,  # [R, P] pages of each row
     send: Send,
     store: Callable[..., None],
 ) -> ExactPass:
-    """Lay out one token of each row."""
+    """Return the pass that decodes one token of each row."""
     return ExactPass(Queries(table, [], send, rows=before), pools_of(cache, pages, offsets, store))
 
 
 def choose_exactly(hidden: torch.Tensor, policy: Policy, rows: DrawRows, draw: Callable[..., Drawn]) -> Drawn:  # [R, H]
-    """Draw each row's next token; give the log-prob that training will find."""
+    """Draw each row's next token. Its log-prob is computed as training computes it."""
     head = policy.head
     raw = exact_raw_logits(hidden, policy.head_weight, head.fp32)
-    drawn = draw(raw.clone(), rows, head)  # it may write over the logits
+    drawn = draw(raw.clone(), rows, head)  # `draw` may overwrite the logits
     return Drawn.of(drawn.tokens, exact_logprobs(raw, drawn.tokens, rows.divisor, head), drawn.log_mass)
 
 
 def make_exact(policy: Policy, layers: list[LayerShape], device: Device) -> None:
-    """Make a policy compute exactly: by compiled layers on a GPU where they do, else by its own code."""
+    """Prepare a policy for exact passes: with compiled layers on a GPU if they are exact, else with the model's
+    code."""
     if device.place.type == "cuda":
         try:
             compile_exactly(policy.model, True)
@@ -104,8 +105,8 @@ def make_exact(policy: Policy, layers: list[LayerShape], device: Device) -> None
 
 
 def check_exact(policy: Policy, layers: list[LayerShape], device: Device) -> None:
-    """Compare the engine's hidden states with training's, bit by bit: in pieces, among other documents, and token by
-    token. Raise where they differ."""
+    """Compare the engine's hidden states with those of training, bit by bit, for chunked prefill, several prompts at a
+    time, and decode. Raise `InexactError` if they differ."""
     generator = np.random.default_rng(0)
     page = device.page_size
     lengths = (2 * page + 19, page + 5, page)
@@ -135,7 +136,7 @@ def _by_engine(
     send, store = device.send, device.store
     found: list[list[torch.Tensor]] = [[] for _ in documents]
     done = [0] * len(documents)
-    for piece in (5, page + 3):  # the rest is decoded
+    for piece in (5, page + 3):  # sizes of two prompt chunks; the rest is decoded
         counts = [min(piece, len(ids) - at) for ids, at in zip(documents, done, strict=True)]
         members = [number for number, count in enumerate(counts) if count > 0]
         spans = [
@@ -153,7 +154,7 @@ def _by_engine(
         table[number, : len(taken)] = taken
     while members := [number for number, ids in enumerate(documents) if done[number] < len(ids)]:
         rest = len(members)
-        members = members if rest > 1 else members * 2  # compiled code treats a single row apart
+        members = members if rest > 1 else members * 2  # torch.compile specialises for a single row
         at = np.array([done[number] for number in members])
         rows = table[members]
         pages, offsets = send(np.stack([rows[np.arange(len(members)), at // page], at % page]))

@@ -1,7 +1,7 @@
-"""The model's own code over the paged cache: transformers' modules, with attention replaced as in training.
+"""The model's forward pass over the paged KV cache: transformers' modules with attention replaced, as in training.
 
-A model is served if it computes with the engine what it computes in training. That is measured once, on its own
-weights; a model that is not served is named with the reason.
+The engine serves a model only if its hidden states agree with those of training. That is measured once, with the
+policy's own weights.
 """
 
 import logging
@@ -22,24 +22,24 @@ from truestep.weights.layers import layers_of
 
 log = logging.getLogger(__name__)
 
-_PROBE_TOKENS, _PROBE_PIECES = 13, (5, 9)  # the rest is decoded
+_PROBE_TOKENS, _PROBE_PIECES = 13, (5, 9)  # ends of the prompt chunks; the rest is decoded
 _MANY = 64, 8  # prompts, and tokens of each
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, as of the probe at load
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, as for the probe when a model is loaded
 _HALF_TOLERANCE = 0.1
 
 
 @contextmanager
 def paged(policy: Policy) -> Iterator[None]:
-    """Have the policy attend over a paged cache; transformers' recomputation, which training may use, is off."""
+    """Switch the policy's attention to the paged KV cache, inside."""
     with attention.using(policy.model, NAME), policy.tokens_everywhere():
         yield
 
 
 @contextmanager
 def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
-    """Run the layers compiled: their norms, rotary embeddings and activations in a few kernels. So are the cosines and
-    sines that they are given, and norms outside of them, which round as their own code does: training compiles none.
-    `compiled` keeps what was compiled from one phase to the next."""
+    """Run the model's layers, rotary embeddings and final norms with torch.compile, inside. Norms outside the layers
+    round as their own code does, since training does not compile them. `compiled`: a cache of compiled code that
+    outlives a phase of sampling."""
     layers, norms = layers_of(model)[1], _norms_of(model)
     modules = [*layers, *_turns_of(model), *norms]
     before = [module.forward for module in modules]
@@ -61,8 +61,8 @@ def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
 
 
 def _turns_of(model: Any) -> list[Any]:
-    """Find what makes the cosines and sines of positions, outside the layers: modules of fixed frequencies alone. What
-    they give depends on nothing but the positions, or the engine does not serve the model (see `shapes_of`)."""
+    """Find the RoPE modules outside the layers: modules without parameters or children. Their cosines and sines depend
+    on the positions alone; `shapes_of` refuses other models."""
     inside = {module for layer in layers_of(model)[1] for module in layer.modules()}
     return [
         module
@@ -75,7 +75,7 @@ def _turns_of(model: Any) -> list[Any]:
 
 
 def _norms_of(model: Any) -> list[Any]:
-    """Find the norms outside the layers: modules beside their list, of nothing but lines of weights."""
+    """Find the norms outside the layers: siblings of the layer list whose parameters are all one-dimensional."""
     body = model.get_submodule(layers_of(model)[0].rpartition(".")[0])
     return [
         module
@@ -87,7 +87,7 @@ def _norms_of(model: Any) -> list[Any]:
 def run_model(
     policy: Policy, ids: torch.Tensor, positions: torch.Tensor, step: Pieces | Rows | Recorded
 ) -> torch.Tensor:
-    """Give the last hidden states of tokens: [T], [T] -> [T, H]."""
+    """Return the last hidden states of tokens: [T], [T] -> [T, H]."""
     output = policy.model.base_model(
         input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, paged=Paged(step)
     )
@@ -95,7 +95,7 @@ def run_model(
 
 
 def shapes_of(policy: Policy) -> list[LayerShape]:
-    """Find what each layer keeps of a token; raise where the engine cannot serve the model."""
+    """Return each layer's attention shape. Raise `UnservedError` if the engine cannot serve the model."""
     for module in policy.model.modules():
         kinds = getattr(module, "rope_type", None)
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
@@ -116,7 +116,7 @@ def _sender(device: torch.device) -> Callable[[np.ndarray], torch.Tensor]:
 
 
 def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
-    """Run many tokens at once: the compiler divides work among a GPU's threads by the first size that it sees."""
+    """Prefill many tokens at once, so that torch.compile tunes its kernels to a large first size."""
     prompts, each = _MANY
 
     pages = -(-each // page_size)
@@ -128,11 +128,13 @@ def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
 
 
 def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
-    """Compare the engine's hidden states with training's on a few tokens; raise where they differ."""
+    """Compare the engine's hidden states with those of training on a few tokens. Raise `UnservedError` if they
+    differ."""
     device = policy.device
     generator = np.random.default_rng(0)
     ids = generator.integers(0, policy.vocabulary_size, _PROBE_TOKENS)
-    # Without context ranks, not all of which may be sampling; tensor ranks are. These have a share each of the tokens.
+    # Without context parallelism, since not all context ranks may be sampling. All tensor ranks are; each has a share
+    # of the tokens.
     expected = policy.hidden_alone(pack_tokens([ids], policy.weights.ranks.tensor)).float()[: len(ids)]
     pages = tuple(range(1, 2 + _PROBE_TOKENS // page_size))
     cache = PagedCache.make(layers, len(pages) + 1, page_size, policy.weights.dtype, device)
@@ -145,7 +147,7 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
             step = make_pieces(cache, [(start, end - start, pages)], _sender(device))
             found.append(run_model(policy, tokens[start:end], step.positions, step))
             start = end
-        for at in range(start, _PROBE_TOKENS):  # two equal rows: compiled code treats a single one apart
+        for at in range(start, _PROBE_TOKENS):  # two equal rows: torch.compile specialises for one
             rows = Rows(
                 cache,
                 pages=torch.tensor([pages[at // page_size]] * 2, device=device),

@@ -1,9 +1,9 @@
-"""CUDA graphs of steps: one for each size of a batch of rows, or of prompts, kept from phase to phase.
+"""CUDA graphs of decode and prefill: one for each size of a batch, kept from phase to phase.
 
-A graph reads the places of the cache and everything about its rows or prompts from memory that stays where it is.
-Weights change in place between phases; where they lie elsewhere, graphs are made anew.
+A graph reads the addresses of the KV cache and all arguments of its rows or prompts from fixed memory. Weights change
+in place between phases; if a weight's address changes, all graphs are captured again.
 
-Tensor ranks make and run the same graphs at the same time: what they exchange is a part of them.
+Tensor ranks capture and replay the same graphs at the same time, since the graphs contain their all-reduces.
 """
 
 import logging
@@ -23,13 +23,13 @@ from truestep.ranks.group import clear_at_leave
 
 log = logging.getLogger(__name__)
 
-# Batches are filled up to one of these sizes; beyond them, to a multiple of 128. Rows that fill up cost little: they
-# read no cache. A graph more costs a tenth of a second, once.
+# Batches of rows are padded to one of these sizes; beyond them, to a multiple of 128. Padding rows cost little: they
+# read almost no cache. Another graph costs a tenth of a second, once.
 _SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _LEAST_LENGTH = 512
 
-# A pass over prompts is filled up to one of these sizes. What a graph needs for itself stays taken while the policy is
-# trained, so they end where launches take no longer than the work.
+# A prefill pass is padded to one of these sizes. A graph's memory stays allocated while the policy is trained, so there
+# are no sizes at which the work takes longer than its launches.
 _PROMPT_SIZES = (128, 256, *range(512, 4097, 512))
 MOST_GRAPHED = _PROMPT_SIZES[-1]
 
@@ -41,18 +41,18 @@ ComputePrompts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 @dataclass(frozen=True)
 class FlatPrompts:
-    """Whole prompts, token after token."""
+    """Whole prompts, packed one behind the other."""
 
     ids: np.ndarray  # [T]
     positions: np.ndarray  # [T] in their prompts
-    pages: np.ndarray  # [T] where each token's keys and values go
-    offsets: np.ndarray  # [T]
-    bounds: np.ndarray  # [prompts + 1] int32: where they begin and end
+    pages: np.ndarray  # [T] page of each token's keys and values
+    offsets: np.ndarray  # [T] offset in the page
+    bounds: np.ndarray  # [prompts + 1] int32: cumulative lengths
     longest: int
-    spare: int  # the page of what fills up
+    spare: int  # page of padding tokens
 
     def padded(self) -> "FlatPrompts | None":
-        """Fill up to a size that graphs are made for, with one more prompt and empty ones; None: there is no such."""
+        """Pad to a size that has a graph, with one more prompt and then empty ones. None: no size is large enough."""
         count, prompts = len(self.ids), len(self.bounds) - 1
         size = next((size for size in _PROMPT_SIZES if size >= count), 0)
         most = next((most for most in (size // 64, size // 8) if most > prompts), 0)
@@ -79,7 +79,7 @@ def size_for(rows: int) -> int:
 
 
 def length_for(longest: int) -> int:
-    """Give the length that a graph is made for: 512 times a power of four. Programs beyond a row's end cost little."""
+    """Return the length that a graph is captured for: 512 times a power of four. Longer than needed costs little."""
     length = _LEAST_LENGTH
     while length < longest:
         length *= 4
@@ -90,18 +90,19 @@ class Graphs:
     def __init__(self, place: torch.device, num_layers: int, team: Team):
         self._place, self._team = place, team
         if team.size > 1:
-            clear_at_leave(self)  # NCCL does not leave a group that a graph still uses
+            clear_at_leave(self)  # NCCL cannot destroy a group that a graph still uses
         self._places = torch.zeros(num_layers, 2, dtype=torch.int64, device=place)
         self._lines = torch.zeros(0, PAGES, dtype=torch.int64, device=place)
-        self.last = torch.zeros(0, dtype=torch.int64, device=place)  # of each slot, the token drawn last
+        self.last = torch.zeros(0, dtype=torch.int64, device=place)  # the last drawn token of each slot
         self._weights: tuple[int, ...] = ()
         self._prompts = torch.zeros(4, MOST_GRAPHED, dtype=torch.int64, device=place)
         self._bounds = torch.zeros(MOST_GRAPHED, dtype=torch.int32, device=place)
         self._made: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._broken: set[str] = set()  # what could not be captured: rows or prompts
+        self._broken: set[str] = set()  # kinds of graphs that could not be captured: rows or prompts
 
     def begin(self, cache: PagedCache, slots: int, width: int, model: Any) -> None:
-        """Begin a phase with a new cache."""
+        """Begin a phase of sampling with a new cache. Drop all graphs if a weight has moved or a buffer is too
+        small."""
         cache.locate(self._places)
         weights = tuple(parameter.data_ptr() for parameter in model.parameters())
         size = size_for(slots)
@@ -124,18 +125,18 @@ class Graphs:
 
     @property
     def width(self) -> int:
-        """The pages of a row that graphs have room for."""
+        """The number of pages of a row for which the buffers have room."""
         return self._lines.shape[1] - PAGES
 
     @property
     def nobody(self) -> int:
-        """The slot of rows that only fill up a batch."""
+        """The slot of rows that only pad a batch."""
         return len(self.last) - 1
 
     def run(
         self, lines: torch.Tensor, longest: int, truncates: bool, spare: int, refill: Refill, decode: Decode
     ) -> torch.Tensor:
-        """Decode rows, whose lines lie on the host. The result lies in memory that the next step may write to."""
+        """Decode rows, given by their lines in host memory. The next step overwrites the returned tensor."""
         length = length_for(longest)
         ours = self._lines[: len(lines)]
 
@@ -154,7 +155,8 @@ class Graphs:
         return output
 
     def run_prompts(self, prompts: FlatPrompts, send: Send, compute: ComputePrompts) -> torch.Tensor | None:
-        """Compute prompts: [T, H], in memory that the next step may write to; None: not in a graph."""
+        """Prefill prompts and return their hidden states [T, H], which the next step overwrites. None: there is no
+        graph for them."""
         padded = prompts.padded()
         if padded is None:
             return None
@@ -166,7 +168,7 @@ class Graphs:
 
         def work() -> torch.Tensor:
             ids, positions, pages, offsets = ours
-            # Compiled layers are compiled anew for a tensor that is a part of another.
+            # `clone`: compiled layers would be recompiled for a view.
             return compute(ids, positions.clone(), pages, offsets, PackedLayout(bounds, padded.longest, ()))
 
         if key not in self._made:
@@ -184,9 +186,9 @@ class Graphs:
         try:
             with progress.working("compiling the sampler", "graphs"):
                 found = self._capture(work)
-        except Exception as error:  # a driver's, a compiler's or torch's own: they have no common type
+        except Exception as error:  # errors of drivers, compilers and torch have no common type
             if self._team.size > 1 and isinstance(error, torch.OutOfMemoryError):
-                raise  # of this rank alone: the others may wait in the middle of a step
+                raise  # it is this rank's alone, and the other ranks may wait in the middle of a step
             problem = f"{type(error).__name__}: {error}"
             torch.cuda.synchronize(self._place)
         if self._team.all(found is not None) and found is not None:
@@ -198,12 +200,12 @@ class Graphs:
     def _capture(self, work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         stream = torch.cuda.Stream(self._place)
         stream.wait_stream(torch.cuda.current_stream(self._place))
-        with torch.cuda.stream(stream):  # what is compiled or made at a first use must not be so in the graph
+        with torch.cuda.stream(stream):  # a warm-up: compilation and lazy allocations must not be captured
             work()
         torch.cuda.current_stream(self._place).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next((made.pool() for made, _ in self._made.values()), None)
-        # Other threads may use the driver meanwhile, as one does that makes the memory for saves.
+        # Other threads may call the driver meanwhile: one allocates pinned memory for checkpoints.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             output = work()
         return graph, output

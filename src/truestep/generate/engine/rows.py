@@ -1,6 +1,6 @@
-"""What the device has to know of each row of a step: one line of 64-bit numbers, that the host writes.
+"""The arguments of each row of a step, packed by the host as a line of int64 numbers, so that one copy sends them.
 
-Three of them are float64 in truth: how a row is drawn. The last ones are the pages of the row.
+Temperature, top_p and min_p are float64 numbers stored as int64. The columns from PAGES on are the row's page table.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ SLOT, LENGTH, PAGE, OFFSET, POSITION, KEY, TEMPERATURE, TOP_P, MIN_P, TOP_K, PAG
 
 
 def idle_rows(count: int, width: int, nobody: int, spare: int) -> np.ndarray:
-    """Give rows that only fill up a batch: they write to a slot and a page that nobody owns."""
+    """Return rows that pad a batch: they write to the slot `nobody` and the page `spare`, which no completion uses."""
     lines = np.zeros((count, PAGES + width), dtype=np.int64)
     lines[:, SLOT], lines[:, LENGTH] = nobody, 1
     lines[:, PAGE] = spare
@@ -21,7 +21,7 @@ def idle_rows(count: int, width: int, nobody: int, spare: int) -> np.ndarray:
 
 
 def draw_fields(key: int, temperature: float, top_p: float, min_p: float, top_k: int) -> np.ndarray:
-    """Give what is written from KEY to TOP_K."""
+    """Return a row's columns KEY to TOP_K."""
     fields = np.zeros(PAGES - KEY, dtype=np.int64)
     fields[0], fields[4] = key, top_k
     fields[1:4] = np.array([temperature, top_p, min_p]).view(np.int64)

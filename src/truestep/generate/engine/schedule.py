@@ -1,12 +1,12 @@
-"""Decides what each step of the engine computes: host logic that knows neither a model nor a tensor.
+"""Decides what each engine step computes: host code without tensors.
 
-A step computes pieces of prompts, starts completions whose prompts are computed, and decodes one token of every
-completion that runs. Equal prompts are computed once: their completions share the pages that the prompt fills, and each
-has a copy of the page that it only begins. A completion that finds no free page takes those of the one that started
-last, which is computed again later, with the tokens that it has.
+A step prefills prompt chunks, starts completions whose prompts are prefilled, and decodes one token of every running
+completion. Equal prompts are prefilled once: their completions share the prompt's full pages, and each has its own copy
+of the last, partly filled page. When no page is free, the completion that started last is preempted: its pages are
+taken, and its prompt and tokens are prefilled again later.
 
-The device works a step or two behind, in order. So pages and slots may be given on as soon as the last step that uses
-them is planned, and no earlier.
+The device runs the steps in order, a step or two behind the host. So pages and slots may be reused as soon as the last
+step that uses them is planned.
 """
 
 from collections import deque
@@ -21,28 +21,28 @@ class CacheError(TruestepError):
 
 @dataclass(eq=False)
 class Job:
-    """A completion."""
+    """A completion that was submitted and has not ended."""
 
     number: int
     prompt: tuple[int, ...]
-    most: int  # tokens
-    tokens: list[int] = field(default_factory=list)  # those that the host has learned
-    drawn: int = 0  # tokens that steps up to now draw
-    slot: int = -1  # while it runs
+    most: int  # most new tokens
+    tokens: list[int] = field(default_factory=list)  # drawn tokens that the host has read
+    drawn: int = 0  # tokens drawn by the steps planned so far
+    slot: int = -1  # -1: not running
     pages: list[int] = field(default_factory=list)
     length: int = 0  # tokens whose keys and values are in its pages
 
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens that are computed once for all jobs that begin with them."""
+    """Tokens to prefill once for all jobs that begin with them."""
 
     tokens: tuple[int, ...]
-    jobs: deque[Job]  # that wait for it
+    jobs: deque[Job]  # jobs that wait for this prompt
     pages: list[int] = field(default_factory=list)
-    done: int = 0  # tokens computed
-    place: int = -1  # of its last hidden state
-    joinable: bool = False  # new jobs may join it
+    done: int = 0  # tokens prefilled so far
+    place: int = -1  # index of its last hidden state in the session's buffer; -1: none
+    joinable: bool = False  # new jobs with the same prompt may share it
 
     @property
     def ready(self) -> bool:
@@ -51,33 +51,41 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Piece:
-    tokens: tuple[int, ...]  # of the piece alone
-    start: int
-    pages: tuple[int, ...]  # of the prompt up to the end of the piece
-    place: int | None  # where its last hidden state is kept; None: its prompt goes on
+    """A prompt chunk: consecutive tokens of a prompt that one step prefills."""
+
+    tokens: tuple[int, ...]
+    start: int  # position of the first token in the prompt
+    pages: tuple[int, ...]  # pages of the prompt up to the end of the chunk
+    place: int | None  # where the last hidden state is kept; None: the prompt is longer
 
 
 @dataclass(frozen=True)
 class Start:
+    """A completion whose first token the step draws, from the last hidden state of its prompt."""
+
     job: Job
     slot: int
-    pages: list[int]  # as of a row
-    place: int
-    position: int  # of the token that is drawn, in the completion
-    copy: tuple[int, int] | None  # a page that is copied, and its copy
+    pages: list[int]  # the job's own list, as in `Row`
+    place: int  # where the prompt's last hidden state is kept
+    position: int  # index of the drawn token in the completion
+    copy: tuple[int, int] | None  # source and target of the page to copy; None: no page is partly filled
 
 
 @dataclass(frozen=True)
 class Row:
+    """A running completion of which the step decodes one token."""
+
     job: Job
     slot: int
-    length: int  # with the token that is decoded
-    position: int  # of the token that is drawn, in the completion
-    pages: list[int]  # the job's own list: read it before the next plan
+    length: int  # tokens, including the one that is decoded
+    position: int  # index of the drawn token in the completion
+    pages: list[int]  # the job's own list: read it before the next call of `plan`
 
 
 @dataclass
 class Plan:
+    """The work of one engine step."""
+
     pieces: list[Piece] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -90,23 +98,23 @@ class Schedule:
     def __init__(
         self, *, pages: int, page_size: int, slots: int, piece_tokens: int, together: int = 1, prompts_first: int = 0
     ):
-        """Prompts join what runs as soon as `together` completions can, all that wait can, or nothing runs: a step
-        that computes prompts has a cost of its own, whatever their number. For the same reason what runs waits for up
-        to `prompts_first` such steps, one after another: a token of a few rows takes nearly as long as one of many."""
+        """`together`: prefill starts once so many slots are free, or enough for all waiting completions, or nothing
+        runs, because a prefill step has a fixed cost. `prompts_first`: up to so many prefill steps in a row run without
+        decoding, because decoding few rows takes nearly as long as decoding many."""
         self.page_size, self.pages, self.slots = page_size, pages, slots
         self._piece_tokens, self._together, self._prompts_first = piece_tokens, together, prompts_first
-        self._waited = 0  # steps, one after another, that decoded no row
-        self._joining = False  # from when they can join until nobody waits or no slot is free
+        self._waited = 0  # prefill steps in a row without decoding
+        self._joining = False  # True while prefill goes on: until no prompt waits or no slot is free
         self._free_pages = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
         self._free_slots = list(range(slots - 1, -1, -1))
         self._free_places = list(range(slots - 1, -1, -1))
-        self._jobs: dict[int, Job] = {}  # not ended
+        self._jobs: dict[int, Job] = {}  # jobs that have not ended
         self._running: list[Job] = []  # in the order in which they started
         self._queue: deque[Prompt] = deque()
-        self._waiting: dict[tuple[int, ...], Prompt] = {}  # those of the queue that new jobs may join
-        self._unlearned: list[Job] = []  # pre-empted, the last of their tokens still on the device
-        self._released: list[int] = []  # pages that the last plan still reads
+        self._waiting: dict[tuple[int, ...], Prompt] = {}  # prompts of the queue that new jobs may share
+        self._unlearned: list[Job] = []  # preempted jobs whose last tokens the host has not read yet
+        self._released: list[int] = []  # pages that the step planned last still reads
         self._released_slots: list[int] = []
         self._released_places: list[int] = []
         self.prompt_tokens = 0  # computed so far
@@ -135,7 +143,7 @@ class Schedule:
                 "memory"
             )
         job = self._jobs[number] = Job(number, prompt, most)
-        # One look: to hash a long prompt takes longer than all else here.
+        # `setdefault` hashes the prompt once; for a long prompt the hash is the most expensive part.
         new = Prompt(prompt, deque(), joinable=True)
         found = self._waiting.setdefault(prompt, new)
         if found is new:
@@ -143,7 +151,7 @@ class Schedule:
         found.jobs.append(job)
 
     def learned(self, number: int, token: int) -> bool:
-        """Take a token that was drawn. Return False where its completion had ended before: it is no part of it."""
+        """Record a drawn token. Return False if its completion had ended before, so that the token is discarded."""
         job = self._jobs.get(number)
         if job is None:
             return False
@@ -156,7 +164,7 @@ class Schedule:
         return True
 
     def end(self, number: int) -> None:
-        """Forget a completion: it is complete or nobody wants it."""
+        """Remove a completion that is finished or cancelled."""
         job = self._jobs.pop(number, None)
         if job is None:
             return
@@ -165,7 +173,7 @@ class Schedule:
             self._retire(job)
         elif job in self._unlearned:
             self._unlearned.remove(job)
-        elif job.drawn < job.most:  # it waits: what has been planned to its end does not
+        elif job.drawn < job.most:  # the job waits in the queue
             for prompt in self._queue:
                 if job in prompt.jobs:
                     prompt.jobs.remove(job)
@@ -175,7 +183,7 @@ class Schedule:
                     break
 
     def plan(self) -> Plan:
-        """Plan the next step. An empty plan: nothing can be done until more tokens are learned."""
+        """Plan the next step. If it is empty, nothing can be computed until more drawn tokens are read."""
         plan = Plan()
         self._free_slots += self._released_slots
         self._free_places += self._released_places
@@ -191,7 +199,7 @@ class Schedule:
         self._plan_rows(plan)
         self._plan_prompts(plan)
         while not plan and self._queue and not self._running and not self._unlearned:
-            # Prompts that wait have all of the memory: the first one gets it.
+            # Partly prefilled prompts hold all pages: give them to the first prompt.
             first = self._queue[0]
             others = [prompt for prompt in self._queue if prompt is not first and prompt.pages]
             for prompt in others:
@@ -208,7 +216,7 @@ class Schedule:
     def _plan_rows(self, plan: Plan) -> None:
         for job in list(self._running):
             if job.slot < 0:
-                continue  # it was pre-empted for one that started earlier
+                continue  # it was preempted for one that started earlier
             if len(job.pages) * self.page_size == job.length:
                 page = self._take_page_for(job)
                 if page is None:
@@ -223,7 +231,8 @@ class Schedule:
                 self._retire(row.job)
 
     def _take_page_for(self, job: Job) -> int | None:
-        """Take a page, if need be from a prompt that waits or the completion that started last; None: it was that."""
+        """Take a free page. If there is none, take the pages of a waiting prompt, or preempt the completion that
+        started last. Return None if that was `job` itself."""
         while not self._free_pages:
             holder = next((prompt for prompt in reversed(self._queue) if prompt.pages), None)
             if holder is not None:
@@ -247,7 +256,7 @@ class Schedule:
                 self._free_pages.append(page)
 
     def _retire(self, job: Job) -> None:
-        """Take a job's slot and pages, for plans after the one that is being made."""
+        """Release a job's slot and pages, for use from the next plan on."""
         self._released += job.pages
         self._released_slots.append(job.slot)
         job.pages, job.slot = [], -1
@@ -287,21 +296,22 @@ class Schedule:
             if not prompt.ready:
                 budget = self._plan_piece(plan, prompt, budget)
             if not prompt.ready:
-                return  # in order: those behind wait
+                return  # first come, first served
             waiting = len(prompt.jobs)
             if not self._start(plan, prompt):
                 return
             room -= waiting
 
     def _plan_piece(self, plan: Plan, prompt: Prompt, budget: int) -> int:
-        """Plan as much of a prompt as memory and the step have room for; give what is left of the step's tokens."""
+        """Plan the largest chunk of a prompt for which the step and the cache have room. Return the step's remaining
+        token budget; 0 ends the step's prefill."""
         left = len(prompt.tokens) - prompt.done
         count = min(left, budget)
         if count < left <= self._piece_tokens and budget < self._piece_tokens:
-            return 0  # it fits the next step whole
+            return 0  # the next step has room for the whole rest
         end = prompt.done + count
         needed = self._pages_for(end) - len(prompt.pages)
-        # What runs will need pages soon: to take them away again would be work for nothing.
+        # Running completions will need pages soon; without a reserve the new prompt would be preempted.
         reserve = min(len(self._running), self.pages // 16)
         if count == 0 or len(self._free_pages) < needed + reserve:
             return 0
@@ -317,7 +327,8 @@ class Schedule:
         return budget - count
 
     def _start(self, plan: Plan, prompt: Prompt, take_over: bool = False) -> bool:
-        """Start the jobs of a computed prompt; return False where some have no slot or page yet."""
+        """Start the jobs of a prefilled prompt. Return False if some of them have no slot or page yet. `take_over`: one
+        job takes the prompt's pages, and the other jobs' prompt is prefilled again."""
         while prompt.jobs:
             if not prompt.ready or not self._free_slots:
                 return False
@@ -348,19 +359,19 @@ class Schedule:
                 prompt.pages = []
                 self._release(prompt)
                 if not last:
-                    return False  # the others begin anew
+                    return False  # the other jobs' prompt is prefilled again
                 self._forget(prompt)
         return True
 
     def _reset(self, prompt: Prompt) -> None:
-        """Take away what was computed of a prompt, for use in this plan."""
+        """Discard a prompt's pages and hidden state, for use in the current plan."""
         self._give_back(prompt.pages)
         if prompt.place >= 0:
             self._free_places.append(prompt.place)
         prompt.pages, prompt.done, prompt.place = [], 0, -1
 
     def _release(self, prompt: Prompt) -> None:
-        """Take away what was computed of a prompt, for plans after the one that is being made."""
+        """Discard a prompt's pages and hidden state, for use from the next plan on."""
         self._released += prompt.pages
         if prompt.place >= 0:
             self._released_places.append(prompt.place)

@@ -1,5 +1,5 @@
-"""Decides how a GPU serves a model: each kernel is compared with plain torch on this machine before its first use, and
-where one fails, plain torch takes its place."""
+"""Chooses the sampler's kernels for a GPU: each is compared with plain torch on this machine before its first use. If
+it fails, plain torch is used."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,14 +20,14 @@ from truestep.model.mixers import attention
 from truestep.model.policy import Policy
 
 _LENGTHS = (1, 63, 64, 65, 700, 1500)
-_VOCABULARY = 9087  # 2, 4 and 8 ranks have whole blocks of it, and the last one has less
+_VOCABULARY = 9087  # slices of 2, 4 and 8 ranks end at whole blocks, and the last slice is smaller
 
 
 def serve_with_kernels(
     device: Device, policy: Policy, layers: list[LayerShape], compiled: dict[Any, Any] | None
 ) -> Device:
-    """Give the device with the kernels that serve on it, and on all tensor ranks. `compiled`: keeps the layers'
-    compiled code; None: they run by their own."""
+    """Return `device` with all kernels that work on it and on its tensor ranks' devices. `compiled`: a cache of
+    compiled layers; None: layers are not compiled."""
     dtype, team = policy.weights.dtype, Team.of(policy)
     if team.all(_right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers))):
         from truestep.generate.engine import attend_kernels
@@ -40,7 +40,7 @@ def serve_with_kernels(
         from truestep.generate.engine import draw_kernels
 
         device = replace(device, draw=draw_kernels.draw)
-    if _right("copying", lambda: check_copies(device.place)):  # no rank waits for another here
+    if _right("copying", lambda: check_copies(device.place)):  # ranks may differ: copies are not collective
         from truestep.generate.engine import copy_kernels
 
         device = replace(device, copy=copy_kernels.copy)
@@ -66,7 +66,7 @@ def _right(what: str, check: Callable[[], str | None]) -> bool:
 def check_attention(
     place: torch.device, dtype: torch.dtype, page_size: int, layers: Iterable[LayerShape]
 ) -> str | None:
-    """Name what the kernels get wrong for one of the layers; None where all is right."""
+    """Compare the attention kernels with plain torch. Return what is wrong for a layer, or None."""
     from truestep.generate.engine.attend_kernels import attend
 
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +102,7 @@ def check_attention(
 
 
 def check_copies(place: torch.device) -> str | None:
-    """Name what the kernel gets wrong; None where all is right."""
+    """Check the copy kernel in both directions. Return what is wrong, or None."""
     from truestep.generate.engine.copy_kernels import copy
 
     for size in (3, 1600):
@@ -117,7 +117,7 @@ def check_copies(place: torch.device) -> str | None:
 
 
 def check_draw(place: torch.device, settings: HeadSettings, part: Slice | None = None) -> str | None:
-    """Name what the kernels get wrong; None where all is right. Ranks that draw from slices call it together."""
+    """Compare the draw kernels with plain torch. Return what is wrong, or None. Tensor ranks call this together."""
     from truestep.generate.engine import draw_kernels
 
     generator = torch.Generator().manual_seed(0)

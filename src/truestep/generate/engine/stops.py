@@ -1,10 +1,10 @@
-"""Texts that end a completion, wherever its tokens cut them."""
+"""Stop texts. One may begin and end in the middle of a token."""
 
 from collections.abc import Sequence
 from typing import Any
 
-_MOST_TOKENS_A_LETTER = 4  # a tokenizer of bytes needs up to four tokens for one
-_MORE = 8  # tokens without a text, and what a cut at the window's beginning spoils
+_MOST_TOKENS_A_LETTER = 4  # a byte-level tokenizer needs up to four tokens for a character
+_MORE = 8  # extra tokens of the window: special tokens, and a character that the window's beginning cuts
 
 
 class StopTexts:
@@ -13,6 +13,6 @@ class StopTexts:
         self._window = max(map(len, texts)) * _MOST_TOKENS_A_LETTER + _MORE
 
     def reached(self, tokens: Sequence[int]) -> bool:
-        """Tell whether the last token completed one of the texts."""
+        """Tell whether the tokens so far contain a stop text near their end. Called after each new token."""
         end = self._tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=True)
         return any(text in end for text in self._texts)

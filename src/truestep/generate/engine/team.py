@@ -1,7 +1,8 @@
-"""The ranks that sample the same completions together: tensor ranks, which have slices of the same layers.
+"""Tensor ranks that sample the same completions together, each with a slice of every layer.
 
-All run one schedule in lock step. The same requests come to each, in the same order; whatever else decides about a step
-is made the same here: how much fits, which code serves, and which tokens were drawn. One process is a team of one.
+Their schedulers run in lock step: each rank gets the same requests in the same order. This module makes the ranks agree
+on all else that a step depends on: the number of pages, the kernels, and the drawn tokens. Without tensor parallelism a
+team has one rank.
 
 Dimensions: R rows of a step.
 """
@@ -19,7 +20,7 @@ from truestep.model.policy import Policy
 from truestep.ranks.axes import largest_slice, slice_at
 from truestep.ranks.exchange import TokenExchange, least
 
-_OTHERS = -1  # stands for a token that not all ranks drew
+_OTHERS = -1  # replaces a token on which the ranks disagree
 
 
 class DisagreementError(TruestepError):
@@ -39,7 +40,7 @@ class Team:
         return Team(policy.exchange, policy.device, ranks.tensor, ranks.place_on("tensor"))
 
     def slice(self, vocabulary: int) -> Slice | None:
-        """Describe this rank's slice of a vocabulary, whose logits `Policy.own_logits` gives; None: it is all of it."""
+        """Return this rank's slice of the vocabulary, for the logits of `Policy.own_logits`. None: no slices."""
         if self.exchange is None:
             return None
         shard = VocabularyShard(self.exchange.group, *slice_at(vocabulary, self.size, self.number))
@@ -48,23 +49,23 @@ class Team:
         return Slice(shard.first, shard.size, most, vocabulary, self.exchange.gather_parts, whole)
 
     def least(self, value: int) -> int:
-        """Find the least of the ranks' values."""
+        """Return the minimum of the ranks' values."""
         return value if self.exchange is None else least(value, self.place, self.exchange.group)
 
     def all(self, value: bool) -> bool:
-        """Tell whether it is true on every rank."""
+        """Tell whether `value` is true on every rank."""
         return bool(self.least(int(value)))
 
     def agree_(self, tokens: torch.Tensor) -> None:  # [R]
-        """Mark, in place, tokens that not all ranks drew. All draw from the same logits: it is a fault, for `check`,
-        which may come later, when the host learns of it."""
+        """Replace, in place, tokens on which the ranks disagree. All draw from the same logits, so that is an error;
+        `check` raises it once the host reads the tokens."""
         if self.exchange is not None:
             drawn = self.exchange.gather_parts(tokens)
             tokens.masked_fill_((drawn != drawn[0]).any(0), _OTHERS)
 
 
 def check(tokens: Collection[int]) -> None:
-    """Raise an error, on every rank, where ranks drew different tokens."""
+    """Raise an error, on every rank, if `agree_` found different tokens."""
     if _OTHERS in tokens:
         raise DisagreementError(
             "parallel.tensor: ranks that sample together drew different tokens from the same logits: a GPU or a "

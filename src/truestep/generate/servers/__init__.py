@@ -1,13 +1,20 @@
-"""Inference servers: documents, answers to held-out prompts, and new weights.
+"""Inference servers: sampling, evaluation, and publication of weights.
 
-protocol          what the trainer needs of a server; vllm, sglang: servers of these kinds; http: JSON and events
-servers           the event loop in which one process talks to all servers; shared: the same for all ranks
-source            a source of documents that the servers complete
-look_ahead        groups completed ahead of the trainer; group_maker: whole groups with rewards
-fleet             which server gets the next request, its load, its weights, its recovery
-check             what a server says of itself, before the first weights; probe: fixed prompts that both sides score
-check_answer      what must hold before an answer may become documents; errors: what is done about a failure
-weight_files      new weights in a directory that servers read
-host_copies       new weights in host memory, from which nccl_link sends them to servers' GPUs
-evaluation        answers to held-out prompts
+protocol          the interface of a server
+http              HTTP, JSON and server-sent events
+vllm, sglang      servers of these kinds
+servers           the event loop in which the first rank talks to all servers
+shared            the servers as all ranks use them
+source            a source whose documents the servers sample
+look_ahead        groups that are sampled ahead of the trainer, within max_staleness
+group_maker       requests and rewards of one group
+fleet             load balancing, publication of weights, recovery of lost servers
+check             checks of a server when the run starts
+probe             fixed prompts that trainer and server both score, to compare their weights
+check_answer      checks of a server's answer before it becomes documents
+errors            errors of servers, by what is done about them
+weight_files      publication by a directory that the servers read
+host_copies       copies of the weights in host memory, for publication by NCCL
+nccl_link         sends weights from host memory to a server's GPUs
+evaluation        completions of held-out prompts
 """

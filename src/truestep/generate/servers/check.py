@@ -1,4 +1,4 @@
-"""Checks of a server before the first weights are sent: is it the trainer's model, and is its room enough?"""
+"""Checks of a server when the run starts: does it serve the trainer's model, and is its context length enough?"""
 
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -15,16 +15,16 @@ async def check_server(
     longest: int,
     link: Callable[[InferenceServer], Awaitable[None]],
 ) -> int:
-    """Refuse a server of another model or of too short texts; give the most tokens that it takes.
+    """Raise `ServerError` if a server has another model or too short a context. Return its context length.
 
-    `longest`: tokens of the longest prompt and its completion. `link` makes it ready for weights, before anything is
-    computed: it ends an update that was cut short.
+    `longest`: tokens of the longest prompt with its completion. `link` prepares the server for weights and ends an
+    update that was interrupted, so it is called before the server computes anything.
     """
     try:
         description = await server.describe()
         _check_description(server, description, longest)
         await link(server)
-        # A trainer that was killed in the middle of a sync left it standing still.
+        # A trainer that was killed during a publication has left the server paused.
         await server.resume()
         served_size = description.vocabulary_size
         if served_size is None:
@@ -54,7 +54,7 @@ def _check_description(server: InferenceServer, description: Description, longes
 
 
 async def _check_last_token(server: InferenceServer, size: int) -> None:
-    """Check that a server knows the last token of the trainer's vocabulary, and none behind it."""
+    """Check that a server accepts the last token of the trainer's vocabulary and refuses the next id."""
     try:
         await server.next_token((size - 1,), TEMPERATURE, 1)
     except ServerError as error:
@@ -73,7 +73,8 @@ async def _check_last_token(server: InferenceServer, size: int) -> None:
 
 
 async def _check_tokenizer(server: InferenceServer, prompts: Sequence[Prompt]) -> None:
-    """Refuse another tokenizer: it is another model's. A server without one passes, since token ids are sent."""
+    """Raise an error if the server's tokenizer differs from the trainer's. A server without one passes, since the
+    trainer sends token ids."""
     for prompt in [prompt for prompt in prompts if isinstance(prompt.prompt, str)][:3]:
         try:
             tokens = await server.tokenize(str(prompt.prompt))
@@ -91,7 +92,8 @@ def _short(tokens: Sequence[int]) -> str:
 
 
 def explain_raw(server: InferenceServer, gap: Gap) -> str | None:
-    """Recognise log-probs before the temperature, by which are nearer: a flat model hides much."""
+    """Return the message for a server that reports log-probs before temperature, or None. The probe's answer is
+    compared with the policy's log-probs at both temperatures: the tolerance alone may not tell them apart."""
     if gap.expected <= 1e-4 or gap.raw >= gap.expected / 4:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Checks that an answer must pass before any of it may become a document, whatever kind of server gave it."""
+"""Checks that a server's answer must pass before its completions may become documents, for all kinds of servers."""
 
 import math
 from collections import defaultdict
@@ -10,12 +10,12 @@ from truestep.generate.servers.protocol import Choice, CompletionRequest, Infere
 
 
 async def complete(server: InferenceServer, request: CompletionRequest, version: int) -> list[Choice]:
-    """Ask for completions. The caller makes sure that weights of `version` make all of them."""
+    """Request completions. The caller makes sure that weights of `version` sample all of them."""
     return check_choices(await server.complete(request), request, version)
 
 
 async def stream(server: InferenceServer, request: CompletionRequest, version: Callable[[], int]) -> list[Choice]:
-    """Ask for completions whose tokens have the version that `version` gives at the moment when they come."""
+    """Request completions as a stream. Each token gets the version that `version()` returns when the token arrives."""
     versions: defaultdict[int, list[int]] = defaultdict(list)
 
     def on_tokens(index: int, tokens: int) -> None:
@@ -27,7 +27,8 @@ async def stream(server: InferenceServer, request: CompletionRequest, version: C
 def check_choices(
     choices: Sequence[Choice], request: CompletionRequest, versions: Mapping[int, list[int]] | int
 ) -> list[Choice]:
-    """Check completions and give their tokens versions: one for all, or those of each choice."""
+    """Check completions and return them with their tokens' versions. `versions`: one for all tokens, or a list for each
+    completion's index."""
     if len(choices) != request.n:
         raise BadAnswerError(f"asked for {request.n} completions, got {len(choices)}")
     return [

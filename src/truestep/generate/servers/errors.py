@@ -4,24 +4,24 @@ from truestep.errors import TruestepError
 
 
 class ServerError(TruestepError):
-    """A server with which the run cannot go on as it is."""
+    """The server refuses a request and would refuse it again: the run ends, or the server counts as lost."""
 
 
 class WeightsError(ServerError):
-    """A server has been given the trainer's weights and does not score as the trainer does."""
+    """The server has loaded the trainer's weights, and its log-probs differ from the trainer's: the run ends."""
 
 
 class UnreachableError(Exception):
-    """No answer, or none of the server's own making: the request may succeed later, or elsewhere."""
+    """The server did not answer, or is overloaded: the request may succeed later or at another server."""
 
 
 class ForgottenError(UnreachableError):
-    """The server answers, and no longer has what it was given: it is another process by now."""
+    """The server answers but has lost what it was sent: it was restarted."""
 
 
 class BadAnswerError(Exception):
-    """An answer that must not become a document. The reason is for rejected.jsonl."""
+    """The answer is invalid and must not become a document. The message is written to rejected.jsonl."""
 
 
 class VoidedError(Exception):
-    """A completion during which weights were replaced, so that nobody can say which of them made it."""
+    """The weights were replaced while a completion was in flight, so the version of its tokens is unknown."""

@@ -1,4 +1,4 @@
-"""Completions of held-out prompts by inference servers, each by the current weights, and their rewards."""
+"""Evaluation by inference servers: completions of held-out prompts with the current weights, and their rewards."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _RETRY_SECONDS = 0.05
 
 
 class Answering:
-    """Asks a fleet for one completion of each prompt, again where it is void, and has each rated when it comes."""
+    """Requests one completion of each prompt from a fleet, again if it is void, and rates each when it arrives."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Answering:
         self._rater, self._read, self._places = rater, read, asyncio.Semaphore(at_once)
 
     async def run(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Rated]:
-        """Answer all prompts. Only answers that a later probe confirms count."""
+        """Return the rated completions of all requests. Each is confirmed by a later probe, or requested again."""
         done: dict[int, tuple[Rated, Answer | None]] = {}
         missing = list(range(len(requests)))
         while missing:

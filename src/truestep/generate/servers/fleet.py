@@ -1,7 +1,7 @@
-"""The fleet of servers: who gets the next request, which weights each has, and what becomes of one that is lost.
+"""The fleet of servers: load balancing, publication of weights, and recovery of lost servers.
 
-An answer counts only once a probe that began after it has shown that its server still has the weights it was given
-(`confirm`): a server that was restarted in between serves the weights it was started with, and says nothing of it.
+An answer is used only once a later probe has shown that its server still has the weights that it was sent (`confirm`).
+A server that was restarted in the meantime serves its initial weights without saying so.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from truestep.generate.servers.protocol import Choice, CompletionRequest, Infere
 from truestep.process import progress
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
-_PATIENCE = 3  # attempts after which its unconfirmed answers are given up for others to make
-_REMEMBERED = 4  # versions that a server may still have
-_CLOSE_SECONDS = 10.0  # for servers that are paused to go on, when the run ends
+_PATIENCE = 3  # attempts to reach a lost server after which its unconfirmed answers are void
+_REMEMBERED = 4  # newest versions whose probe scores are kept
+_CLOSE_SECONDS = 10.0  # when the run ends, for paused servers to resume
 
 
 @dataclass(frozen=True)
 class Published:
     """New weights, and the trainer's scores of the probes with them."""
 
-    weights: Path | HostWeights  # a directory, or what is sent
+    weights: Path | HostWeights  # a directory, or tensors to send
     expected: Expected
 
     @property
@@ -47,19 +47,19 @@ class Published:
 
 @dataclass(eq=False)
 class Server:
-    """A server, and the trainer's record of it."""
+    """The state of one server."""
 
     remote: InferenceServer
     version: int | None = None  # of the weights that it loaded last
-    is_open: bool = False  # to requests
-    epoch: int = 0  # counts events after which nobody knows the version of completions that were under way
+    is_open: bool = False  # takes requests
+    epoch: int = 0  # increases when the version of the completions in flight becomes unknown
     in_flight: int = 0  # completions
     served: int = 0  # completions
     unconfirmed: list["Answer"] = field(default_factory=list)
     lost_at: float | None = None  # on the loop's clock; None: it is not lost
-    trouble: str = ""  # the last one
-    attempts: int = 0  # to bring it back
-    control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one sync, probe or recovery at a time
+    trouble: str = ""  # the last error
+    attempts: int = 0  # to recover it
+    control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one publication, probe or recovery at a time
 
     @property
     def url(self) -> str:
@@ -77,16 +77,16 @@ class Server:
 
 @dataclass(eq=False)
 class Answer:
-    """A group's completions. A later probe confirms them or makes them void, and that is final."""
+    """The completions of one request. A later probe either confirms them or makes them void, once and for all."""
 
     server: Server
     choices: list[Choice]
-    confirmed: bool = False  # the weights that they name made them
-    void: bool = False  # nobody knows which weights made them
+    confirmed: bool = False  # a probe has shown that their versions are right
+    void: bool = False  # it is unknown which weights sampled them
 
 
 class Signal:
-    """An event that wakes those who wait when it is set, and nobody later."""
+    """An event that wakes the tasks that wait for it now, and is not set for later ones (an edge, not a level)."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -100,7 +100,7 @@ class Signal:
 
 
 class Fleet:
-    """All servers: asks them, gives them weights, and brings back those that are lost."""
+    """All servers: sends them requests and weights, and recovers lost ones."""
 
     def __init__(
         self,
@@ -113,17 +113,17 @@ class Fleet:
         on_fatal: Callable[[Exception], None],
     ):
         self.servers = [Server(remote) for remote in servers]
-        self.version: int | None = None  # that every reachable server has
-        self.last_progress = -math.inf  # on the loop's clock: a completion or loaded weights; an abort is neither
+        self.version: int | None = None  # version that every reachable server has
+        self.last_progress = -math.inf  # on the loop's clock: the last completion or load; aborts do not count
         self._pause, self._tolerance, self._rolling = pause, tolerance, rolling
         self._on_void, self._on_fatal = on_void, on_fatal
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
         self._changed = Signal()
-        self._tasks: set[asyncio.Task[None]] = set()  # each gives weights to a server, or brings one back
+        self._tasks: set[asyncio.Task[None]] = set()  # publications and recoveries in flight, one server each
 
     async def ask(self, request: CompletionRequest) -> Answer:
-        """Ask the server that has least to do."""
+        """Send a request to the server with the fewest completions in flight."""
         server = await self._pick()
         version, epoch = server.version, server.epoch
         assert version is not None, "a server is opened with its first weights"
@@ -152,13 +152,14 @@ class Fleet:
         progress.made("answers")
 
     async def _pick(self) -> Server:
-        """Wait for an open server: the one that has least to do, and among equals the one that did least so far."""
+        """Wait for an open server. Return the one with the fewest completions in flight, then with the fewest
+        served."""
         while not (ready := [server for server in self.servers if server.is_open]):
             await self._changed.wait()
         return min(ready, key=lambda server: (server.in_flight, server.served))
 
     async def publish(self, published: Published) -> None:
-        """Give new weights to every server that is not lost."""
+        """Publish new weights to every server that is not lost."""
         self._current = published
         self._published[published.version] = published
         for old in list(self._published)[:-_REMEMBERED]:
@@ -180,13 +181,13 @@ class Fleet:
     async def _update(self, server: Server, published: Published) -> None:
         async with server.control:
             if server.lost_at is not None:
-                return  # whoever brings it back gives it the current weights
+                return  # its recovery loads the current weights
             try:
-                await server.remote.prepare()  # it goes on sampling meanwhile
+                await server.remote.prepare()  # the server goes on sampling
                 server.is_open = False
                 if self._pause == "wait":
                     await self._drained(server)
-                # A restart since the last probe would be covered up by the new weights.
+                # After the new weights are loaded, a restart since the last probe could no longer be detected.
                 if server.version is not None and not await self._has_its_weights(server):
                     self._void(server)
                 await self._load(server, published)
@@ -201,7 +202,7 @@ class Fleet:
             else:
                 await server.remote.load(published.weights)
             if self._pause != "keep":
-                server.epoch += 1  # what still comes was under way while the weights changed
+                server.epoch += 1  # completions that still arrive were in flight while the weights changed
             server.version = published.version
         finally:
             await asyncio.shield(server.remote.resume())
@@ -236,10 +237,10 @@ class Fleet:
         )
 
     async def _has_its_weights(self, server: Server) -> bool:
-        """Probe a server; what it answered before the probe is confirmed if the probe is right."""
+        """Probe a server, and tell whether it has its version's weights. If so, its earlier answers are confirmed."""
         answers = list(server.unconfirmed)
         published = self._published.get(-1 if server.version is None else server.version)
-        if published is None:  # none yet, or so old that the trainer has forgotten them
+        if published is None:  # no weights yet, or a version older than the remembered ones
             return False
         gap = await measure(server.remote, published.expected)
         if gap.expected > self._tolerance:
@@ -250,7 +251,7 @@ class Fleet:
         return True
 
     async def confirm(self, servers: Collection[Server]) -> None:
-        """Find out whether servers still have the weights that they were given."""
+        """Probe servers: confirm their answers, or treat a server as lost if it no longer has its weights."""
         await asyncio.gather(*map(self._confirm, servers))
 
     async def _confirm(self, server: Server) -> None:
@@ -272,7 +273,7 @@ class Fleet:
         self._changed.set()
 
     def _void(self, server: Server) -> None:
-        """Give up what is not confirmed: nobody knows which weights made it."""
+        """Make a server's unconfirmed answers void: it is unknown which weights sampled them."""
         server.epoch += 1
         for unconfirmed in server.unconfirmed:
             unconfirmed.void = True
@@ -302,17 +303,18 @@ class Fleet:
                 server.attempts += 1
                 if server.attempts == _PATIENCE:
                     self._void(server)
-            except Exception as error:  # a fault of ours must end the run, not this task alone
+            except Exception as error:  # a bug must end the run, not this task alone
                 self._on_fatal(error)
                 return
             delay = min(2 * delay, _LONGEST_DELAY)
 
     async def _bring_back(self, server: Server) -> None:
-        """Open a server that answers again. It may be another process, with the weights that it was started with."""
+        """Open a server that answers again. If it was restarted, it has its initial weights and loads the current
+        ones."""
         assert self._current is not None
-        current = self._current  # newer weights may come meanwhile: who publishes them waits, and loads them next
+        current = self._current  # if newer weights are published meanwhile, `_update` waits for the lock and loads them
         await server.remote.describe()
-        await server.remote.resume()  # a sync that was cut short left it standing still
+        await server.remote.resume()  # an interrupted publication has left it paused
         try:
             has_them = await self._has_its_weights(server)
         except ForgottenError:
@@ -325,11 +327,11 @@ class Fleet:
         self._open(server)
 
     def report(self) -> str:
-        """Describe what each server is doing."""
+        """Describe the state of each server, for messages."""
         return "; ".join(map(str, self.servers))
 
     async def close(self) -> None:
-        """End what is done to servers, see to it that none is left paused, and let go of them."""
+        """Cancel publications and recoveries, which resume paused servers, and close the connections."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -1,4 +1,4 @@
-"""Make groups: ask for completions of a prompt, have them rated, and ask again for what cannot be used."""
+"""Makes groups: requests completions of a prompt, rates them, and requests again those that cannot be used."""
 
 import asyncio
 import random
@@ -14,8 +14,8 @@ from truestep.generate.servers.fleet import Answer, Fleet, Server
 from truestep.generate.servers.protocol import Choice, CompletionRequest
 from truestep.types import Rejected, Rollout
 
-_CHECKED_DRAWS = 4  # a stream of randomness of its own, behind that of the probes
-_RETRY_SECONDS = 0.05  # before the next server is asked; the one that failed is closed until it is back
+_CHECKED_DRAWS = 4  # a random stream of its own; that of the probes is 3
+_RETRY_SECONDS = 0.05  # before the next server is asked; the one that failed gets no requests until it is recovered
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SamplingOptions:
     stop_ids: frozenset[int]
     vocabulary_size: int
     stop_at_rejected: bool
-    check_share: float = 0.0  # of completions that are compared with the policy when they arrive
+    check_share: float = 0.0  # fraction of completions whose log-probs are compared with the policy's on arrival
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class Member:
     """A rated completion and the answer that it came in."""
 
     rollout: Rollout
-    versions: Sequence[int]  # of the weights that made each token
+    versions: Sequence[int]  # of the weights that sampled each token
     answer: Answer
 
 
 @dataclass(eq=False)
 class Group:
-    """Completions of one prompt, as many as were rated so far."""
+    """The completions of one prompt that are rated so far."""
 
     number: int
     prompt: Prompt
     members: list[Member] = field(default_factory=list)
     num_asked: int = 0  # completions asked for so far
-    num_drops: int = 0  # times that it came too late
+    num_drops: int = 0  # times that it was dropped as too stale
 
     @property
     def version(self) -> int:
@@ -73,17 +73,18 @@ class GroupMaker:
     ):
         self._fleet, self._options = fleet, options
         self._rate, self._read = rate, read
-        self.counts: Counter[str] = Counter()  # completions that were not used, by why
+        self.counts: Counter[str] = Counter()  # unused completions, by reason
         self.rejected: deque[Rejected] = deque()
-        self.arrived: deque[Rollout] = deque()  # a share of the completions; the trainer's thread takes them
+        self.arrived: deque[Rollout] = deque()  # `check_share` of the completions; the trainer's thread takes them
         self._draw = random.Random(f"{options.seed} {_CHECKED_DRAWS}")
 
     def reject(self, group: Group, name: str, reason: str | RewardError, completion: str | None = None) -> None:
-        """Note a completion that is not trained on."""
+        """Record a completion that is not trained on."""
         self.rejected.append(reject(group.prompt, group.number, name, reason, completion))
 
     async def make(self, group: Group) -> str | None:
-        """Ask and rate until a group is complete. Return the last reason where it had to be given up."""
+        """Request and rate completions until the group is complete. Return None, or the last problem if the group is
+        given up."""
         failures, reason = 0, ""
         while (missing := self._options.group_size - len(group.members)) > 0:
             if failures == TRIES:
@@ -119,13 +120,14 @@ class GroupMaker:
         )
 
     async def _add(self, group: Group, answer: Answer, first: int) -> list[str]:
-        """Add what could be rated; return why the rest could not. An aborted completion is asked for again."""
+        """Add an answer's rated completions to the group. Return why others could not be rated. Aborted completions are
+        skipped: `make` requests them again."""
         named = [(f"{group.number}-{first + at}", choice) for at, choice in enumerate(answer.choices)]
         ended = [(name, choice) for name, choice in named if not choice.aborted]
         self.counts["aborted"] += len(named) - len(ended)
         problems: list[str] = []
         try:
-            async with asyncio.TaskGroup() as tasks:  # one that ends the run ends the others
+            async with asyncio.TaskGroup() as tasks:  # an error that ends the run cancels the other rewards
                 ratings = [tasks.create_task(self._rated(group, name, choice, problems)) for name, choice in ended]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -1,4 +1,4 @@
-"""Copies of the weights in the trainer's host memory, from which they are sent to servers while training goes on."""
+"""Copies of the weights in host memory, from which they are sent to servers while training goes on."""
 
 import threading
 import weakref
@@ -10,35 +10,35 @@ import torch
 from truestep.gpu.pinned import zeros_on_host
 from truestep.publish.packed import Entry
 
-_ALIGNED = 64  # bytes: a view of any type may begin there
+_ALIGNED = 64  # bytes: alignment of each tensor, enough for a view of any dtype
 
 
 @dataclass(frozen=True, eq=False)
 class HostWeights:
-    """One publication's tensors. Their buffer is used again when nobody refers to this object any more."""
+    """The tensors of one publication. Their buffer is reused once this object is garbage-collected."""
 
-    name: str  # says the version
+    name: str  # contains the version
     tensors: Mapping[str, torch.Tensor]
 
 
 class HostCopies:
-    """Buffers in host memory, each as large as the model in the type that is published.
+    """Buffers in host memory, each as large as the model in the published dtype.
 
-    Two are used by turns. A third is made where a slow server still takes what is in one of them.
+    Two are used in turn. A third is allocated if a slow server still reads one of them.
     """
 
     def __init__(self, device: torch.device):
-        """`device`: of the tensors that are copied. A GPU copies into pinned memory by itself."""
+        """`device`: of the tensors to copy. For a GPU the buffers are pinned, so that copies are asynchronous."""
         self._device = device
         self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()  # weights may be let go by the thread that sends them
+        self._lock = threading.Lock()  # the thread that sends weights may give a buffer back
         self._buffer: torch.Tensor | None = None
         self._places: dict[str, torch.Tensor] = {}
 
     def begin(self, entries: Sequence[Entry]) -> None:
         """Begin a copy of these tensors."""
         sizes = [-(-entry.nbytes // _ALIGNED) * _ALIGNED for entry in entries]
-        if self._buffer is None:  # else what was begun before was never finished
+        if self._buffer is None:  # else the last copy was begun and never finished
             self._buffer = self._take(sum(sizes))
         self._places, begin = {}, 0
         for entry, size in zip(entries, sizes, strict=True):
@@ -53,12 +53,12 @@ class HostCopies:
         return zeros_on_host((size,), torch.uint8, pinned=self._device.type == "cuda")
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors, on a GPU behind what is queued there."""
+        """Copy tensors; on a GPU the copies are queued on the current stream."""
         for name, tensor in tensors.items():
             self._places[name].copy_(tensor.detach(), non_blocking=True)
 
     def finish(self, name: str) -> HostWeights:
-        """Wait for the copies, and give them."""
+        """Wait for the copies, and return them."""
         assert self._buffer is not None
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

@@ -1,4 +1,4 @@
-"""HTTP as inference servers speak it: JSON, events, and each failure as one of the three that the fleet knows."""
+"""HTTP, JSON and server-sent events. Each failure is raised as one of the three errors of `InferenceServer`."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ from truestep.generate.servers.protocol import Description, InferenceServer
 from truestep.text import printable
 
 CONNECT_SECONDS = 10.0
-QUICK_SECONDS = 30.0  # for an answer that takes no computing
-_BUSY = (408, 425, 429)  # statuses below 500 that a later request may not meet again
-_ALONE = {"Connection": "close"}  # no other request goes by the same connection
-_IDENTITY = {"Accept-Encoding": "identity"}  # a few compressed bytes may stand for any number
-_SMALL = 4 * MIB  # bytes of an answer that is no text of tokens
-_TOKEN = 512  # bytes: a token's id, its log-prob and its text, which stands in an answer up to four times
-_SHOWN = 64 * 1024  # bytes of an error
+QUICK_SECONDS = 30.0  # timeout of requests for which the server computes nothing
+_BUSY = (408, 425, 429)  # statuses below 500 after which a later request may succeed
+_ALONE = {"Connection": "close"}  # the connection is not reused
+_IDENTITY = {"Accept-Encoding": "identity"}  # the size of a compressed answer could not be bounded
+_SMALL = 4 * MIB  # bytes of an answer without tokens
+_TOKEN = 512  # bytes of a token: its id, log-prob and text, which an answer contains up to four times
+_SHOWN = 64 * 1024  # bytes of an error message that are read
 _KEY_HINT = "; set sampler.api_key_env to the variable that holds its key"
 
 
 class HttpServer(InferenceServer):
-    """An inference server behind HTTP. A kind of server adds its own paths and bodies."""
+    """Base class of inference servers that speak HTTP. A subclass adds its own paths and bodies."""
 
-    hints: ClassVar[Mapping[int, str]] = {401: _KEY_HINT, 403: _KEY_HINT}  # ends of refusals, by status
+    hints: ClassVar[Mapping[int, str]] = {401: _KEY_HINT, 403: _KEY_HINT}  # appended to error messages, by status
 
     def __init__(self, url: str, model: str, api_key: str | None, timeout: float):
         self.url, self.model, self._timeout = url.rstrip("/").removesuffix("/v1"), model, timeout
@@ -66,16 +66,16 @@ class HttpServer(InferenceServer):
         return await self._json("GET", path, None, timeout)
 
     async def _post(self, path: str, body: Any = None, timeout: float | None = None, tokens: int = 0) -> Any:
-        """Ask for what may hold so many tokens."""
+        """Send a POST request whose answer may hold up to `tokens` tokens. Return its JSON."""
         return await self._json("POST", path, body, timeout or self._timeout, tokens=tokens)
 
     async def _order(self, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """Ask for a change of the server, by a connection of its own: a server may close one with an error that it
-        answers, and the next request would be lost on it."""
+        """Send a POST request that changes the server's state, on a connection of its own: a server may close the
+        connection after an error, and the next request on it would be lost."""
         return await self._json("POST", path, body, timeout or self._timeout, _ALONE)
 
     async def _tell(self, path: str, body: Any, timeout: float) -> None:
-        """Ask for a change that is answered by a status alone, or with a text for people."""
+        """Send a POST request that changes the server's state. The answer's body is ignored."""
         await self._request("POST", path, body, timeout, _ALONE)
 
     async def _request(
@@ -109,8 +109,8 @@ class HttpServer(InferenceServer):
             raise BadAnswerError(f"{path} answered what is not JSON") from error
 
     async def _events(self, path: str, body: Any, read: Callable[[dict[str, Any]], None], tokens: int) -> None:
-        """Read server-sent events up to the one that says it is the last: a stream that only ends was cut short. An
-        event may hold so many tokens; some servers send all that there are so far in each."""
+        """Read server-sent events up to `[DONE]`; a stream that ends without it was cut short. `tokens`: the most that
+        an event may hold; some servers repeat all tokens so far in each event."""
         async with _reaching(path, self._timeout), self._http.stream("POST", path, json=body) as response:
             await self._check(path, response)
             async for line in _lines(path, response, _size(tokens)):
@@ -125,7 +125,7 @@ class HttpServer(InferenceServer):
         raise UnreachableError(f"{path}: the stream ended early")
 
     async def _check(self, path: str, response: httpx.Response) -> None:
-        """Refuse an answer by its status, of whose text no more is read than is shown."""
+        """Raise an error unless the status is 2xx. At most `_SHOWN` bytes of the body are read for the message."""
         if response.status_code // 100 == 2:
             return
         said = b""
@@ -141,7 +141,7 @@ class HttpServer(InferenceServer):
         )
 
     def _check_status(self, path: str, status: int, text: str) -> None:
-        """Raise what a status from 400 on means."""
+        """Raise the error for a status of 400 or above."""
         if status < 400:
             return
         problem = f"{path} answered {status}: {printable(text)}"
@@ -151,7 +151,7 @@ class HttpServer(InferenceServer):
 
 
 def _size(tokens: int) -> int:
-    """Bound the bytes of an honest answer that holds so many tokens."""
+    """Return the most bytes of a well-formed answer with so many tokens."""
     return _SMALL + _TOKEN * tokens
 
 
@@ -160,7 +160,7 @@ def _scale(tokens: int) -> int:
 
 
 async def _pieces(path: str, response: httpx.Response, most: float = math.inf) -> AsyncIterator[bytes]:
-    """Give an answer's bytes as they come, and refuse one that has more than it may, or that is compressed."""
+    """Yield an answer's bytes as they arrive. Raise an error if there are more than `most`, or if it is compressed."""
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise BadAnswerError(
@@ -175,7 +175,7 @@ async def _pieces(path: str, response: httpx.Response, most: float = math.inf) -
 
 
 async def _lines(path: str, response: httpx.Response, most: int) -> AsyncIterator[bytes]:
-    """Give the lines of an answer, of which none has more than `most` bytes."""
+    """Yield the lines of an answer. Raise an error if one has more than `most` bytes."""
     left = bytearray()
     async for piece in _pieces(path, response):
         left += piece
@@ -189,7 +189,7 @@ async def _lines(path: str, response: httpx.Response, most: int) -> AsyncIterato
 
 @contextlib.asynccontextmanager
 async def _reaching(path: str, timeout: float) -> AsyncIterator[None]:
-    """Give the whole answer `timeout` seconds, not each of its bytes, and name what goes wrong on its way."""
+    """Limit the time for the whole answer, not for each read, and raise transport errors as `UnreachableError`."""
     try:
         async with asyncio.timeout(timeout):
             yield

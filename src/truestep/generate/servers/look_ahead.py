@@ -1,8 +1,8 @@
-"""Make groups of completions ahead of the trainer, as far as staleness permits.
+"""Samples groups ahead of the trainer, as far as max_staleness permits.
 
-A group is started only if it could still be trained on: with nothing going wrong, the step that reaches it comes
-`open documents / docs_per_step` steps after the next. With `max_staleness` 0 that is exactly the next step's documents,
-once the servers have its weights: synchronous training is the same machinery with nothing ahead.
+A group is started only if it is expected to be fresh enough when it is trained on, `open documents / docs_per_step`
+steps after the next one. With `max_staleness` 0 exactly the next step's documents are sampled, once the servers have
+its weights: that is synchronous training.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from truestep.generate.servers.fleet import Fleet, Published, Signal
 from truestep.generate.servers.group_maker import Group, GroupMaker, SamplingOptions
 from truestep.rollouts.source import SourceError
 
-_POLL_SECONDS = 0.25  # a server that comes back says nothing to those who wait for documents
+_POLL_SECONDS = 0.25  # between checks of lost servers and of stall_timeout while documents are awaited
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How far ahead of the trainer groups are made."""
+    """Limits on the groups that are sampled ahead of the trainer."""
 
     docs_per_step: int
-    documents_per_take: int  # what each take adds to the documents that the policy has seen
+    documents_per_take: int  # added to `documents_seen` by each take
     max_staleness: int
-    concurrency: int  # groups under way
-    stall_timeout: float
+    concurrency: int  # most groups in flight
+    stall_timeout: float  # seconds without any completion after which the run ends
 
 
 class LookAhead:
-    """The queue of groups under way and ready. What is async runs in one event loop."""
+    """The queue of groups, in flight and complete. Its coroutines run in one event loop."""
 
     def __init__(
         self,
@@ -49,22 +49,22 @@ class LookAhead:
         self.maker = GroupMaker(self.fleet, sampling, rate, read)
         self._prompts, self._sampling, self._pace = prompts, sampling, pace
         self._next_number = 0
-        self._restored: deque[int] = deque()  # started before a restart and not taken: they come first
-        self._open: dict[int, Group] = {}  # started and not taken
-        self._ready: list[Group] = []  # complete, in the order of their completion
+        self._restored: deque[int] = deque()  # numbers of groups that were open in the checkpoint: they come first
+        self._open: dict[int, Group] = {}  # groups started and not handed over, by number
+        self._ready: list[Group] = []  # complete groups, in the order of their completion
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
-        self._seen = 0  # documents that the policy will have seen at the next take
-        self._failures: list[str] = []  # why groups were given up, in a row
+        self._seen = 0  # `documents_seen` at the next take
+        self._failures: list[str] = []  # why groups were given up, since the last complete group
         self._fatal: Exception | None = None
         self._changed = Signal()
         self._sorted_out: Callable[[Group], bool] | None = None
-        self._replace_limit, self._replaced = 0, 0  # the second: since groups were last handed over
+        self._replace_limit, self._replaced = 0, 0  # groups replaced since the last hand-over
 
     def replace(self, sorted_out: Callable[[Group], bool], limit: int) -> None:
-        """Start another group for each complete one that `sorted_out` takes, at most `limit` for each hand-over.
+        """Replace complete groups for which `sorted_out` returns True by new ones, at most `limit` for each hand-over.
 
-        A group is asked about once it is complete, and never for how long that took: one that is slow stays open, and
-        the step that wants it waits for it.
+        Only complete groups are replaced, never slow ones: a step waits for a slow group, so that selection does not
+        depend on the length of completions.
         """
         self._sorted_out, self._replace_limit = sorted_out, limit
 
@@ -75,7 +75,7 @@ class LookAhead:
         return True
 
     async def publish(self, published: Published) -> None:
-        """Give new weights to the servers, and start what they permit."""
+        """Publish new weights to the servers, and start the groups that max_staleness then permits."""
         self._seen = max(self._seen, published.version)
         try:
             await self.fleet.publish(published)
@@ -84,7 +84,7 @@ class LookAhead:
             self._fail(error)
 
     async def collect(self, wanted: int, documents_seen: int) -> list[Group]:
-        """Wait for so many complete groups, none of them too stale, each made by weights that are known."""
+        """Wait for `wanted` complete groups that are fresh enough and confirmed, and return them by number."""
         self._seen, start = documents_seen, asyncio.get_running_loop().time()
         while True:
             if self._fatal is not None:
@@ -102,8 +102,8 @@ class LookAhead:
                 await self._wait(start)
 
     def _choose(self, wanted: int) -> list[Group]:
-        """Choose complete groups, the first to be complete first. But a group that came too late once is owed: the step
-        waits for it, or prompts with slow answers would be overtaken each time."""
+        """Choose complete groups in the order of their completion. But groups that were once dropped as too stale come
+        first, and the step waits for them: otherwise prompts with slow completions would never be trained on."""
         owed = sorted((group for group in self._open.values() if group.num_drops), key=lambda group: group.number)
         first = owed[:wanted]
         if any(group not in self._ready for group in first):
@@ -133,9 +133,9 @@ class LookAhead:
         return {"groups": self._next_number, "open": sorted({*self._open, *self._restored})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: what was open then is made first."""
+        """Continue from a checkpoint's state: groups that were open then are sampled again first."""
         self._next_number = state["groups"]
-        self._restored.extend(state.get("open", ()))  # an in_process sampler leaves nothing open
+        self._restored.extend(state.get("open", ()))  # an in_process sampler has no open groups
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -173,7 +173,7 @@ class LookAhead:
             self._failures.append(reason)
             if len(self._failures) >= HOPELESS:
                 self._fail(SourceError(explain_hopeless(len(self._failures), self._failures)))
-        elif len(group.members) < self._sampling.group_size:  # some were voided at this very moment
+        elif len(group.members) < self._sampling.group_size:  # members became void after `make` had finished
             self._start(group)
         else:
             self._failures.clear()
@@ -190,7 +190,7 @@ class LookAhead:
         self._changed.set()
 
     def _drop_stale(self) -> None:
-        """Drop groups that are too stale, and make them anew: else prompts with long answers would never be learned."""
+        """Drop the completions of groups that are too stale, and sample these groups again, up to `TRIES` times."""
         for group in list(self._ready):
             staleness = self._seen - group.version
             if staleness <= self._pace.max_staleness:
@@ -210,7 +210,7 @@ class LookAhead:
                 del self._open[group.number]
 
     def _void(self) -> None:
-        """Drop void answers and make them anew: they may come from other weights than they say."""
+        """Drop void completions, whose versions are unknown, and sample them again."""
         for group in self._open.values():
             kept = [member for member in group.members if not member.answer.void]
             self.maker.counts["void"] += len(group.members) - len(kept)

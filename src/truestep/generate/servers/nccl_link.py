@@ -1,7 +1,7 @@
-"""The trainer's side of a link to the GPUs of one server: it sends weights that lie in the trainer's memory.
+"""The trainer's end of an NCCL group with one server, which sends weights from host memory to the server's GPUs.
 
-They lie there for the server to take whenever it can: a server that comes late or comes back gets the same ones, and
-no rank that trains waits for it.
+The weights stay in host memory until the server takes them. So a slow or recovered server gets the same weights, and
+training does not wait for it.
 """
 
 import asyncio
@@ -20,30 +20,30 @@ Ask = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class ServerWire(Wire, Protocol):
-    """A wire that a server is invited to."""
+    """A wire to a server."""
 
     def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
-        """Invite a server that has so many ranks."""
+        """Return the `init_info` with which a server of so many ranks joins the group."""
         ...
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Have what is queued inside run beside the other work of the trainer's device."""
+        """Run transfers on a side stream, inside."""
         ...
 
     def abandon(self) -> None:
-        """Leave, whatever is being sent."""
+        """Leave the group, even if a transfer is in flight."""
         ...
 
 
 class Link:
-    """A group that the trainer and one server are in."""
+    """A group of the trainer and one server."""
 
     def __init__(self, wire: ServerWire, patience: float, chunk: int = CHUNK):
-        """`patience`: the seconds that one message may take; `chunk`: the bytes of one."""
+        """`patience`: most seconds for one message; `chunk`: bytes of a message."""
         self._wire, self._patience, self._chunk = wire, patience, chunk
 
     async def join(self, ranks: int, ask: Ask) -> None:
-        """Invite the server by `ask`, and wait until all its ranks are there."""
+        """Invite the server by `ask`, and wait until all its ranks have joined."""
         answer = _begun(ask(self._wire.init_info(ranks, self._chunk)))
         try:
             await asyncio.to_thread(join, self._wire, ranks, answer, self._patience)
@@ -51,7 +51,7 @@ class Link:
             raise UnreachableError(str(error)) from error
 
     async def send(self, weights: HostWeights, announce: Ask) -> None:
-        """Send weights to the server, which takes them while it answers `announce`."""
+        """Send weights to the server, which receives them while it handles the request `announce`."""
         entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.tensors.items()]
         answer = _begun(announce(update_info(entries)))
         await asyncio.to_thread(self._send, entries, weights, answer)
@@ -60,7 +60,7 @@ class Link:
     def _send(self, entries: list[Entry], weights: HostWeights, answer: "Future[Any]") -> None:
         def watch() -> None:
             if answer.done():
-                answer.result()  # it refused, and nobody will take what is sent
+                answer.result()  # raises if the server refused: it will not receive anything
 
         sender = Sender(self._wire, self._chunk, self._patience, watch)
         try:
@@ -76,12 +76,12 @@ class Link:
             raise
 
     def close(self) -> None:
-        with contextlib.suppress(LinkError):  # a group that is broken is left all the same
+        with contextlib.suppress(LinkError):  # a broken group is left, too
             self._wire.abandon()
 
 
 def _begun(work: Awaitable[Any]) -> "Future[Any]":
-    """Have the loop that runs do the work, for another thread to look at."""
+    """Start work in the running event loop. Return a future that another thread can read."""
 
     async def done() -> Any:
         return await work

@@ -1,8 +1,8 @@
-"""Probes: fixed prompts that show whether a server has the trainer's weights and scores them as the trainer does.
+"""Probes: fixed prompts that show whether a server has the trainer's weights and computes the same log-probs.
 
-A prompt is longer than a block of the engine's prefix cache wherever the model permits, because a shorter one is
-computed anew each time and cannot show a cache of old weights. It is the same prompt each time, so that a cache that
-was not emptied is used. What is compared is the distribution of the next token, not a sample: no luck is in it.
+Probes are the same each time, and longer than a block of the server's prefix cache where the model permits: so a prefix
+cache of old weights is used and detected. The log-probs of the next token are compared, not samples, so that the result
+does not depend on chance.
 
 Dimensions: P prompts, V vocabulary.
 """
@@ -19,11 +19,11 @@ from truestep.generate.servers.protocol import InferenceServer
 from truestep.model.policy import Policy
 from truestep.step.next_tokens import next_token_logprobs
 
-TEMPERATURE = 0.7  # at 1 a server that ignores it could not be told from one that does not
+TEMPERATURE = 0.7  # not 1: a server whose log-probs ignore the temperature has to be detected
 _LENGTHS = (136, 200, 300)  # tokens; vLLM's blocks have 16 tokens on a GPU and 128 on a CPU
 _STREAM = 3  # of randomness, beside those of generate/groups.py and generate/evaluate.py
-_TOP_TOKENS = 8  # asked for, of each probe's next token
-_LIKELY = math.log(0.01)  # log-probs of unlikely tokens carry more rounding than meaning
+_TOP_TOKENS = 8  # tokens with the highest log-probs that the server is asked for
+_LIKELY = math.log(0.01)  # less likely tokens are not compared: their log-probs are mostly rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,27 +38,27 @@ class Expected:
 
 @dataclass(frozen=True)
 class Gap:
-    """A server's distance from the trainer's log-probs, in nats: the mean over likely tokens, of the worst probe."""
+    """A server's distance from the trainer's log-probs, in nats: the mean over likely tokens, maximum over probes."""
 
-    expected: float
-    raw: float
+    expected: float  # from log-probs at TEMPERATURE
+    raw: float  # from log-probs at temperature 1
 
 
 def make_probes(prompts: Sequence[Prompt], seed: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Draw tokens of the run's own prompts: text that the model knows and does not know by heart."""
+    """Draw random sequences of tokens that occur in the run's prompts, each at most `longest` tokens long."""
     tokens = np.array(sorted({token for prompt in prompts[:256] for token in prompt.input_ids}), dtype=np.int64)
     generator = np.random.default_rng([seed, _STREAM])
     return tuple(tuple(generator.choice(tokens, max(1, min(length, longest))).tolist()) for length in _LENGTHS)
 
 
 def expect(policy: Policy, prompts: tuple[tuple[int, ...], ...], version: int) -> Expected:
-    """Score the probes by the forward pass that training uses. Every rank calls this."""
+    """Score the probes with the forward pass that training uses. All ranks call this."""
     logprobs, raw = next_token_logprobs(policy, prompts, (TEMPERATURE, 1.0))
     return Expected(version, prompts, logprobs, raw)
 
 
 async def measure(server: InferenceServer, expected: Expected, *, past_the_cache: bool = False) -> Gap:
-    """Ask a server for the next token of each probe, and compare."""
+    """Request the next-token log-probs of each probe from a server, and return their distance from the trainer's."""
     vocabulary_size = expected.logprobs.shape[1]
     gaps = []
     for number, prompt in enumerate(expected.prompts):
@@ -71,7 +71,7 @@ async def measure(server: InferenceServer, expected: Expected, *, past_the_cache
 
 
 def _gap(answer: dict[int, float], logprobs: np.ndarray) -> float:
-    """Average over the likely tokens of an answer, and over the likeliest where none of them is likely."""
+    """Return the mean distance over the likely tokens of an answer; the likeliest token always counts."""
     likeliest = max(answer, key=lambda token: float(logprobs[token]))
     counted = [token for token in answer if logprobs[token] >= _LIKELY or token == likeliest]
     return float(np.mean([abs(answer[token] - float(logprobs[token])) for token in counted]))

@@ -32,7 +32,7 @@ from truestep.types import Rollout
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.5  # between questions whether the run was asked to stop
-_CLOSE_SECONDS = 30.0  # for a sync under way: a server that is left standing still serves nobody
+_CLOSE_SECONDS = 30.0  # for a publication in flight: it must not leave a server paused
 
 
 class LoopThread:
@@ -56,7 +56,7 @@ class LoopThread:
 
 
 class AwaitedRewards:
-    """The reward service, for the event loop to wait for."""
+    """Rewards as coroutines, for the event loop."""
 
     def __init__(self, rater: Rates, seed: int = 0):
         self._rater, self._seed = rater, seed
@@ -69,9 +69,9 @@ class AwaitedRewards:
 
 
 class Servers:
-    """The inference servers: groups are collected from them, answers asked of them, and new weights sent to them.
+    """The inference servers: sampling of groups, evaluation, and publication of weights.
 
-    One process talks to them, that of the first rank. Its trainer's own thread calls these methods.
+    Only the first rank talks to them. Its main thread calls these methods.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Servers:
         rewards: AwaitedRewards,
         sampling: SamplingOptions,
         pace: Pace,
-        read: Callable[[Sequence[int]], str],  # the text of a completion's tokens
+        read: Callable[[Sequence[int]], str],  # decodes a completion's tokens to text
         publisher: Publisher,
-        send_from: torch.device | None = None,  # the device through which weights are sent; None: over the disk
+        send_from: torch.device | None = None,  # device from which weights are sent by NCCL; None: over the disk
         pause: str,
         tolerance: float,
         rolling: bool = False,  # servers get new weights one after another
-        loop: LoopThread | None = None,  # tests give one with a clock of its own
+        loop: LoopThread | None = None,  # None: a new one; tests pass one with a clock of its own
     ):
         self._prompts, self._rewards, self._sampling, self._read = prompts, rewards, sampling, read
         self._publisher, self._send_from = publisher, send_from
@@ -108,7 +108,7 @@ class Servers:
     async def _connect(
         self, make_servers: Callable[[], Sequence[InferenceServer]]
     ) -> tuple[Sequence[InferenceServer], int]:
-        """Find servers that serve this model, and the longest text that all of them take."""
+        """Make and check the servers. Return them, and the longest context that all of them accept."""
         needed = max(len(prompt.input_ids) for prompt in self._prompts) + self._sampling.max_new_tokens
         servers, size = make_servers(), self._sampling.vocabulary_size
         try:
@@ -129,11 +129,11 @@ class Servers:
             )
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Do a short piece of work in the event loop."""
+        """Run a short coroutine in the event loop, and return its result."""
         return self._loop.run(work)
 
     def collect(self, groups: int, documents_seen: int, asked_to_stop: Callable[[], bool]) -> list[Group]:
-        """Wait for so many complete groups of completions."""
+        """Wait for so many complete groups. Raise `Interrupted` if the run is asked to stop."""
         with (
             progress.waiting_for("completions from the inference servers"),
             progress.working("sampling by the servers", "answers"),
@@ -148,7 +148,7 @@ class Servers:
         rater: Rates,
         asked_to_stop: Callable[[], bool],
     ) -> list[Rated]:
-        """Have the servers complete prompts with the current weights, one completion for each request."""
+        """Sample and rate one completion for each request with the current weights, for an evaluation."""
         self.wait_until_sent()
 
         async def work() -> list[Rated]:
@@ -172,7 +172,7 @@ class Servers:
                 raise Interrupted
 
     def arrived(self) -> list[Rollout]:
-        """Hand over the completions to be compared with the policy, of those since the last call."""
+        """Return the completions to compare with the policy that arrived since the last call."""
         arrived = self.ahead.maker.arrived
         return [arrived.popleft() for _ in range(len(arrived))]
 
@@ -183,7 +183,7 @@ class Servers:
                 self._sending.result()
 
     def send(self, weights: Path | HostWeights | None, expected: Expected) -> None:
-        """Send new weights to every server, beside whatever the trainer does next."""
+        """Start the publication of new weights to every server, and return without waiting for it."""
         assert weights is not None, "only ranks that have no servers get nothing to send"
         self._sending = self._loop.submit(self.ahead.publish(Published(weights, expected)))
 

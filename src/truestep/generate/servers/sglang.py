@@ -1,4 +1,4 @@
-"""An SGLang server: all that the trainer knows of SGLang's paths, bodies, status codes and oddities."""
+"""An SGLang server: the paths, bodies and status codes of SGLang's API."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from truestep.generate.servers.http import HttpServer
 from truestep.generate.servers.protocol import Advice, Choice, CompletionRequest
 from truestep.text import printable
 
-# The distribution as it is, whatever defaults a server takes from the model. `ignore_eos` stays off: with it SGLang
+# Sampling without truncation or penalties, whatever the model's defaults are. `ignore_eos` stays off: with it SGLang
 # ignores `stop_token_ids` too.
 _PLAIN_SAMPLING: dict[str, Any] = {
     "top_p": 1.0,
@@ -21,7 +21,7 @@ _PLAIN_SAMPLING: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "skip_special_tokens": False,
 }
-# A request that is retracted computes its cache again with the new weights when it goes on.
+# A retracted request is prefilled again with the new weights when it resumes.
 _MODES = {"keep": "retract", "abort": "abort"}
 
 
@@ -59,7 +59,7 @@ class Sglang(HttpServer):
         return read_answers([answers[index] for index in indices], request)
 
     def _body(self, request: CompletionRequest) -> dict[str, Any]:
-        """No seed: SGLang obeys it only with --enable-deterministic-inference."""
+        """Return a request's body. It has no seed: SGLang obeys one only with --enable-deterministic-inference."""
         return {
             "input_ids": list(request.prompt),
             "sampling_params": {
@@ -90,7 +90,7 @@ class Sglang(HttpServer):
             raise BadAnswerError("a probe was answered without the log-probs of its next token") from error
 
     async def pause(self, mode: str) -> None:
-        if mode in _MODES:  # to wait takes no pause: nothing is under way, and loading waits for what others ask
+        if mode in _MODES:  # wait: none of the run's requests are in flight, and loading waits for others' requests
             await self._order("/pause_generation", {"mode": _MODES[mode]})
 
     async def load(self, weights: Path) -> None:
@@ -118,7 +118,7 @@ class Sglang(HttpServer):
 
 
 def read_answers(answers: list[Any], request: CompletionRequest) -> list[Choice]:
-    """Read completions. What their tokens are worth is for `answer.check_choices`."""
+    """Read completions from the answers' JSON. Their tokens are checked later, by `check_answer.check_choices`."""
     if len(answers) != request.n:
         raise BadAnswerError(f"asked for {request.n} completions, got {len(answers)}")
     return [_read(answer) for answer in answers]

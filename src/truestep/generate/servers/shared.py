@@ -1,4 +1,4 @@
-"""The inference servers as all ranks use them: the first talks to them, and all give it the weights."""
+"""The inference servers as all ranks use them: the first rank talks to them, and all ranks publish weights together."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,9 +17,8 @@ from truestep.types import Rollout
 
 
 class SharedServers(Observer):
-    """Every rank has one, of one process too. It publishes the policy's weights when something is first asked of the
-    servers, and then after each update. Weights are written, and probes scored, by all ranks as they are laid out; no
-    rank needs the whole model."""
+    """The servers on each rank. It publishes the policy's weights before the first request to the servers, and then
+    after each update. All ranks write their shards and score the probes together; no rank needs the whole model."""
 
     def __init__(self, servers: Servers | None, policy: Policy, publisher: Publisher):
         """Share `servers`, which is None on every rank but the first."""
@@ -34,8 +33,7 @@ class SharedServers(Observer):
         return self._servers
 
     def ready(self, documents_seen: int) -> None:
-        """See to it that the servers have weights, or are being given them: the policy's, which has seen so many
-        documents."""
+        """Publish the policy's weights if none were published yet. `documents_seen` is their version."""
         if not self._published:
             self.publish(documents_seen)
 
@@ -59,18 +57,18 @@ class SharedServers(Observer):
         asked_to_stop: Callable[[], bool],
         documents_seen: int,
     ) -> list[Rated]:
-        """Have the servers complete prompts with the current weights; every rank gets all completions."""
+        """Sample and rate one completion for each request with the current weights. Every rank gets all of them."""
         self.ready(documents_seen)
         asked = (prompts, requests, options, rater, asked_to_stop)
         return self._ranks.share(lambda: self._of_first_rank.answer(*asked))
 
     def arrived(self) -> list[Rollout]:
-        """Hand over the completions to be compared with the policy, of those since the last call."""
+        """Return the completions to compare with the policy that arrived since the last call."""
         return self._ranks.share(lambda: self._of_first_rank.arrived())
 
 
 class SharedServerSource(SharedSource):
-    """The documents of the servers, on every rank."""
+    """A `ServerSource` shared by all ranks."""
 
     def __init__(self, source: Source | None, servers: SharedServers, policy: Policy):
         """Share `source`, which is None on every rank but the first."""

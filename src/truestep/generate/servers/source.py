@@ -1,4 +1,4 @@
-"""Rollouts from inference servers: a source whose documents are groups that the servers complete."""
+"""A source whose documents are groups that the inference servers sample."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from truestep.types import PutAside, Rejected, Rollout
 
 
 class ServerSource(StillSource):
-    """The documents that the servers of the first rank make."""
+    """Documents from the inference servers, on the first rank."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class ServerSource(StillSource):
         sampling: SamplingOptions,
         advantage_rule: AdvantageRule | str,
         truncated: str = "keep",  # or mask
-        replace_limit: int = 0,  # groups without a difference that a step replaces at most
+        replace_limit: int = 0,  # a step replaces at most so many groups whose rewards are all equal
     ):
         self._servers, self._prompts, self._sampling = servers, prompts, sampling
         self._advantage_rule, self._truncated = advantage_rule, truncated
-        self._put_aside: list[PutAside] = []  # not handed over yet; the loop's thread adds to it
+        self._put_aside: list[PutAside] = []  # not returned by `take` yet; the event loop's thread adds to it
         servers.ahead.replace(self._sorted_out, replace_limit)
 
     def take(self, count: int, documents_seen: int) -> Taken:
@@ -53,14 +53,14 @@ class ServerSource(StillSource):
         return Taken((), self._rejected(), self._servers.run(sorted_out()))
 
     def _rejected(self) -> list[Rejected]:
-        rejected = self._servers.ahead.maker.rejected  # the loop's thread may add to it meanwhile
+        rejected = self._servers.ahead.maker.rejected  # the event loop's thread may add to it meanwhile
         return [rejected.popleft() for _ in range(len(rejected))]
 
     def _with_advantages(self, group: Group) -> list[Rollout]:
         return with_advantages([member.rollout for member in group.members], group.number, self._advantage_rule)
 
     def _sorted_out(self, group: Group) -> bool:
-        """Put a complete group aside if it has no difference. The loop's thread calls this."""
+        """Put a complete group aside if all its advantages are zero. The event loop's thread calls this."""
         rollouts = self._with_advantages(group)
         if any(map(has_advantage, rollouts)):
             return False
@@ -75,8 +75,8 @@ class ServerSource(StillSource):
         return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Note which groups are open, and what was put aside and not handed over. What is put aside after that belongs
-        to a group that is open here, and a run that goes on from here puts it aside again."""
+        """Record the open groups, and the documents put aside that `take` has not returned yet. Documents put aside
+        later belong to groups that are open now; a run that continues from this state puts them aside again."""
 
         async def note() -> dict[str, Any]:
             put_aside = [[one.id, one.reason, one.group_id] for one in self._put_aside]

@@ -1,4 +1,4 @@
-"""A vLLM server: all that the trainer knows of vLLM's paths, bodies, status codes and oddities."""
+"""A vLLM server: the paths, bodies and status codes of vLLM's API."""
 
 import asyncio
 import contextlib
@@ -18,9 +18,9 @@ from truestep.model.adapter_files import is_adapter
 from truestep.publish.nccl import NcclWire
 from truestep.text import printable
 
-# The distribution as it is, whatever defaults a server takes from the model.
+# Sampling without truncation or penalties, whatever the model's defaults are.
 _PLAIN_SAMPLING: dict[str, Any] = {
-    "ignore_eos": True,  # the trainer's own list of what ends a text is the one that counts
+    "ignore_eos": True,  # the trainer sends its own list of stop tokens
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -30,8 +30,8 @@ _PLAIN_SAMPLING: dict[str, Any] = {
 }
 
 
-_PATIENCE = 60.0  # seconds that ranks may take to join, and a server to take one message of weights
-_REFUSED = "answered 500"  # as vLLM answers whatever its engine raises
+_PATIENCE = 60.0  # most seconds for ranks to join, and for one message of weights
+_REFUSED = "answered 500"  # vLLM's status for all errors of its engine
 _ADAPTERS = (
     " For adapters start the server with --enable-lora, --max-lora-rank (adapter.rank or more) and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -51,9 +51,9 @@ class Vllm(HttpServer):
         loaded="although reload_weights was called",
     )
 
-    _device: torch.device | None = None  # of the trainer, from which weights are sent to the server's GPUs
-    _link: Link | None = None  # None: it has to be made, if there is such a device
-    _adapter: str | None = None  # the name of the adapter that was loaded last: each has a name of its own
+    _device: torch.device | None = None  # the trainer's device from which weights are sent; None: over the disk
+    _link: Link | None = None  # None: not joined, or weights are not sent
+    _adapter: str | None = None  # the name of the adapter that was loaded last; each version has another name
 
     async def complete(self, request: CompletionRequest) -> list[Choice]:
         return read_choices(await self._post("/v1/completions", self._body(request), tokens=request.tokens), request)
@@ -77,7 +77,8 @@ class Vllm(HttpServer):
         return read_choices({"choices": list(choices.values())}, request)
 
     def _body(self, request: CompletionRequest) -> dict[str, Any]:
-        """No seed: vLLM's engine for CPUs dies of a seeded request whose prompt it reads in two parts."""
+        """Return a request's body. It has no seed: with one, vLLM's CPU engine dies if it prefills a prompt in
+        chunks."""
         return {
             "model": self._adapter or self.model,
             "prompt": list(request.prompt),
@@ -129,7 +130,7 @@ class Vllm(HttpServer):
         return Link(NcclWire(device), min(self._timeout, _PATIENCE))
 
     async def _join_first(self) -> None:
-        """Join a server that a trainer before this one may have left in the middle of an update."""
+        """Join a server that an earlier trainer may have left in the middle of an update."""
         await self.pause("abort")
         try:
             await self._give_up_update()
@@ -138,7 +139,7 @@ class Vllm(HttpServer):
         await self._join()
 
     async def _join(self) -> None:
-        """Make a group of the trainer and all ranks of the server, by vLLM's own backend `nccl`."""
+        """Make a group of the trainer and all ranks of the server, with vLLM's own weight transfer backend `nccl`."""
         assert self._device is not None
         found = await self._get("/get_world_size", QUICK_SECONDS)
         ranks = found.get("world_size") if isinstance(found, dict) else None
@@ -167,7 +168,7 @@ class Vllm(HttpServer):
             await self._start_update()
             await self._link.send(weights, announce)
             await self._order("/finish_weight_update", {"weight_version": weights.name})
-        except BaseException:  # nobody knows how much of it the server took, and the group is left
+        except BaseException:  # it is unknown how much the server received, so the group is left
             self._link.close()
             self._link = None
             await asyncio.shield(self._give_up_update())
@@ -175,14 +176,15 @@ class Vllm(HttpServer):
         await self._forget()
 
     async def _give_up_update(self) -> None:
-        """Have the server compute again after an update that failed: its layers are empty since it began, and the next
-        request would end its engine. It begins anew where vLLM has ended the update itself."""
+        """End a failed update, so that the server can compute again: since the update began its layers are empty, and
+        the next request would crash its engine. vLLM may have ended the update itself; then a new one is begun and
+        ended."""
         for path in ("/start_weight_update", "/finish_weight_update"):
             with contextlib.suppress(UnreachableError, ServerError, BadAnswerError):
                 await self._order(path, None, QUICK_SECONDS)
 
     async def prepare(self) -> None:
-        """Ask a server that weights are sent to, and that was restarted, to join again."""
+        """Join again a server that was restarted, if weights are sent to it."""
         if self._device is not None and self._link is None:
             await self._join()
 
@@ -192,7 +194,7 @@ class Vllm(HttpServer):
         except UnreachableError as error:
             if _REFUSED not in str(error):
                 raise
-            # An update that was cut short is under way still, of this trainer or of one that was killed.
+            # An update that was interrupted, by this trainer or by one that was killed, is still in progress.
             with contextlib.suppress(UnreachableError):
                 await self._order("/finish_weight_update")
             await self._order("/start_weight_update")
@@ -209,8 +211,7 @@ class Vllm(HttpServer):
         await self._forget()
 
     async def _forget(self) -> None:
-        """Forget also what running completions have computed so far: they go on with the new weights' own view of their
-        beginning."""
+        """Clear the KV cache, that of running completions too: the new weights prefill them again."""
         answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UnreachableError(
@@ -218,9 +219,9 @@ class Vllm(HttpServer):
             )
 
     async def _load_adapter(self, weights: Path) -> None:
-        """Load an adapter under a name that no other one had, so that no cache knows it; the one before goes."""
+        """Load an adapter under a new name, so that no prefix cache applies to it, and unload the one before."""
         before, name = self._adapter, weights.name
-        if before == name:  # the same again: a probe found it wrong, or the server is another process
+        if before == name:  # the same version again: a probe failed, or the server was restarted
             await self._unload(name)
         try:
             await self._tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)}, self._timeout)
@@ -233,7 +234,7 @@ class Vllm(HttpServer):
             await self._unload(before)
 
     async def _unload(self, name: str | None) -> None:
-        with contextlib.suppress(ServerError):  # a server that was started anew does not know it
+        with contextlib.suppress(ServerError):  # a restarted server does not know the adapter
             await self._tell("/v1/unload_lora_adapter", {"lora_name": name}, QUICK_SECONDS)
 
     async def close(self) -> None:
@@ -251,8 +252,9 @@ class Vllm(HttpServer):
         super()._check_status(path, status, text)
 
     async def _blame(self, weights: Path, error: UnreachableError) -> None:
-        """Raise `error`, or a ServerError where the server lives on: it would refuse the same weights again."""
-        if _REFUSED not in str(error) or not await self._lives():  # else a server that lives on has answered so
+        """Raise `error`, or a ServerError if the server is alive and has refused the weights: it would refuse them
+        again."""
+        if _REFUSED not in str(error) or not await self._lives():
             raise error
         raise ServerError(
             f"sampler.urls: {self.url} could not load the weights in {weights}: {error}. Is that directory on a disk "
@@ -265,7 +267,8 @@ class Vllm(HttpServer):
 
 
 def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:
-    """Read completions in the order of their indices. What their tokens are worth is for `answer.check_choices`."""
+    """Read completions from an answer's JSON, by index. Their tokens are checked later, by
+    `check_answer.check_choices`."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise BadAnswerError("the answer has no list of choices")

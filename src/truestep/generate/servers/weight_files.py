@@ -1,4 +1,4 @@
-"""Write new weights where paused servers get them from: a fresh directory, or the trainer's host memory."""
+"""Writes new weights where servers read them: to a new directory, or to the trainer's host memory."""
 
 import contextlib
 import fcntl
@@ -18,26 +18,26 @@ from truestep.model.save import save_adapter, stream_policy
 from truestep.model.tensor_stream import TensorStream
 
 _PREFIX = "truestep-weights-"
-_LOCK = ".truestep-run-"  # what the names of locks begin with
-_DIGITS = 8  # of a run's name: of its machine, and as many of its directory
-_KEPT = 2  # the newest is being read, and a server that was away may still ask for the one before
+_LOCK = ".truestep-run-"  # prefix of the names of lock files
+_DIGITS = 8  # a run's name has so many hex digits for its machine, and as many for its directory
+_KEPT = 2  # the newest version, and the one before, which a recovered server may still ask for
 
 
 class WeightsDirectory:
-    """A directory on a disk that the servers see too. Several runs may write to it: each knows its own weights by their
-    names, and holds a lock for as long as it lives. What a run of this machine that is gone has left is removed."""
+    """A directory on a disk that the servers see too. Several runs may write to it: each run's name is part of the
+    names of its weights, and it holds a lock while it lives. Leftovers of this machine's dead runs are removed."""
 
     def __init__(self, path: Path, *, run: Path | None = None, adapter_alone: bool = False):
-        """Take a directory for the run in the directory `run`. `adapter_alone`: the servers have the model, and get the
-        policy's adapter."""
-        self.path = path.absolute()  # a server stands in another working directory
+        """`run`: the run's own directory; its name is derived from it. `adapter_alone`: write the adapter alone, for
+        servers that have the base model."""
+        self.path = path.absolute()  # a server has another working directory
         self._run = f"{_digest(socket.gethostname())}{_digest(str((run or path).resolve()))}"
         self._adapter_alone = adapter_alone
         self._lock: int | None = None
 
     def write(self, policy: Policy, version: int, dtype: torch.dtype) -> Path:
-        """Write weights under a name that no server has read before: an engine may know a file by its name. Every rank
-        calls this with its part of them."""
+        """Write weights under a new name, since a server may cache files by their names. All ranks call this, each with
+        its shard of the weights."""
         ranks = policy.weights.ranks
         name = ranks.share(lambda: self._new_name(version))
         partial = self.path / f".{name}.partial"
@@ -52,14 +52,14 @@ class WeightsDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             while self._lock is None:
                 self._lock = _hold(_lock_of(self.path, self._run), anyway=True)
-                if self._lock is None:  # another process is this run, as far as its names tell
+                if self._lock is None:  # another process has the same name of its run
                     self._run = f"{self._run[:_DIGITS]}{secrets.token_hex(_DIGITS // 2)}"
         self._remove_abandoned()
         return f"{_PREFIX}{version:012d}-{self._run}-{secrets.token_hex(4)}"
 
     def _remove_abandoned(self) -> None:
-        """Remove what runs of this machine have left that were killed. A lock on a network's disk may be seen by one
-        machine alone, so other machines' are left."""
+        """Remove the weights of this machine's runs that were killed. On a network disk a lock may be visible to its
+        own machine alone, so the weights of other machines are kept."""
         for lock in self.path.glob(f"{_LOCK}{self._run[:_DIGITS]}*"):
             run = lock.name.removeprefix(_LOCK)
             if run != self._run and (held := _hold(lock, anyway=False)) is not None:
@@ -80,7 +80,7 @@ class WeightsDirectory:
         return final
 
     def _remove_old(self, newest: Path) -> None:
-        """Remove old weights, those of an earlier start too, whatever their version: its documents were rolled back."""
+        """Remove all but the newest weights by time, not by version: after a restart, versions may go back."""
         for leftover in self._partials_of(self._run):
             shutil.rmtree(leftover, ignore_errors=True)
         weights = [path for path in self._weights_of(self._run) if path != newest]
@@ -95,11 +95,12 @@ class WeightsDirectory:
         if self._lock is not None:
             _lock_of(self.path, self._run).unlink(missing_ok=True)
         self.let_go()
-        with contextlib.suppress(OSError):  # what others put there stays
+        with contextlib.suppress(OSError):  # the directory has other files
             self.path.rmdir()
 
     def let_go(self) -> None:
-        """Let another start of the run, or any run of this machine, remove the weights."""
+        """Release the lock, so that another start of the run, or another run of this machine, may remove the
+        weights."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -114,8 +115,8 @@ def _lock_of(directory: Path, run: str) -> Path:
 
 
 def _hold(lock: Path, *, anyway: bool) -> int | None:
-    """Hold a run's lock for as long as this process lives, or the file is open; None where another process does. Where
-    the file system has no locks it is held `anyway`, or not."""
+    """Take a run's lock, and return its open file: the lock is held until the file is closed. None: another process has
+    it. `anyway`: return the file, too, if the file system has no locks."""
     while True:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -134,17 +135,18 @@ class Publisher:
     """Writes new weights where servers take them from. Every rank has one."""
 
     def __init__(self, directory: WeightsDirectory, dtype: torch.dtype, *, sends: bool = False):
-        """Publish in `dtype`. `sends`: to host memory, from which they are sent, and not to the directory."""
+        """Publish in `dtype`. `sends`: write to host memory, for sending by NCCL, and not to the directory."""
         self._directory, self._dtype, self._sends = directory, dtype, sends
-        self._stream: TensorStream | None = None  # of the policy, when it was copied last
-        self._copies: HostCopies | None = None  # of the first rank
+        self._stream: TensorStream | None = None  # of the policy that was copied last
+        self._copies: HostCopies | None = None  # filled on the first rank
 
     def write(self, policy: Policy, version: int) -> Path | HostWeights | None:
-        """Write weights. Every rank calls this with its part of them. What is sent, the first one has; others: None."""
+        """Write weights. All ranks call this, each with its shard. In host memory only the first rank has them; the
+        other ranks get None."""
         return self._copy(policy, version) if self._sends else self._directory.write(policy, version, self._dtype)
 
     def close(self, finished: bool) -> None:
-        """Remove what is on the disk if the run has finished: its checkpoints have it."""
+        """Remove the weights on disk if the run has finished, since its checkpoints have them."""
         self._directory.clear() if finished else self._directory.let_go()
 
     def _copy(self, policy: Policy, version: int) -> HostWeights | None:
