@@ -168,6 +168,15 @@ def test_a_record_that_comes_twice_is_no_further_sequence(tmp_path: Path) -> Non
     assert "repeated" in reasons(found)["a"]
 
 
+def test_a_name_that_a_document_has_already(tmp_path: Path) -> None:
+    again = {"a": "document_id 'd': repeated, a document of this name came before"}
+    assert reasons(load(tmp_path, record("d", 1.0), part("a", of=1))) == again
+    assert reasons(load(tmp_path, part("x", of=1), part("a", of=1))) == again
+    assert reasons(load(tmp_path, part("a", of=1), record("d", 1.0))) == {None: "id is 'd': the document_id of others"}
+    found = load(tmp_path, part("d"), part("b"))
+    assert found.rollouts[0].record_ids == ("d", "b"), "a record may have its document's name"
+
+
 def test_sequences_that_lack_rows_of_a_field_of_tokens(tmp_path: Path) -> None:
     rows = {"data": "AAECAw==", "dtype": "uint8", "shape": [2, 1, 2]}  # of two of the three tokens
     found = load(tmp_path, part("a", routed_experts=rows), part("b"))

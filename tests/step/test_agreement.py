@@ -346,3 +346,21 @@ def test_bets_that_are_won_add_up_over_steps_and_those_that_were_lost_are_not_ow
 
     assert faults([20.0, 20.0]) == [False, True]
     assert faults([-40.0, -40.0, 20.0, 20.0]) == [False, False, False, True]
+
+
+def test_completions_that_part_behind_what_a_tool_answered_are_never_refused() -> None:
+    """Their next tokens are of other texts, so their probabilities need not add up to 1."""
+
+    def document(number: int, answer: int, token: int) -> Rollout:
+        ids, mask = np.array([1, 2, answer, token]), np.array([False, True, False, True])
+        logprobs = np.where(mask, -0.05, 0).astype(np.float32)
+        version = np.where(mask, -8, 0)
+        return Rollout(f"{number}", ids, mask, logprobs, group_id="g", model_version=version)
+
+    def judged(documents: list[Rollout]) -> Fault | None:
+        logprobs = np.full(2 * len(documents), -0.05)
+        return Judge(1e-3, VOCABULARY).find(documents, Sample(documents, logprobs, np.full(8, 0.2)).table(0, 1e-3))
+
+    assert judged([document(number, 10 + number, 20 + number) for number in range(4)]) is None
+    same_text = judged([document(number, 10, 20 + number) for number in range(4)])
+    assert same_text is not None and "add up to 3.8" in same_text.problem

@@ -61,6 +61,12 @@ def test_a_document_that_stays_open_is_given_up(tmp_path: Path) -> None:
     assert ready(add(intake, record("x", 3.0))) == {"x": 0.0}, "it counts in its group"
 
 
+def test_a_name_that_a_document_had_before_a_restart(tmp_path: Path) -> None:
+    intake = again(add(make_intake(tmp_path), part("a", of=1)), tmp_path)
+    assert reasons(add(intake, part("b", of=1))) == ["document_id 'd': repeated, a document of this name came before"]
+    assert ready(intake) == {"d": 0.0}, "it was the second of its group"
+
+
 def test_documents_that_never_come_together_take_bounded_memory(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "MOST_OPEN_BYTES", 4000)
     intake = make_intake(group_size=2)

@@ -19,7 +19,7 @@ from truestep.rollouts.fields import Field
 from truestep.rollouts.parquet import bad_row, read_parquet
 from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.selection import choose_truncated
-from truestep.rollouts.sequences import Joiner, Unfinished
+from truestep.rollouts.sequences import REPEATED, Joiner, Unfinished
 from truestep.rollouts.values import describe
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, Rollout
@@ -90,12 +90,10 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
     Of records with the same id the first valid one is kept. If the loss needs no advantages, rewards are only logged.
     """
     names = short_names(paths)
-    first_places: dict[str, str] = {}
     collected = _Collected(checks)
     for file, line, record in read_records(paths, checks.fields):
         try:
             rollout = parse_record(readable(record), f"{names[file]}:{line}", checks)
-            _check_new(rollout, first_places, f"{file}:{line}")
             collected.add(rollout, (str(file), line))
         except BadRecord as error:
             collected.add_bad(error, (str(file), line))
@@ -113,8 +111,14 @@ class _Collected:
     def __init__(self, checks: Checks) -> None:
         self._items: list[Rollout | Rejected] = []
         self._stop, self._joiner = checks.stop_at_rejected, Joiner(checks.fields)
+        self._first_places: dict[str, str] = {}  # of records, by their ids
+        self._joined: set[str] = set()  # ids of documents of several sequences
 
     def add(self, rollout: Rollout, place: tuple[str, int]) -> None:
+        """Add a record. Raises `BadRecord` if its id came before."""
+        _check_new(rollout, self._first_places, ":".join(map(str, place)))
+        if rollout.document_id is None and rollout.id in self._joined:
+            raise BadRecord(f"id is {describe(rollout.id)}: the document_id of others", group_id=rollout.group_id)
         if rollout.document_id is None:
             self._items.append(rollout)
         else:
@@ -130,6 +134,11 @@ class _Collected:
     def _end(self, document: Unfinished | None) -> None:
         if document is None:
             return
+        if (name := document.name) is not None and document.problem is None:
+            ids = {member.id for member, _ in document.members}
+            if name in self._joined or (name in self._first_places and name not in ids):
+                document.problem = REPEATED
+            self._joined.add(name)
         joined, refused = self._joiner.close(document)
         if joined is not None:
             self._items.append(joined)

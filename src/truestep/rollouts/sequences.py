@@ -13,6 +13,7 @@ from truestep.rollouts.fields import TABLE, Field
 from truestep.rollouts.values import BadRecord, describe
 from truestep.types import PLACES, Rollout
 
+REPEATED = "repeated, a document of this name came before"
 _MOST = 4096  # sequences of a document
 # What a document has once, so all of its records must agree in it: attribute -> name in a record.
 _AGREED = {
@@ -47,6 +48,11 @@ class Unfinished:
     members: list[tuple[Rollout, Any]] = field(default_factory=list)  # good sequences, each with the reader's note
     problem: str | None = None  # why the document is rejected
     opened: float = 0.0  # the reader's clock when the first came
+
+    @property
+    def name(self) -> str | None:
+        """The `document_id`; None if no good record has come."""
+        return self.members[0][0].document_id if self.members else None
 
     @property
     def complete(self) -> bool:

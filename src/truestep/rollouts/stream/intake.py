@@ -11,7 +11,7 @@ from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.files import DataError
 from truestep.rollouts.record import BadRecord, Checks
 from truestep.rollouts.selection import choose_truncated
-from truestep.rollouts.sequences import Joiner, Unfinished, missing_sequences
+from truestep.rollouts.sequences import REPEATED, Joiner, Unfinished, missing_sequences
 from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.transport import Message
@@ -105,6 +105,8 @@ class Intake:
             return
         last: list[_Member] = [member for _, member in document.members]
         self._open_bytes -= sum(member.size for member in last)
+        if document.problem is None and not self._ids.add(f"document_id {document.name}"):
+            document.problem = REPEATED
         joined, refused = self._joiner.close(document)
         if joined is not None:
             self._place(joined.group_id, _Member(joined, last[-1].file, last[-1].line))

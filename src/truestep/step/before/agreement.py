@@ -160,10 +160,12 @@ def _total_where_they_part(documents: Sequence[Rollout]) -> float:
     if not apart.any():
         return 0.0
     place = int(apart.argmax())
-    named: dict[int, dict[int, float]] = defaultdict(dict)  # by version
+    named: dict[tuple[int, bytes], dict[int, float]] = defaultdict(dict)  # by version and the text before
     for document, token in zip(documents, tokens[:, place].tolist(), strict=True):
         version = int(at_labels(document, "model_version")[place])
-        named[version][token] = math.exp(at_labels(document, "logprobs")[place])
+        # What stands between the labels may differ: what a tool answered.
+        before = document.input_ids[: np.flatnonzero(document.loss_mask)[place]].tobytes()
+        named[version, before][token] = math.exp(at_labels(document, "logprobs")[place])
     return max(sum(probabilities.values()) for probabilities in named.values())
 
 

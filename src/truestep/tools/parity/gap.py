@@ -124,7 +124,8 @@ def _documents(config: Config, policy: Policy, count: int) -> list[Rollout]:
         return sampled
     if config.data.path is None:
         raise ParityError("parity needs rollouts with the sampler's log-probs (data.path), or a sampler to ask")
-    documents = read_documents(config, policy.vocabulary_size).rollouts
+    rollouts = read_documents(config, policy.vocabulary_size).rollouts
+    documents = [sequence for rollout in rollouts for sequence in rollout.sequences]
     chosen = [document for document in documents if document.logprobs is not None and document.num_labels][:count]
     if not chosen:
         raise ParityError(f"no record of {config.data.path} has both labels and log-probs")
