@@ -32,6 +32,7 @@ def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_the_task_runs_as_it_is(tmp_path: Path) -> None:
     task = tmp_path / "task"
     init(task, None)

@@ -99,6 +99,7 @@ def test_kills_between_changes_to_the_runs_files_change_nothing(
     _compare(whole, _start(tmp_path, "killed", config, [("event", 11), ("event", 26), ("event", 43)]))
 
 
+@pytest.mark.long
 def test_kills_change_nothing_where_states_have_eight_bits_and_lie_on_the_host(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_kills_change_nothing_where_states_have_eight_bits_and_lie_on_the_host(
     _compare(whole, _start(tmp_path, "killed", config, [("event", 16), ("event", 25)]))
 
 
+@pytest.mark.long
 def test_kills_change_nothing_where_an_adapter_is_trained(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=23) | {"adapter": {"rank": 4}}
     whole = _start(tmp_path, "whole", config, [])

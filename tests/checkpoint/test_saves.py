@@ -200,6 +200,7 @@ main(["train", sys.argv[1]])
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("owner", "every"), [("zeros_on_host", 5), ("Staged.copy", 1)])
 def test_a_run_that_fails_beside_a_save_ends_with_its_own_message(
     owner: str, every: int, config: Callable[..., Config], tmp_path: Path

@@ -185,6 +185,7 @@ train(load_config(Path(sys.argv[1])), Console(file=io.StringIO()))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", long_except(KINDS, "in_process"))
 def test_a_run_whose_rewards_never_end_stops_when_it_is_asked_and_goes_on(
     kind: str, model: Path, tmp_path: Path

@@ -83,6 +83,7 @@ def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bo
     assert graphs() == made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "recompute"), [("qwen3_tied", False), ("gemma2", True), ("qwen2", "elementwise")])
 def test_products_add_the_gradients_of_half_precision_matrices(
     kind: str, recompute: bool | str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch

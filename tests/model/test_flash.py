@@ -122,6 +122,7 @@ def test_the_check_names_what_is_wrong(fault: Callable[..., Any], named: str, pa
     assert said is not None and said.startswith(f"its {named} are off by")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [SHAPES[0], *(pytest.param(each, marks=pytest.mark.release) for each in SHAPES[1:])])
 @pytest.mark.long
 def test_operators_keep_what_torch_asks_of_them(heads: flash.Heads, package: ModuleType) -> None:
@@ -213,6 +214,7 @@ def gradients_of(policy: Any) -> dict[str, torch.Tensor]:
     return {name: gradient.float().clone() for name, gradient in policy.weights.gradients.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "normed"), [("qwen3_tied", 0), pytest.param("gemma2", 1, marks=pytest.mark.release)])
 @pytest.mark.long
 def test_elementwise_recomputation_keeps_what_products_and_attention_give(

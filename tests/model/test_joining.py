@@ -83,6 +83,7 @@ def results(layer: Three, run: Callable[[torch.Tensor], torch.Tensor], weights: 
     return [result.detach(), x.grad, *weights.gradients.values()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("remakes", "read", "expected"),
     [
@@ -175,6 +176,7 @@ def test_products_of_different_rows_are_left_alone(seen: list[object]) -> None:
 MODELS = ["qwen3_tied", pytest.param("gemma2", marks=pytest.mark.release)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.long
 def test_a_models_layers_are_joined(kind: str, tiny_model: Callable[[str], Path], seen: list[object]) -> None:

@@ -300,6 +300,7 @@ def test_compiled_layers_add_what_else_flows_in_the_kernel(monkeypatch: pytest.M
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "compiled", "recompute"),
     [("qwen3_tied", True, False), ("gemma2", True, True), ("qwen3_tied", True, "elementwise"), ("llama", False, True)],
@@ -351,6 +352,7 @@ class Turned(torch.nn.Module):
         return (q.sin() * k.cos()).transpose(1, 2) * v.exp()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "turns"), [("as it is", 2), ("other order", 2), ("pairs", 0), ("backwards", 0), ("read", 1)]
 )
@@ -404,6 +406,7 @@ class InPlace(torch.nn.Module):
         return y.sum(-1, keepdim=True) * mask
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turns", [True, False])
 def test_what_a_layer_changes_in_place_stays_changed(turns: bool) -> None:
     torch.manual_seed(0)

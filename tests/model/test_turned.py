@@ -53,6 +53,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_the_check_before_use_passes_and_finds_faults(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from truestep.model.fast import qk_norm_rope_kernel as turned_kernel
@@ -115,6 +116,7 @@ class Heads(torch.nn.Module):
 HOWS = {"as it is": [3, 2], "other order": [3, 2], "from one": [3, 2], "bare": [3, 2], "read": [3], "pairs": None}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", [*HOWS, "backwards"])
 def test_heads_are_known_by_what_they_compute(how: str, dtype: torch.dtype, seen: list[list[int]]) -> None:
@@ -136,6 +138,7 @@ def test_heads_are_known_by_what_they_compute(how: str, dtype: torch.dtype, seen
     assert [one for one, _ in itertools.groupby(seen)] == ([] if heads is None else [heads])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["qwen3_tied", *(pytest.param(k, marks=pytest.mark.release) for k in ("llama", "gemma2"))]
 )

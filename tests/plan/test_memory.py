@@ -236,6 +236,7 @@ def test_a_mixture_of_experts_is_planned_too() -> None:
 ADAPTER_LAYOUTS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {})]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "parallel"),
     [case if case[0] == 1 else pytest.param(*case, marks=pytest.mark.long) for case in ADAPTER_LAYOUTS],

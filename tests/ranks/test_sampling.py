@@ -138,6 +138,7 @@ def fail_to_capture(_: Graphs, work: Callable[[], torch.Tensor]) -> None:
     raise RuntimeError("capture is not permitted")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails_on", long_except([None, 1], None))
 @pytest.mark.long
 def test_compiled_layers_and_graphs_draw_the_same(fails_on: int | None, tiny_model: Model) -> None:

@@ -98,6 +98,7 @@ def test_a_server_that_restarts_joins_again(moment: str, served: Path, tmp_path:
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_a_server_that_stands_still_is_left_and_asked_again(served: Path, tmp_path: Path) -> None:
     fake, chunks = FakeLinked(served, NAME), []
 

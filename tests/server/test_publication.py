@@ -140,6 +140,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_served_model(tmp_path_factory.mktemp("served") / "model", seed=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "parallel"),
     in_tiers(LAYOUTS, [(2, {}), (2, {"pipeline": 2})], [(4, {"tensor": 2}), (4, {"context": 2, "data_shard": 2})]),

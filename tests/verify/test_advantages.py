@@ -40,6 +40,7 @@ def judge(examples: Path, layouts: tuple[str, ...], **options: object) -> list[V
     return verify(config, Path("out"), only=lambda layout: layout.name in layouts, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_scale_over_the_step_is_the_same_in_every_layout(examples: Path) -> None:
     verdicts = judge(examples, FEW)
     assert len(verdicts) >= len(FEW)

@@ -94,6 +94,7 @@ def moments_that_begin_anew() -> None:
     by_weight.ByWeight.prepare = prepare  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "plant", "layout", "over", "named"),
     [

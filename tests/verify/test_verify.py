@@ -121,6 +121,7 @@ def some_layouts(layout: Layout) -> bool:
     )
 
 
+@pytest.mark.long
 def test_frozen_weights_pass_and_a_trained_one_is_found(examples: Path, tmp_path: Path) -> None:
     """Also patterns of layers that the reduced model does not have."""
     freeze = "[model.embed_tokens.*, lm_head.*, model.layers.0.*, model.layers.17.*]"

@@ -124,6 +124,7 @@ def test_kernels_and_replays_draw_the_same(
     assert replays == first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", long_except(["qwen3", "mistral"], "mistral"))
 @pytest.mark.long
 def test_prompts_that_are_replayed_draw_the_same(

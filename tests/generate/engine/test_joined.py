@@ -101,6 +101,7 @@ WHAT = ["", "rows read", "product read", "rows given", "half of it", "one row", 
 COMPILED = [(what, "inductor") for what in WHAT]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "backend"), [(what, "graph") for what in WHAT] + in_tiers(COMPILED, COMPILED[:1], COMPILED[1:3])
 )
@@ -137,6 +138,7 @@ def test_rows_that_a_product_adds_to_stay_what_they_are(what: str, backend: str)
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "of_a_layer"), [("qwen3", [3, 2]), ("llama", [3, 2]), ("gemma2", [3, 2]), ("qwen2", [2])]
 )

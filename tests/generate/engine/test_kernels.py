@@ -126,6 +126,7 @@ def test_a_wrong_exchange_of_slices_is_noticed() -> None:
         assert problem is not None and "it draws" in problem
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(5001, 2), (5023, 2), (61, 4), (57, 4)])
 @pytest.mark.long
 def test_draws_from_slices_are_those_of_the_whole(vocabulary: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
