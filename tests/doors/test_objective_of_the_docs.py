@@ -23,8 +23,9 @@ SECTION = PAGE.split("## Your own loss, your own advantages")[1].split("\n## ")[
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", SECTION, flags=re.DOTALL)
-    return found
+    """The first block of a language: the second one in Python is tests/rollouts/own_advantages.py's."""
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", SECTION, flags=re.DOTALL)
+    return found[0]
 
 
 @pytest.fixture

@@ -47,3 +47,28 @@ def nothing(group):
 
 def by_difficulty(group):
     return [float(rollout.reward * rollout.document_fields["difficulty"]) for rollout in group]
+
+
+def by_turns(group):
+    """The reward of each turn, less the mean of the group's rewards, at the turn's own tokens."""
+    mean = sum(rollout.reward for rollout in group) / len(group)
+    advantages = []
+    for rollout in group:
+        values = [rollout.reward - mean] * rollout.num_tokens
+        for turn in rollout.turns:
+            if turn.reward is not None:
+                values[turn.start : turn.end] = [turn.reward - mean] * (turn.end - turn.start)
+        advantages.append(values)
+    return advantages
+
+
+def by_label(group):
+    return [np.arange(rollout.num_labels) - 1.5 for rollout in group]
+
+
+def of_some_length(group):
+    return [[0.0] * 99 for _ in group]
+
+
+def with_a_nan(group):
+    return [[float("nan")] * rollout.num_tokens for rollout in group]

@@ -1,14 +1,17 @@
 """Baselines, scales, penalties and a user's own advantages, against plain float64 loops."""
 
 import dataclasses
+import inspect
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts import own_advantages
 from rollouts.rollout_records import load, write
 from truestep.rollouts.advantages import (
     AdvantageError,
@@ -22,7 +25,7 @@ from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.record import Needs
 from truestep.step.plan.plan import StepRule, plan_exactly, plan_packed
 from truestep.tools.verify.oracle.records import read_documents
-from truestep.types import Rollout
+from truestep.types import Rollout, Turn
 
 BASELINES = ("group_mean", "leave_one_out", "length_weighted")
 OWN = "rollouts.own_advantages"
@@ -50,6 +53,7 @@ def rollouts_of(records, rule):
             reward=line["reward"],
             group_id=line["group_id"],
             rewards=line.get("rewards", {}),
+            turns=tuple(Turn(**turn) for turn in line.get("turns", ())),
         )
         for line in records
     ]
@@ -180,9 +184,29 @@ def test_a_users_own_with_a_scale():
     assert [first_label(d) for d in documents] == pytest.approx([-2 / 1.5, -1 / 1.5, 0])
 
 
+def test_a_users_own_gives_a_number_for_each_token_or_label():
+    turns = [{"start": 0, "end": 2, "role": "user"}, {"start": 2, "end": 3, "role": "assistant", "reward": 4.0}]
+    records = [record(0, 1.0, "g", 2, turns=turns), record(1, 3.0, "g", 2)]
+    by_turns = rollouts_of(records, f"{OWN}:by_turns")
+    assert [document.advantages.tolist() for document in by_turns] == [[0, -1, 2], [0, 1, 1]]
+    by_label = rollouts_of(records, f"{OWN}:by_label")
+    assert [document.advantages.tolist() for document in by_label] == [[0, -1.5, -0.5]] * 2
+    scaled = rollouts_of(records, AdvantageRule.of(f"{OWN}:by_turns", "group", 0.0))
+    np.testing.assert_allclose(scaled[0].advantages, [0, -1 / 2**0.5, 2 / 2**0.5], rtol=1e-6)
+    with pytest.raises(AdvantageError, match="with data.advantage_scale: step each has one number"):
+        rollouts_of(records, AdvantageRule.of(f"{OWN}:by_turns", "step"))
+
+
+def test_the_page_shows_the_advantages_of_turns():
+    page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
+    assert inspect.getsource(own_advantages.by_turns) in page
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
+        ("of_some_length", "the advantage of record 0 (d0) has 99 values: expected 2 (one a token) or 1 (one a label)"),
+        ("with_a_nan", "the advantage of record 0 (d0) is nan: expected a finite number"),
         ("too_few", "2 advantages for 3 records: expected one for each"),
         ("not_finite", "the advantage of record 1 (d1) is nan: expected a finite number"),
         ("text", "the advantage of record 0 (d0) is '1': expected a finite number"),

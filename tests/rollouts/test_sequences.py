@@ -65,6 +65,13 @@ def test_records_become_one_document_where_the_last_of_them_stands(tmp_path: Pat
     assert found.rollouts[0].sequences == (found.rollouts[0],)
 
 
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    lines = page.split("### Documents of several sequences")[1].split("```json\n")[1].split("```")[0].splitlines()
+    (document,) = load(tmp_path, *map(json.loads, lines)).rollouts
+    assert (document.id, document.record_ids) == ("e7", ("e7/1", "e7/2"))
+
+
 def test_any_number_of_documents_may_be_open_and_come_in_any_order(tmp_path: Path) -> None:
     found = load(tmp_path, part("1", "d", 3), part("2", "e"), part("3", "d", 3), part("4", "e"), part("5", "d", 3))
     assert [(document.id, document.record_ids) for document in found.rollouts] == [

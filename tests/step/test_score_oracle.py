@@ -19,6 +19,8 @@ from scoring import check_against_oracle, loaded_once, run_score, write_records
 from selection import in_tiers, long_except
 from sequences import in_documents, with_turns
 from tiny import make_records, set_old_logprobs
+from truestep.config.custom import load_custom
+from truestep.tools.verify.case import _called_with_records
 
 LOSSES = ("grpo", "gspo", "reinforce", "cispo", "cross_entropy", "sapo", "gmpo", "dppo")
 DENOMINATORS: tuple[dict[str, Any], ...] = (
@@ -198,6 +200,25 @@ def test_a_document_of_several_sequences_counts_once_in_its_group(
     config = config_for(model, file, {"type": "grpo", **OPTIONS["grpo"]}, group_size=3, advantages=rule)
     config["data"]["overlong_penalty"] = {"from": 4, "to": 40, "weight": 0.5}
     check_against_oracle(run_score(config, tmp_path / "out"), oracle_step(model, records, config))
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("name", ["by_turns", "by_label"])
+def test_advantages_of_tokens_by_a_users_function_equal_the_oracle(
+    name: str, scale: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of documents of several sequences, whose turns have rewards."""
+    model = tiny_model("llama")
+    alone = records_for(model, "grpo", advantages="rewards", group_size=6)
+    records = in_documents([with_turns(record) | {"group_id": "one"} for record in alone])
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    config = config_for(model, file, {"type": "grpo", **OPTIONS["grpo"]}, advantages=f"rollouts.own_advantages:{name}")
+    config["data"]["advantage_scale"] = scale
+    function = _called_with_records(load_custom("data.advantages", config["data"]["advantages"]), ())
+    expected = oracle_step(model, records, config | {"data": config["data"] | {"function": function}})
+    check_against_oracle(run_score(config, tmp_path / "out"), expected)
+    advantages = [value for document in expected.documents for value in document["advantages"] or ()]
+    assert len({round(value, 6) for value in advantages}) > 5
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "granite"])

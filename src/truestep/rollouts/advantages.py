@@ -20,8 +20,8 @@ RULES = (*BASELINES, *_NAMED_SCALES)
 STANDARD_DEVIATION_FLOOR = 1e-4
 PENALTY = "overlong_penalty"  # key in `Rollout.rewards`
 
-# A user's function: takes a group's documents and returns one advantage per document.
-GroupFunction = Callable[[Sequence[Rollout]], Sequence[float]]
+# A user's function: takes a group's documents and returns the advantage of each: a number, or one per token or label.
+GroupFunction = Callable[[Sequence[Rollout]], Sequence[float | Sequence[float] | np.ndarray]]
 
 
 class AdvantageError(TruestepError):
@@ -127,17 +127,17 @@ def with_group_advantages(group: Sequence[Rollout], rule: AdvantageRule) -> list
     penalised = [_penalised(rollout, rule.penalty) for rollout in group]
     rewards = np.array([rollout.reward for rollout in penalised], dtype=np.float64)
     if rule.function is None:
-        differences = _differences(rewards, rule.baseline, [rollout.num_labels for rollout in penalised])
+        numbers = _differences(rewards, rule.baseline, [rollout.num_labels for rollout in penalised])
+        differences = [np.array([number]) for number in numbers]
     else:
-        differences = _of_user(penalised, rule) if penalised else rewards
-    advantages = _scaled(differences, rewards, rule)
+        differences = _of_user(penalised, rule) if penalised else []
     return [
         replace(
             rollout,
-            advantages=_on_labels(rollout, advantage),
-            difference=float(advantage) if rule.scale == "step" else None,
+            advantages=_on_labels(rollout, _scaled(difference, rewards, rule)),
+            difference=float(difference[0]) if rule.scale == "step" else None,
         )
-        for rollout, advantage in zip(penalised, advantages, strict=True)
+        for rollout, difference in zip(penalised, differences, strict=True)
     ]
 
 
@@ -149,29 +149,55 @@ def _penalised(rollout: Rollout, penalty: OverlongPenalty | None) -> Rollout:
     return replace(rollout, reward=rollout.reward - less, rewards={**rollout.rewards, PENALTY: -less})
 
 
-def _of_user(group: Sequence[Rollout], rule: AdvantageRule) -> np.ndarray:
-    """Call a user's function with a group, and return its checked advantages."""
+def _of_user(group: Sequence[Rollout], rule: AdvantageRule) -> list[np.ndarray]:
+    """Call a user's function with a group, and return its checked advantages: of each document one, or one a token."""
     assert rule.function is not None
     where = f"data.advantages {rule.baseline!r}: group {printable(group[0].group_id)}"
     try:
         given: Any = rule.function(list(group))
-        values = list(given.tolist() if hasattr(given, "tolist") else given)
+        values = [_plain(value) for value in _plain(given)]
     except (Exception, SystemExit) as error:  # the function is the user's: it can raise anything
         raise AdvantageError(f"{where}: {type(error).__name__}: {printable(error)}") from error
     if len(values) != len(group):
         raise AdvantageError(f"{where}: {len(values)} advantages for {len(group)} records: expected one for each")
-    numbers = [item() if callable(item := getattr(value, "item", None)) else value for value in values]
-    for index, number in enumerate(numbers):
-        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST_FLOAT32:
+    checked = []
+    for index, (rollout, value) in enumerate(zip(group, values, strict=True)):
+        name = f"{where}: the advantage of record {index} ({printable(rollout.id)})"
+        several = isinstance(value, list | tuple)
+        if several and rule.scale == "step":
+            raise AdvantageError(f"{name} is a list: with data.advantage_scale: step each has one number")
+        if several and len(value) not in (rollout.num_tokens, rollout.num_labels):
             raise AdvantageError(
-                f"{where}: the advantage of record {index} ({printable(group[index].id)}) is {describe(number)}: "
-                "expected a finite number"
+                f"{name} has {len(value)} values: expected {rollout.num_tokens} (one a token) or {rollout.num_labels} "
+                "(one a label)"
             )
-    return np.array(numbers, dtype=np.float64)
+        numbers = [_plain(number) for number in (value if several else [value])]
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST_FLOAT32:
+                raise AdvantageError(f"{name} is {describe(number)}: expected a finite number")
+        checked.append(
+            _at_tokens(rollout, np.array(numbers, dtype=np.float64)) if several else np.array(numbers, float)
+        )
+    return checked
 
 
-def _on_labels(rollout: Rollout, advantage: float) -> np.ndarray:
-    return np.where(rollout.loss_mask, np.float32(advantage), np.float32(0))
+def _plain(value: Any) -> Any:
+    """Convert an array, a tensor or a number of numpy to Python's own."""
+    convert = getattr(value, "tolist", None)
+    return convert() if callable(convert) else value
+
+
+def _at_tokens(rollout: Rollout, values: np.ndarray) -> np.ndarray:
+    """Spread a value per label over the tokens; a value per token stays."""
+    if len(values) == rollout.num_tokens:
+        return values
+    spread = np.zeros(rollout.num_tokens)
+    spread[rollout.loss_mask] = values
+    return spread
+
+
+def _on_labels(rollout: Rollout, advantage: np.ndarray | float) -> np.ndarray:
+    return np.where(rollout.loss_mask, np.asarray(advantage, np.float32), np.float32(0))
 
 
 def zero(group: Sequence[Rollout]) -> list[float]:

@@ -61,7 +61,7 @@ class Case:
     # Those of layouts in half precision, whose rounding decides nothing either; None: the same as of the others.
     half_records: list[Record] | None = None
     adapter: Path | None = None  # that every layout begins with
-    function: Callable[[list[list[Record]]], list[float]] | None = None  # a user's own advantages of a group
+    function: Callable[[list[list[Record]]], list[Any]] | None = None  # a user's own advantages of a group
 
     def prepare(self, records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
         """Give records as steps take them, with the oracle's own advantages; `data` is that section of a layout."""
@@ -213,7 +213,7 @@ def _advantages(config: Config, records: Sequence[Record], full: bool) -> dict[s
 
 def _called_with_records(
     function: GroupFunction, declared: Sequence[Field]
-) -> Callable[[list[list[Record]]], list[float]]:
+) -> Callable[[list[list[Record]]], list[Any]]:
     """Have a user's function take the records of each document, as the oracle has them."""
     checks = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), fields=tuple(declared))
 
@@ -221,8 +221,9 @@ def _called_with_records(
         parsed = [parse_record(record, record["id"], checks) for record in records]
         return parsed[0] if parsed[0].document_id is None else join(parsed, declared)
 
-    def called(group: list[list[Record]]) -> list[float]:
-        return [float(value) for value in function([document_of(records) for records in group])]
+    def called(group: list[list[Record]]) -> list[Any]:
+        made = function([document_of(records) for records in group])
+        return [np.asarray(value, np.float64).tolist() for value in made]
 
     return called
 

@@ -80,14 +80,28 @@ def _give_advantages(group: list[list[Record]], kind: str, data: dict[str, Any])
     function = data.get("function")
     made = differences(rewards, labels, kind) if function is None else list(function(group))
     scale = data.get("advantage_scale") or _SCALES.get(kind)
-    for document, difference in zip(group, made, strict=True):
-        for record in document:
-            if scale == "step":
+    for document, given in zip(group, made, strict=True):
+        for record, difference in zip(document, _of_records(document, given), strict=True):
+            if isinstance(difference, list):
+                floor = data.get("advantage_std_floor", 1e-4)
+                scaled = [over_spread(value, rewards, floor) for value in difference]
+                record["advantage"] = scaled if scale == "group" else difference
+            elif scale == "step":
                 record["difference"] = difference
             elif scale == "group":
                 record["advantage"] = over_spread(difference, rewards, data.get("advantage_std_floor", 1e-4))
             else:
                 record["advantage"] = difference
+
+
+def _of_records(document: list[Record], given: Any) -> list[Any]:
+    """Give each record of a document its part of the advantage: the number, or of a list over tokens or labels."""
+    if not isinstance(given, list):
+        return [given] * len(document)
+    sizes = [len(record["input_ids"]) for record in document]
+    if len(given) != sum(sizes):
+        sizes = [len(label_positions(record)) for record in document]
+    return [given[sum(sizes[:place]) : sum(sizes[: place + 1])] for place in range(len(document))]
 
 
 def differences(rewards: Sequence[float], labels: Sequence[int], kind: str) -> list[float]:
