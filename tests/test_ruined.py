@@ -94,7 +94,8 @@ def test_a_gradient_whose_square_float32_cannot_hold_is_refused_before_it_change
 
     trainer.sinks.append(DoAt(1, keep))
     refused = (
-        rf"^step 2: the gradient's norm is .*e\+.*gradient_clip: null.* these documents alone .*: {lines[7]['id']}\."
+        r"^step 2: the gradient's norm is .*e\+.*gradient_clip: null.* each of these documents alone .*: "
+        rf"{lines[7]['id']}\."
     )
     with pytest.raises(TrainingError, match=refused):
         trainer.run()
@@ -128,10 +129,12 @@ def test_documents_are_not_blamed_for_ruined_weights(
             trainer.policy.weights.master["model.layers.0.mlp.gate_proj.weight"].fill_(value)
 
     trainer.sinks.append(DoAt(1, ruin))
-    blamed = r"^step 2: the gradient's norm is nan.*; no document is to blame: .* the largest number among them is "
+    blamed = (
+        r"^step 2: the gradient's norm is nan.*; the documents are not the cause: .* the largest number among them is "
+    )
     with pytest.raises(TrainingError, match=blamed) as caught:
         trainer.run()
-    assert "alone make it so" not in str(caught.value)
+    assert "alone causes it" not in str(caught.value)
     assert "mlp." in str(caught.value)
 
 

@@ -218,7 +218,7 @@ def test_a_gradient_that_is_not_finite_names_the_documents_that_made_it(tiny_mod
     config = file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", loss={"type": "reinforce"})
     trainer = quiet_trainer(config)
     before = {name: weight.detach().clone() for name, weight in trainer.policy.weights.master.items()}
-    named = rf"these documents alone make it so: {lines[0]['id']}, {lines[1]['id']}\. Nothing was updated"
+    named = rf"each of these documents alone causes it: {lines[0]['id']}, {lines[1]['id']}\. Nothing was updated"
     with pytest.raises(TrainingError, match=named):
         trainer.run()
     assert all(torch.equal(before[name], weight) for name, weight in trainer.policy.weights.master.items())

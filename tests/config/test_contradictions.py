@@ -49,7 +49,7 @@ CASES = [
     ),
     (
         served("adapter: served"),
-        "4: sampler.adapter: served is for an adapter, and there is no section adapter",
+        "4: sampler.adapter: served needs a LoRA adapter, and there is no section adapter",
     ),
     (
         served("adapter: served, pause: keep") + "adapter: {}\n",
@@ -149,7 +149,7 @@ CASES = [
     ),
     (
         sampled(schedule="schedule: {docs_per_step: 8}\n"),
-        "4: sampler needs schedule.steps: its prompts never end",
+        "4: sampler needs schedule.steps: its prompts are repeated without end",
     ),
     (
         sent("group_size: 4, path: a"),
@@ -169,7 +169,7 @@ CASES = [
     ),
     (
         sampled(data="data: {group_size: 4, group_timeout: 5}\n"),
-        "2: data.group_timeout is for the documents of data.source: all other groups end with their data",
+        "2: data.group_timeout needs data.source: other groups are complete at the end of their data",
     ),
     (
         sent("advantages: leave_one_out"),
@@ -189,8 +189,8 @@ CASES = [
     (MODEL + "schedule:\n  overshoot: keep", "3: schedule.overshoot: keep needs schedule.docs_per_step > 0"),
     (
         MODEL + "schedule:\n  docs_per_step: 8\n  depth_first_micro_batches: 2\n",
-        "4, run.yaml:3: schedule.depth_first_micro_batches fixes the number of micro-batches and "
-        "schedule.docs_per_step lets documents decide it: set one",
+        "4, run.yaml:3: schedule.depth_first_micro_batches fixes the number of micro-batches in a step, and "
+        "schedule.docs_per_step that of documents: set one of the two",
     ),
     (
         MODEL + "optimizer:\n  schedule: cosine",
@@ -219,7 +219,7 @@ CASES = [
     ),
     (
         MODEL + "evaluation: {path: p}\n",
-        "2: evaluation.path is for supervised losses, and loss.type: grpo is none",
+        "2: evaluation.path is for supervised losses, and loss.type: grpo is not one",
     ),
     (
         MODEL + "evaluation: {path: p, reward: r}\nloss: {type: cross_entropy}\n",
@@ -269,11 +269,11 @@ CASES = [
     ),
     (
         MODEL + "data: {advantages: group_mean, advantage_scale: step}\nloss: {type: cross_entropy}\n",
-        "2, run.yaml:3: data.advantage_scale is for advantages, and loss.type: cross_entropy has none",
+        "2, run.yaml:3: data.advantage_scale is for advantages, which loss.type: cross_entropy does not use",
     ),
     (
         MODEL + "data: {advantages: none, overlong_penalty: {from: 1, to: 2}}\n",
-        "2: data.overlong_penalty is for advantages from rewards; with data.advantages: none records carry their own",
+        "2: data.overlong_penalty is for advantages from rewards; with data.advantages: none, records have their own",
     ),
     (
         MODEL + "data: {advantages: leave_one_out, advantage_std_floor: 0.1}\n",
@@ -285,12 +285,12 @@ CASES = [
     ),
     (
         MODEL + "data: {zero_advantage: skip}\nloss: {type: cross_entropy}\nschedule: {docs_per_step: 8}\n",
-        "2, run.yaml:3: data.zero_advantage is for advantages, and loss.type: cross_entropy has none",
+        "2, run.yaml:3: data.zero_advantage is for advantages, which loss.type: cross_entropy does not use",
     ),
     (
         MODEL + "data: {zero_advantage: skip}\nloss: {z_loss: 0.1}\nschedule: {docs_per_step: 8}\n",
-        "2, run.yaml:3: data.zero_advantage: skip leaves out backward passes that have no gradient, and loss.z_loss "
-        "may have one where the advantage is 0",
+        "2, run.yaml:3: data.zero_advantage: skip leaves out backward passes without a gradient, but loss.z_loss may "
+        "have one even if the advantage is 0",
     ),
     (
         MODEL + "data: {zero_advantage: skip}\n",
@@ -313,8 +313,8 @@ CASES = [
     (MODEL + "data: {replace_limit: 7}\n", "2: data.replace_limit is for data.zero_advantage: replace"),
     (
         sampled(data="data: {group_size: 4, truncated: drop}\n"),
-        "2, run.yaml:4, run.yaml:3: data.truncated: drop would leave a sampler's steps short of "
-        "schedule.docs_per_step, and take what is long out of them: write data.truncated: mask",
+        "2, run.yaml:4, run.yaml:3: data.truncated: drop would make a sampler's steps smaller than "
+        "schedule.docs_per_step, without their long completions: set data.truncated: mask",
     ),
     (
         "model: {path: m, compile: true}\nparallel: {tensor: 2}\n",
@@ -323,8 +323,8 @@ CASES = [
     ),
     (
         sampled() + "loss: {kl_reference: {weight: 1.0, path: records}}\n",
-        "5, run.yaml:4: loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have "
-        "none",
+        "5, run.yaml:4: loss.kl_reference.path: records needs records with reference_logprobs, which a sampler does "
+        "not write",
     ),
     (
         MODEL + "loss: {kl_reference: {weight: 1.0, path: records, offload: true}}\n",

@@ -221,8 +221,8 @@ def test_verify_exits_with_1_where_a_bound_is_broken(
     value: float, config: truestep.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts = [
-        judge.Verdict(Layout("one process"), {"loss": Difference(1, "loss", "loss", 1e-8)}),
-        judge.Verdict(Layout("FSDP 2", 2), {"gradient": Difference(2, "gradient", "lm_head.weight", value)}),
+        judge.LayoutResult(Layout("one process"), {"loss": Difference(1, "loss", "loss", 1e-8)}),
+        judge.LayoutResult(Layout("FSDP 2", 2), {"gradient": Difference(2, "gradient", "lm_head.weight", value)}),
     ]
     monkeypatch.setattr(judge, "verify", lambda *_, **__: verdicts)
     (tmp_path / "c.yaml").write_text(truestep.dump_config(config), encoding="utf-8")

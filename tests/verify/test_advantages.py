@@ -10,7 +10,7 @@ import pytest
 from truestep.config.load import load_config
 from truestep.rollouts.advantages import scale_over_step
 from truestep.step.plan import plan
-from truestep.tools.verify.judge import Verdict, verify
+from truestep.tools.verify.judge import LayoutResult, verify
 from truestep.tools.verify.report import complaints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,7 +35,7 @@ def scaled_over_the_first_half() -> None:
     )
 
 
-def judge(examples: Path, layouts: tuple[str, ...], **options: object) -> list[Verdict]:
+def judge(examples: Path, layouts: tuple[str, ...], **options: object) -> list[LayoutResult]:
     config = load_config(examples / "grpo.yaml", ["--data.advantages=batch_normalized", "--model.dtype=float32"])
     return verify(config, Path("out"), only=lambda layout: layout.name in layouts, **options)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from selection import in_tiers
 from small_runs import file_config, write_rollouts
 from truestep.step.update.optimizers import by_weight, conveyor, eight_bits
 from truestep.step.update.optimizers.exchange import WholeMatrices
-from truestep.tools.verify.judge import Verdict, verify
+from truestep.tools.verify.judge import LayoutResult, verify
 from truestep.tools.verify.report import complaints
 from truestep.weights.blocks import ScaleBlocks
 
@@ -29,7 +29,7 @@ SOME = {"one process", "FSDP 2", "tensor 2"}
 
 def judge(
     model: Path, folder: Path, optimizer: dict[str, Any], names: set[str], plant: Callable[[], None] | None = None
-) -> list[Verdict]:
+) -> list[LayoutResult]:
     write_rollouts(folder / "rollouts.jsonl", 12)
     optimizer = {"learning_rate": 1e-2, "gradient_clip": 0.5, **optimizer}
     schedule = {"updates_per_batch": 2}

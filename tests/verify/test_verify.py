@@ -26,7 +26,7 @@ from truestep.run.assemble.step import make_objective
 from truestep.tools.verify.case import make_case
 from truestep.tools.verify.custom import document_labels
 from truestep.tools.verify.difference import Difference, worst_of_each_kind
-from truestep.tools.verify.judge import Verdict, verify
+from truestep.tools.verify.judge import LayoutResult, verify
 from truestep.tools.verify.layouts import Layout, layouts_for
 from truestep.tools.verify.oracle.losses import LOSS_TYPES
 from truestep.tools.verify.oracle.records import read_document
@@ -247,7 +247,7 @@ FOUND_IN_MAKE_TEST = (
 
 def judge(
     examples: Path, layout: str, plant: Callable[[], None], name: str = "grpo", documents: int = 14, **over: Any
-) -> Verdict:
+) -> LayoutResult:
     config = load_config(
         examples / f"{name}.yaml", [f"--{key.replace('__', '.')}={value}" for key, value in over.items()]
     )
@@ -492,7 +492,7 @@ def test_a_difference_that_is_not_a_number_is_the_worst() -> None:
         Difference(step, kind, str(step), value) for kind in values for step, value in enumerate(values[kind])
     )
     assert {kind: difference.step for kind, difference in worst.items()} == {"gradient": 1, "loss": 1}
-    assert [difference.kind for difference in Verdict(Layout("one process"), worst).wrong] == ["gradient"]
+    assert [difference.kind for difference in LayoutResult(Layout("one process"), worst).wrong] == ["gradient"]
 
 
 def test_layouts_that_need_more_ranks_than_there_are_are_left_out() -> None:

@@ -241,17 +241,17 @@ def verify(config: "Config", output: Path, full: bool, ranks: int, documents: in
         from truestep.tools.verify import report
         from truestep.tools.verify.judge import verify as run
 
-        verdicts = run(config, output, most_ranks=ranks, documents=documents, full=full)
-    write_json(output / "verify.json", report.as_json(verdicts))
-    write_text_whole(output / "verify.svg", report.figure(verdicts))
-    console.print(report.table(verdicts))
-    failed = [verdict for verdict in verdicts if not verdict.passed]
-    for verdict in failed:
-        for complaint in report.complaints(verdict):
-            _print(f"{verdict.layout.name}: {complaint}")
+        results = run(config, output, most_ranks=ranks, documents=documents, full=full)
+    write_json(output / "verify.json", report.as_json(results))
+    write_text_whole(output / "verify.svg", report.figure(results))
+    console.print(report.table(results))
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        for complaint in report.complaints(result):
+            _print(f"{result.layout.name}: {complaint}")
     if failed:
-        _fail(f"{len(failed)} of {len(verdicts)} layouts are out of bounds; written to {output}")
-    _print(f"all {len(verdicts)} layouts are within {report.BOUND:g} of float64; written to {output}")
+        _fail(f"{len(failed)} of {len(results)} layouts are out of bounds; written to {output}")
+    _print(f"all {len(results)} layouts are within {report.BOUND:g} of float64; written to {output}")
 
 
 @_config_command

@@ -16,7 +16,7 @@ from truestep.tools.parity.gap import Parity
 from truestep.tools.parity.gap import parity as parity_here
 from truestep.tools.score import Score
 from truestep.tools.score import score as score_here
-from truestep.tools.verify.judge import Verdict
+from truestep.tools.verify.judge import LayoutResult
 from truestep.tools.verify.judge import verify as verify_here
 
 
@@ -33,14 +33,14 @@ def score(config: Config | str | Path, output: str | Path, *, gradients: bool = 
 
 @dataclass(frozen=True)
 class Verification:
-    """The verdicts on a configuration's layouts."""
+    """The results of `verify`, one for each layout."""
 
-    verdicts: tuple[Verdict, ...]
+    results: tuple[LayoutResult, ...]
 
     @property
     def passed(self) -> bool:
         """True if every layout is within bounds of the float64 reference."""
-        return all(verdict.passed for verdict in self.verdicts)
+        return all(result.passed for result in self.results)
 
 
 def verify(
@@ -50,8 +50,8 @@ def verify(
 
     The processes import the main script: call this below `if __name__ == "__main__":`.
     """
-    verdicts = verify_here(configured(config), Path(output), most_ranks=ranks, documents=documents, full=full)
-    return Verification(tuple(verdicts))
+    results = verify_here(configured(config), Path(output), most_ranks=ranks, documents=documents, full=full)
+    return Verification(tuple(results))
 
 
 def parity(config: Config | str | Path, *, documents: int = 64, older: Sequence[str | Path] = ()) -> Parity:

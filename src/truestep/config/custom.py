@@ -23,7 +23,7 @@ _ENDINGS = tuple(all_suffixes())  # of module files
 
 
 class CustomError(TruestepError):
-    pass
+    """User code that cannot be loaded or used."""
 
 
 class _UsersModules(MetaPathFinder):

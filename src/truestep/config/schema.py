@@ -161,7 +161,7 @@ def _documents(config: "Config") -> Iterator[str]:
         yield "data.path and sampler are both given: documents come from one source; remove one of the two"
     if data.source is None:
         if data.group_timeout != type(data).model_fields["group_timeout"].default:
-            yield "data.group_timeout is for the documents of data.source: all other groups end with their data"
+            yield "data.group_timeout needs data.source: other groups are complete at the end of their data"
         return
     if data.path is not None:
         yield "data.source and data.path are both given: documents come from one source; remove one of the two"
@@ -213,7 +213,7 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
     if config.data.epochs != 1:
         yield "data.epochs is for files; with a sampler, schedule.steps says how long the run is"
     if config.schedule.steps is None:
-        yield "sampler needs schedule.steps: its prompts never end"
+        yield "sampler needs schedule.steps: its prompts are repeated without end"
     if config.schedule.overshoot == "keep":
         yield "schedule.overshoot: keep is for files; a sampler makes exactly schedule.docs_per_step documents"
     if config.schedule.last_step == "drop":
@@ -254,9 +254,9 @@ def _advantages(config: "Config") -> Iterator[str]:
     }
     for name, value in made_of_rewards.items():
         if value is not None and config.loss.supervised:
-            yield f"data.{name} is for advantages, and loss.type: {config.loss.type} has none"
+            yield f"data.{name} is for advantages, which loss.type: {config.loss.type} does not use"
         if value is not None and data.advantages == "none":
-            yield f"data.{name} is for advantages from rewards; with data.advantages: none records carry their own"
+            yield f"data.{name} is for advantages from rewards; with data.advantages: none, records have their own"
     if data.advantage_std_floor != 1e-4 and scale in (None, "none"):
         yield "data.advantage_std_floor does nothing without data.advantage_scale: group or step"
     if data.overlong_penalty is not None:
@@ -268,13 +268,13 @@ def _advantages(config: "Config") -> Iterator[str]:
 def _step_documents(config: "Config") -> Iterator[str]:
     data, loss, schedule = config.data, config.loss, config.schedule
     if data.zero_advantage != "keep" and loss.supervised:
-        yield f"data.zero_advantage is for advantages, and loss.type: {loss.type} has none"
+        yield f"data.zero_advantage is for advantages, which loss.type: {loss.type} does not use"
     if data.zero_advantage == "skip":
         terms = [name for name in _BESIDE_THE_ADVANTAGE if getattr(loss, name, None)]
         if terms or loss.type == "custom":
             yield (
-                f"data.zero_advantage: skip leaves out backward passes that have no gradient, and "
-                f"{f'loss.{terms[0]}' if terms else 'loss.type: custom'} may have one where the advantage is 0"
+                f"data.zero_advantage: skip leaves out backward passes without a gradient, but "
+                f"{f'loss.{terms[0]}' if terms else 'loss.type: custom'} may have one even if the advantage is 0"
             )
         if schedule.docs_per_step == 0 or schedule.overshoot == "keep":
             yield (
@@ -290,8 +290,8 @@ def _step_documents(config: "Config") -> Iterator[str]:
         yield "data.replace_limit is for data.zero_advantage: replace"
     if data.truncated == "drop" and config.sampler is not None:
         yield (
-            "data.truncated: drop would leave a sampler's steps short of schedule.docs_per_step, and take what is "
-            "long out of them: write data.truncated: mask"
+            "data.truncated: drop would make a sampler's steps smaller than schedule.docs_per_step, without their long "
+            "completions: set data.truncated: mask"
         )
 
 
@@ -301,8 +301,8 @@ def _steps(config: "Config") -> Iterator[str]:
         yield "schedule.overshoot: keep needs schedule.docs_per_step > 0"
     if schedule.docs_per_step > 0 and schedule.depth_first_micro_batches > 1:
         yield (
-            "schedule.depth_first_micro_batches fixes the number of micro-batches and schedule.docs_per_step lets "
-            "documents decide it: set one"
+            "schedule.depth_first_micro_batches fixes the number of micro-batches in a step, and "
+            "schedule.docs_per_step that of documents: set one of the two"
         )
     if data.tokens_per_microbatch % data.pad_to_multiple:
         yield (
@@ -321,7 +321,7 @@ def _evaluation(config: "Config") -> Iterator[str]:
             "supervised run: one of the two"
         )
     if evaluation.path is not None and not config.loss.supervised:
-        yield f"evaluation.path is for supervised losses, and loss.type: {config.loss.type} is none"
+        yield f"evaluation.path is for supervised losses, and loss.type: {config.loss.type} is not one"
     if evaluation.prompts is not None and evaluation.reward is None and config.sampler is None:
         yield "evaluation needs evaluation.reward: there is no sampler.reward to take"
     if evaluation.servers:
@@ -375,7 +375,7 @@ def _ranks(config: "Config") -> Iterator[str]:
 def _reference(config: "Config") -> Iterator[str]:
     options = getattr(config.loss, "kl_reference", None)
     if options is not None and options.path == "records" and config.sampler is not None:
-        yield "loss.kl_reference.path: records needs records that carry reference_logprobs; a sampler's have none"
+        yield "loss.kl_reference.path: records needs records with reference_logprobs, which a sampler does not write"
     if options is not None and options.offload:
         if options.path == "records":
             yield "loss.kl_reference.offload is for a reference model, and with path: records there is none"
@@ -403,7 +403,7 @@ def _adapter(config: "Config") -> Iterator[str]:
     sampler = config.sampler
     if sampler is not None and sampler.type == "server" and sampler.adapter == "served":
         if config.adapter is None:
-            yield "sampler.adapter: served is for an adapter, and there is no section adapter"
+            yield "sampler.adapter: served needs a LoRA adapter, and there is no section adapter"
         if sampler.pause == "keep":
             yield (
                 "sampler.pause: keep lets completions go on with new weights, and with sampler.adapter: served they "

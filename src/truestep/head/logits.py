@@ -30,6 +30,8 @@ _FIXED_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 @dataclass(frozen=True)
 class HeadSettings:
+    """How the head computes logits and their gradient."""
+
     fp32: bool = False  # logits are never rounded to half precision
     softcap: float | None = None
     scale: float = 1.0  # of the logits

@@ -39,6 +39,8 @@ class Gradient(Protocol):
 
 
 class HeadPasses(Protocol):
+    """The forward and backward pass of a chunk of rows."""
+
     @property
     def bytes_per_logit(self) -> int:
         """The memory per logit of a chunk between the forward and the backward pass."""

@@ -143,6 +143,8 @@ class Clipped(LabelLoss):
 
 @dataclass(frozen=True)
 class Grpo(Clipped):
+    """GRPO and PPO: the clipped surrogate of each label."""
+
     dual_clip: float | None = None
 
     def __call__(self, labels: Labels) -> LabelTerm:
@@ -163,6 +165,8 @@ class Gspo(Grpo):
 
 @dataclass(frozen=True)
 class Reinforce(LabelLoss):
+    """Policy gradient weighted by the capped ratio."""
+
     ratio_cap: float | None = None
 
     def __call__(self, labels: Labels) -> LabelTerm:
@@ -176,6 +180,8 @@ class Reinforce(LabelLoss):
 
 @dataclass(frozen=True)
 class Cispo(Clipped):
+    """CISPO: policy gradient weighted by the clipped ratio."""
+
     def __call__(self, labels: Labels) -> LabelTerm:
         ratio, clamped = clamped_exp(self.log_ratio(labels))
         return stopped(weighted_logprob(ratio, labels, *self.bounds), clamped)
@@ -261,6 +267,8 @@ class Dppo(LabelLoss):
 
 @dataclass(frozen=True)
 class CrossEntropy(LabelLoss):
+    """The supervised loss."""
+
     def __call__(self, labels: Labels) -> LabelTerm:
         return LabelTerm(-labels.logprobs, torch.full_like(labels.logprobs, -1.0))
 

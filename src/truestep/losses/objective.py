@@ -44,6 +44,8 @@ class Denominator:
 
 @dataclass(frozen=True)
 class Objective:
+    """The loss with all optional terms, and their weights and denominators."""
+
     label_loss: LabelLoss
     denominator: Denominator
     entropy_bonus: float = 0.0

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class InexactError(TruestepError):
-    pass
+    """An operation without an exact form."""
 
 
 def _names(text: str) -> frozenset[str]:

@@ -33,6 +33,8 @@ class _Activations:
 
 
 class Passes:
+    """The forward and backward passes of one step on this rank, for any pipeline."""
+
     def __init__(
         self,
         policy: Policy,

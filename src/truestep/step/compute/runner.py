@@ -59,6 +59,8 @@ class _RankSums:
 
 @dataclass(frozen=True)
 class StepRunner:
+    """Computes the gradient and the metrics of steps, with fixed options."""
+
     policy: Policy
     objective: Objective
     metrics_level: str | None = "basic"  # None: no metrics
@@ -122,7 +124,7 @@ class StepRunner:
 
     def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
         if plan.ranks != self._ranks.data:
-            raise ValueError(f"a plan for {plan.ranks} ranks on {self._ranks.data}")
+            raise ValueError(f"the plan is for {plan.ranks} data ranks, but there are {self._ranks.data}")
         sums = _RankSums({}, {}, [])
         if backward:
             self.policy.weights.zero_gradients()

@@ -19,17 +19,17 @@ def find_cause(runner: StepRunner, plan: StepPlan, clip: float | None) -> str:
     must call this. It does not change the weights."""
     found = find_useless(runner, plan, clip)
     if not found:
-        return "no document alone makes it so"
+        return "no single document causes it"
     names = ", ".join(printable(plan.documents[index].id) for index in found)
     if _useless_without_values(runner, _only(plan, found), clip):
         weights = runner.policy.weights
         size, where = largest({**weights.frozen, **weights.master}, weights.ranks)
         return (
-            f"no document is to blame: with advantages of 1 and the policy's own log-probs they make it so too (tried: "
-            f"{names}). The weights give no gradient that is of use; the largest number among them is {size:.1e}, in "
-            f"{printable(where)}"
+            f"the documents are not the cause: {names} have no usable gradient even with advantages of 1 and the "
+            f"policy's own log-probs. The weights give no usable gradient; the largest number among them is "
+            f"{size:.1e}, in {printable(where)}"
         )
-    return f"these documents alone make it so: {names}"
+    return f"each of these documents alone causes it: {names}"
 
 
 def find_useless(runner: StepRunner, plan: StepPlan, clip: float | None) -> list[int]:

@@ -82,6 +82,6 @@ def explain_useless(norm: float, threshold: float | None) -> str:
         return f"the gradient's norm is {norm}"
     clip = "null" if threshold is None else f"{threshold:g}"
     return (
-        f"the gradient's norm is {norm:.3g}, too large with optimizer.gradient_clip: {clip}, since second moments have "
-        f"its square, and float32 none above the square of {LARGEST:g}"
+        f"the gradient's norm is {norm:.3g}, too large with optimizer.gradient_clip: {clip}: second moments need its "
+        f"square, and float32 has no numbers above the square of {LARGEST:g}"
     )

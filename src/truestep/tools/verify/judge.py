@@ -31,7 +31,7 @@ HALF_PRECISION_FACTOR = 1.5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutResult:
     """The worst difference of each kind under one layout, or the reason why it did not even run."""
 
     layout: Layout
@@ -57,7 +57,7 @@ def verify(
     full: bool = False,
     only: Callable[[Layout], bool] = lambda layout: True,
     plant: Callable[[], None] | None = None,
-) -> list[Verdict]:
+) -> list[LayoutResult]:
     """Judge the configuration under every layout. `only` and `plant` are for the tests of this check itself."""
     if world_size() > 1:
         raise VerifyError("verify starts its own ranks: start it without torchrun")
@@ -74,17 +74,17 @@ def verify(
         if config.model.dtype == "bfloat16" and plant is None:
             layouts += in_half_precision(case.longest, most_ranks)
         layouts = [layout for layout in layouts if permits(case, layout)]
-        verdicts: list[Verdict] = []
+        results: list[LayoutResult] = []
         with progress.working("judged", "layouts", len(layouts)):
             for batch in _batches(layouts, alone=full):
                 size = "one rank" if batch[0].ranks == 1 else f"{batch[0].ranks} ranks"
                 batch_name = batch[0].name if len(batch) == 1 else f"{len(batch)} layouts of {size}"
                 progress.phase(f"running {batch_name}")
-                for verdict in judge.judge(batch):
-                    verdicts.append(verdict)
+                for result in judge.judge(batch):
+                    results.append(result)
                     progress.made("layouts")
     output.mkdir(parents=True, exist_ok=True)
-    return sorted(verdicts, key=lambda verdict: layouts.index(verdict.layout))
+    return sorted(results, key=lambda result: layouts.index(result.layout))
 
 
 def make_judge(config: Config, scratch: Path, documents: int, full: bool) -> "Judge":
@@ -137,7 +137,7 @@ class Judge:
     plant: Callable[[], None] | None = None
     half_precision_error: float | None = None  # of the gradients of one process
 
-    def judge(self, layouts: list[Layout]) -> Iterator[Verdict]:
+    def judge(self, layouts: list[Layout]) -> Iterator[LayoutResult]:
         """Run layouts in the same processes; after one that fails, those behind it get processes of their own."""
         ranks, environment = layouts[0].ranks, layouts[0].environment
         waiting = [(layout, *self._task(layout)) for layout in layouts]
@@ -151,11 +151,11 @@ class Judge:
                 failure = str(error)
             while waiting and (waiting[0][1].output / DONE).is_file():
                 layout, task, records = waiting.pop(0)
-                yield self._verdict(layout, task, records)
+                yield self._result(layout, task, records)
             if failure is None:
                 break
             if waiting:
-                yield Verdict(waiting.pop(0)[0], {}, failure)
+                yield LayoutResult(waiting.pop(0)[0], {}, failure)
         if waiting:
             raise AssertionError(f"ranks ended without a result for {[layout.name for layout, _, _ in waiting]}")
 
@@ -183,11 +183,11 @@ class Judge:
         around |= {round(last * part / 100) for part in range(101)}
         return sorted(step for step in around if 1 <= step <= max(last, warm + 3))
 
-    def _verdict(self, layout: Layout, task: Task, records: Sequence[Record]) -> Verdict:
+    def _result(self, layout: Layout, task: Task, records: Sequence[Record]) -> LayoutResult:
         worst = worst_of_each_kind(self._differences(layout, task, records))
         seconds = float((task.output / DONE).read_text(encoding="utf-8"))
         shutil.rmtree(task.output)
-        return Verdict(layout, worst, None, seconds)
+        return LayoutResult(layout, worst, None, seconds)
 
     def _differences(self, layout: Layout, task: Task, records: Sequence[Record]) -> Iterator[Difference]:
         if not layout.half:

@@ -23,6 +23,8 @@ class AdamWOptions:
 
 @dataclass(frozen=True)
 class AdamW:
+    """The update rule of AdamW."""
+
     options: AdamWOptions
     kernel: bool = False  # use the Triton kernel; the same on every rank
     together: None = None

@@ -52,6 +52,8 @@ class Lanes(Protocol):
 
 
 class Conveyor:
+    """A queue of loads that are copied to the device, updated, and copied back."""
+
     def __init__(self, device: torch.device, reserve: int = 0, room: int = 0):
         """`reserve`: bytes that a pass allocates beyond the usage at its layer ends. `room`: bytes that loads may add
         to the peak without loads."""

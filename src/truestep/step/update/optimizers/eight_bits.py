@@ -41,6 +41,8 @@ class BlockError(TruestepError):
 
 
 class Quantised(NamedTuple):
+    """A moment in 8 bits."""
+
     codes: torch.Tensor  # [R, C], whole numbers
     scale: torch.Tensor  # [R, blocks], float32
 
@@ -100,6 +102,8 @@ def empty_state(part: torch.Tensor, blocks: ScaleBlocks) -> State:
 
 @dataclass(frozen=True)
 class AdamW8Bit:
+    """The update rule of AdamW with 8-bit moments."""
+
     weights: Weights
     options: AdamWOptions
     kernel: bool = False  # use the Triton kernel; the same on every rank
