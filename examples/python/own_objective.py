@@ -46,6 +46,6 @@ if __name__ == "__main__":
         logging={"custom_metrics": [surprise]},
     )
     proof = verify(config, given.directory / "proof", ranks=1, documents=6)
-    print(f"{len(proof.results)} layouts, all within bounds of float64: {proof.passed}")
+    print(f"{len(proof.verdicts)} layouts, all within bounds of float64: {proof.passed}")
     result = train(config)
     print(f"{result.ended}; surprise {result.metrics()[-1]['surprise']:.3f}")

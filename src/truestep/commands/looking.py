@@ -35,12 +35,12 @@ def score(config: Config | str | Path, output: str | Path, *, gradients: bool = 
 class Verification:
     """The results of `verify`, one for each layout."""
 
-    results: tuple[LayoutResult, ...]
+    verdicts: tuple[LayoutResult, ...]
 
     @property
     def passed(self) -> bool:
         """True if every layout is within bounds of the float64 reference."""
-        return all(result.passed for result in self.results)
+        return all(result.passed for result in self.verdicts)
 
 
 def verify(
