@@ -238,7 +238,7 @@ def test_a_server_that_only_aborts_is_silent(pause: str) -> None:
     server = FakeServer()
     run = Run([server], pause=pause, stall_timeout=30.0).run(2)
     start, server.spoil = run.thread.loop.now, lambda choices: [Choice([], [], False, True) for _ in choices]
-    with pytest.raises(SourceError, match="no completion for 30 s .*: a is open with .* completions under way"):
+    with pytest.raises(SourceError, match="no completion for 30 s .*: a is open with .* completions in flight"):
         run.run(2)
     assert run.thread.loop.now - start < 40
     run.close()

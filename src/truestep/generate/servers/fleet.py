@@ -71,8 +71,8 @@ class Server:
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
             return f"{self.url} is lost since {since} ({seconds:.0f} s, {self.attempts} attempts): {self.trouble}"
         trouble = f"; its last trouble: {self.trouble}" if self.trouble else ""
-        state = "open" if self.is_open else "being given weights"
-        return f"{self.url} is {state} with {self.in_flight} completions under way{trouble}"
+        state = "open" if self.is_open else "loading weights"
+        return f"{self.url} is {state} with {self.in_flight} completions in flight{trouble}"
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ def table(verdicts: Sequence[Verdict]) -> Table:
 
 
 def _worst(verdict: Verdict, kind: str) -> Difference | None:
-    """Give the worst difference of a kind. That of an update is of the moments or of the weights."""
+    """Return the worst difference of a kind; for updates, of the moments or the weights."""
     kinds = ("moment", kind) if kind == "update" else (kind,)
     return max((verdict.worst[each] for each in kinds if each in verdict.worst), key=lambda d: d.excess, default=None)
 
@@ -77,7 +77,7 @@ def figure(verdicts: Sequence[Verdict]) -> str:
     """Draw a row for each layout, with a dot for the worst difference of each kind, on a logarithmic axis."""
     drawing = Drawing("Worst differences from the reference", "relative, by layout; a logarithmic axis", 0)
     top = 70 + LEGEND_LINE * drawing.legend([(kind, number) for number, kind in enumerate(_KINDS)], 70, dots=True) + 8
-    # A layout in half precision has a line of text more.
+    # Layouts in half precision have an additional line of text.
     space = _ROW + 16 * any("half precision" in verdict.worst for verdict in verdicts)
     bottom = top + space * len(verdicts)
     drawing.height = bottom + 32
