@@ -34,11 +34,11 @@ class Device:
 
     def run(self, plan: Plan) -> None:
         draws = []
-        for piece in plan.pieces:
-            for at, token in enumerate(piece.tokens, piece.start):
-                self.pages[piece.pages[at // PAGE], at % PAGE] = token
-            if piece.place is not None:
-                self.places[piece.place] = self.read(piece.pages, piece.start + len(piece.tokens))
+        for chunk in plan.chunks:
+            for at, token in enumerate(chunk.tokens, chunk.start):
+                self.pages[chunk.pages[at // PAGE], at % PAGE] = token
+            if chunk.place is not None:
+                self.places[chunk.place] = self.read(chunk.pages, chunk.start + len(chunk.tokens))
         for start in plan.starts:
             if start.copy is not None:
                 for at in range(PAGE):
@@ -107,7 +107,7 @@ JOBS = st.lists(
     jobs=JOBS,
     pages=st.integers(7, 24),
     slots=st.integers(1, 6),
-    piece=st.integers(1, 20),
+    chunk=st.integers(1, 20),
     lag=st.integers(0, 2),
     together=st.integers(1, 6),
     prompts_first=st.integers(0, 3),
@@ -117,14 +117,14 @@ def test_every_completion_is_what_it_would_be_alone(
     jobs: list[tuple[tuple[int, ...], int, int, int, int | None]],
     pages: int,
     slots: int,
-    piece: int,
+    chunk: int,
     lag: int,
     together: int,
     prompts_first: int,
 ) -> None:
     """Each job: its prompt, its length, where a stop token comes, how many steps later it is submitted than the one
     before, and the steps after which it is cancelled."""
-    how = {"piece_tokens": piece, "together": min(slots, together), "prompts_first": prompts_first}
+    how = {"chunk_tokens": chunk, "together": min(slots, together), "prompts_first": prompts_first}
     schedule = Schedule(pages=pages, page_size=PAGE, slots=slots, **how)
     device = Device(schedule, lag)
     cancelled: dict[int, int] = {}
@@ -168,7 +168,7 @@ def run_all(schedule: Schedule, lag: int = 1) -> Device:
 
 
 def test_a_groups_prompt_is_computed_once() -> None:
-    schedule = Schedule(pages=100, page_size=PAGE, slots=8, piece_tokens=64)
+    schedule = Schedule(pages=100, page_size=PAGE, slots=8, chunk_tokens=64)
     prompt = tuple(range(10))
     for number in range(8):
         schedule.submit(number, prompt, 5)
@@ -178,7 +178,7 @@ def test_a_groups_prompt_is_computed_once() -> None:
 
 
 def test_members_of_a_group_that_start_later_share_its_prompt_too() -> None:
-    schedule = Schedule(pages=100, page_size=PAGE, slots=2, piece_tokens=64)
+    schedule = Schedule(pages=100, page_size=PAGE, slots=2, chunk_tokens=64)
     for number in range(8):
         schedule.submit(number, tuple(range(10)), 5)
     assert len(run_all(schedule).drawn) == 8
@@ -186,7 +186,7 @@ def test_members_of_a_group_that_start_later_share_its_prompt_too() -> None:
 
 
 def test_the_batch_stays_full_while_others_wait() -> None:
-    schedule = Schedule(pages=100, page_size=PAGE, slots=4, piece_tokens=64)
+    schedule = Schedule(pages=100, page_size=PAGE, slots=4, chunk_tokens=64)
     lengths = [3, 9, 5, 7, 12, 4, 8, 6]
     for number, most in enumerate(lengths):
         schedule.submit(number, (number,), most)
@@ -203,7 +203,7 @@ def test_the_batch_stays_full_while_others_wait() -> None:
 def test_completions_join_together() -> None:
     """Sixteen that end one after another, and as many that wait: no step computes fewer than four prompts, and what
     is left at the end joins at once."""
-    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=64, together=4)
+    schedule = Schedule(pages=200, page_size=PAGE, slots=16, chunk_tokens=64, together=4)
     for number in range(33):
         schedule.submit(number, (number,), 5 + number % 16)
     device = Device(schedule, 1)
@@ -220,20 +220,20 @@ def test_completions_join_together() -> None:
 
 def test_what_runs_waits_for_some_steps_that_compute_prompts() -> None:
     """And no longer: after four prompts, one a step, a token of each that runs is decoded beside the fifth."""
-    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=4, prompts_first=4)
+    schedule = Schedule(pages=200, page_size=PAGE, slots=16, chunk_tokens=4, prompts_first=4)
     for number in range(9):
         schedule.submit(number, (number, 1, 2, 3), 9)
     device = Device(schedule, 1)
     seen = []
     for _ in range(12):
         plan = schedule.plan()
-        seen.append((len(plan.pieces), len(plan.rows)))
+        seen.append((len(plan.chunks), len(plan.rows)))
         device.run(plan)
     assert seen == [(1, 0)] * 4 + [(1, 4)] + [(1, 0)] * 4 + [(0, 9)] * 3
 
 
 def test_one_that_comes_alone_joins_at_once() -> None:
-    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=64, together=8)
+    schedule = Schedule(pages=200, page_size=PAGE, slots=16, chunk_tokens=64, together=8)
     schedule.submit(0, (1, 2), 9)
     device = Device(schedule, 1)
     device.run(schedule.plan())
@@ -242,7 +242,7 @@ def test_one_that_comes_alone_joins_at_once() -> None:
 
 
 def test_a_full_cache_preempts_and_loses_nothing() -> None:
-    schedule = Schedule(pages=9, page_size=PAGE, slots=6, piece_tokens=64)
+    schedule = Schedule(pages=9, page_size=PAGE, slots=6, chunk_tokens=64)
     for number in range(6):
         schedule.submit(number, (number,) * 5, 20)
     device = run_all(schedule)
@@ -251,7 +251,7 @@ def test_a_full_cache_preempts_and_loses_nothing() -> None:
 
 
 def test_a_prompt_longer_than_the_cache_is_refused_by_name() -> None:
-    schedule = Schedule(pages=4, page_size=PAGE, slots=2, piece_tokens=64)
+    schedule = Schedule(pages=4, page_size=PAGE, slots=2, chunk_tokens=64)
     with pytest.raises(CacheError, match="prompt of 30 tokens with 2 new ones .* holds 16 tokens"):
         schedule.submit(0, (1,) * 30, 2)
     with pytest.raises(CacheError, match="no tokens"):
@@ -260,15 +260,15 @@ def test_a_prompt_longer_than_the_cache_is_refused_by_name() -> None:
     assert run_all(schedule).drawn[1] == expected(1, (1,) * 10, 7)
 
 
-def test_long_prompts_come_in_pieces_between_decoding_steps() -> None:
-    schedule = Schedule(pages=100, page_size=PAGE, slots=4, piece_tokens=8)
+def test_long_prompts_come_in_chunks_between_decoding_steps() -> None:
+    schedule = Schedule(pages=100, page_size=PAGE, slots=4, chunk_tokens=8)
     schedule.submit(0, (1, 2), 12)
     device = Device(schedule, 1)
     device.run(schedule.plan())
     schedule.submit(1, tuple(range(30)), 2)
     mixed = 0
     while plan := schedule.plan():
-        mixed += bool(plan.pieces and plan.rows)
-        assert sum(len(piece.tokens) for piece in plan.pieces) <= 8
+        mixed += bool(plan.chunks and plan.rows)
+        assert sum(len(chunk.tokens) for chunk in plan.chunks) <= 8
         device.run(plan)
     assert mixed == 4

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from truestep.generate.completions import Completion, DecodeOptions, Request
-from truestep.generate.engine.attend import Pieces, Rows, UnservedError, attend_rows, make_pieces, places_of
+from truestep.generate.engine.attend import PromptChunks, Rows, UnservedError, attend_rows, make_chunks, places_of
 from truestep.generate.engine.cache import PagedCache, page_bytes, pages_that_fit
 from truestep.generate.engine.device import Result, device_of
 from truestep.generate.engine.draw import key_of
-from truestep.generate.engine.exact import choose_exactly, exact_device, make_exact, pieces_pass, rows_pass
+from truestep.generate.engine.exact import choose_exactly, chunks_pass, exact_device, make_exact, rows_pass
 from truestep.generate.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
 from truestep.generate.engine.graphs import FlatPrompts, Graphs, size_for
 from truestep.generate.engine.rows import (
@@ -61,7 +61,7 @@ class Limits:
 
     rows: int  # completions in flight
     longest: int  # tokens of a prompt and its completion
-    piece_tokens: int | None = None  # prompt tokens of a step; None: the device's default
+    chunk_tokens: int | None = None  # prompt tokens of a step; None: the device's default
     cache_bytes: int | None = None  # size of the KV cache; None: as much as is useful and free
 
 
@@ -153,7 +153,7 @@ class Session:
             pages=pages,
             page_size=page_size,
             slots=slots,
-            piece_tokens=limits.piece_tokens or self._device.piece_tokens,
+            chunk_tokens=limits.chunk_tokens or self._device.chunk_tokens,
             together=max(1, slots // self._device.joins),
             prompts_first=self._device.prompts_first,
         )
@@ -215,8 +215,8 @@ class Session:
 
     def _launch(self, plan: Plan) -> tuple[list[int], Result]:
         assert self.cache is not None
-        if plan.pieces:
-            self._compute_pieces(plan)
+        if plan.chunks:
+            self._compute_chunks(plan)
         copies = [start.copy for start in plan.starts if start.copy is not None]
         if copies:
             source, target = self._device.send(np.array(copies).T.copy())
@@ -232,26 +232,26 @@ class Session:
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         return numbers, self._device.fetch(joined)
 
-    def _compute_pieces(self, plan: Plan) -> None:
+    def _compute_chunks(self, plan: Plan) -> None:
         assert self.cache is not None
-        pieces = sorted(plan.pieces, key=lambda piece: piece.start > 0)
-        ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
-        ids = np.fromiter(itertools.chain.from_iterable(piece.tokens for piece in pieces), np.int64, ends[-1] + 1)
-        spans = [(piece.start, len(piece.tokens), piece.pages) for piece in pieces]
+        chunks = sorted(plan.chunks, key=lambda chunk: chunk.start > 0)
+        ends = np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1
+        ids = np.fromiter(itertools.chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, ends[-1] + 1)
+        spans = [(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks]
         hidden = None
-        if self._graphs is not None and self._device.fused and not pieces[-1].start:
+        if self._graphs is not None and self._device.fused and not chunks[-1].start:
             positions, pages, offsets = places_of(spans, self._device.page_size)
             bounds = np.concatenate([[0], ends + 1]).astype(np.int32)
-            longest = max(len(piece.tokens) for piece in pieces)
+            longest = max(len(chunk.tokens) for chunk in chunks)
             prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare)
             hidden = self._graphs.run_prompts(prompts, self._device.send, self._compute_prompts)
         if self._exact:
-            there, exact = pieces_pass(self.cache, spans, self._device.send, self._device.store)
+            there, exact = chunks_pass(self.cache, spans, self._device.send, self._device.store)
             hidden = exact_hidden(self._policy.model, self._device.send(ids), there, exact)
         if hidden is None:
-            step = make_pieces(self.cache, spans, self._device.send, self._device.store)
+            step = make_chunks(self.cache, spans, self._device.send, self._device.store)
             hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
-        last = [(end, piece.place) for end, piece in zip(ends, pieces, strict=True) if piece.place is not None]
+        last = [(end, chunk.place) for end, chunk in zip(ends, chunks, strict=True) if chunk.place is not None]
         if last:
             if self._hidden is None:
                 self._hidden = hidden.new_zeros(len(self._tables), hidden.shape[1])
@@ -268,7 +268,7 @@ class Session:
     ) -> torch.Tensor:
         """Prefill whole prompts. This is captured in a CUDA graph, so it must not read host memory."""
         assert self.cache is not None
-        step = Pieces(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
+        step = PromptChunks(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
         return run_model(self._policy, ids, positions, step)
 
     def _begin(self, starts: Sequence[Start]) -> torch.Tensor:
