@@ -41,7 +41,7 @@ from truestep.generate.engine.rows import (
     draw_rows,
     idle_rows,
 )
-from truestep.generate.engine.schedule import Plan, Row, Schedule, Start
+from truestep.generate.engine.schedule import EngineStep, Row, Scheduler, Start
 from truestep.generate.engine.stops import StopTexts
 from truestep.generate.engine.team import Team, check
 from truestep.model.exact import exact_hidden, exactly
@@ -149,7 +149,7 @@ class Session:
         zeros = engine.exact or engine.device.attend is attend_rows
         self.cache: PagedCache | None = PagedCache.make(*shape, zeros=zeros)
         slots = min(limits.rows, pages)
-        self._schedule = Schedule(
+        self._scheduler = Scheduler(
             pages=pages,
             page_size=page_size,
             slots=slots,
@@ -174,34 +174,34 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return not self._schedule.idle
+        return not self._scheduler.idle
 
     def submit(self, number: int, request: Request, options: DecodeOptions) -> None:
         """Submit a request. `step` returns its completion under this number."""
-        self._schedule.submit(number, request.input_ids, options.max_new_tokens)
+        self._scheduler.submit(number, request.input_ids, options.max_new_tokens)
         stops = StopTexts(self._policy.tokenizer, options.stop) if options.stop else None
         self._open[number] = _Open(options, request.seed, stops)
         self._truncates = self._truncates or options.truncates
 
     def cancel(self, number: int) -> None:
         """Stop a completion; `step` will not return it."""
-        self._schedule.end(number)
+        self._scheduler.end(number)
         self._open.pop(number, None)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Launch a step. Return the completions that are now known to have ended, with their numbers."""
-        plan = self._schedule.plan()
+        plan = self._scheduler.plan()
         if plan:
             self._flying.append(self._launch(plan))
             self.counts.steps += 1
-            self.counts.most_pages = max(self.counts.most_pages, self._schedule.used_pages)
+            self.counts.most_pages = max(self.counts.most_pages, self._scheduler.used_pages)
         elif not self._flying:
-            raise RuntimeError("the sampler's schedule is stuck")  # a bug of the scheduler
+            raise RuntimeError("the sampler's scheduler is stuck")  # a bug of the scheduler
         done: list[tuple[int, Completion]] = []
         while len(self._flying) > (self._device.lag if plan else 0):
             done += self._collect(*self._flying.popleft())
-        self.counts.prompt_tokens = self._schedule.prompt_tokens
-        self.counts.preemptions = self._schedule.preemptions
+        self.counts.prompt_tokens = self._scheduler.prompt_tokens
+        self.counts.preemptions = self._scheduler.preemptions
         return done
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class Session:
         if self._device.place.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _launch(self, plan: Plan) -> tuple[list[int], Result]:
+    def _launch(self, plan: EngineStep) -> tuple[list[int], Result]:
         assert self.cache is not None
         if plan.chunks:
             self._compute_chunks(plan)
@@ -232,7 +232,7 @@ class Session:
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         return numbers, self._device.fetch(joined)
 
-    def _compute_chunks(self, plan: Plan) -> None:
+    def _compute_chunks(self, plan: EngineStep) -> None:
         assert self.cache is not None
         chunks = sorted(plan.chunks, key=lambda chunk: chunk.start > 0)
         ends = np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1
@@ -365,7 +365,7 @@ class Session:
         made = 0
         values = (values.view(np.float64).tolist() for values in floats)
         for number, token, logprob, mass in zip(numbers, tokens, *values, strict=True):
-            if not self._schedule.learned(number, token):
+            if not self._scheduler.learned(number, token):
                 continue  # the completion had ended before; this step was launched without knowing that
             made += 1
             state = self._open[number]
@@ -374,7 +374,7 @@ class Session:
             state.log_mass.append(mass)
             stopped = token in state.options.stop_ids or (state.stops is not None and state.stops.reached(state.tokens))
             if stopped:
-                self._schedule.end(number)
+                self._scheduler.end(number)
             if stopped or len(state.tokens) == state.options.max_new_tokens:
                 done.append((number, state.completion(stopped)))
                 del self._open[number]

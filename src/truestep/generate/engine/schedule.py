@@ -83,7 +83,7 @@ class Row:
 
 
 @dataclass
-class Plan:
+class EngineStep:
     """The work of one engine step."""
 
     chunks: list[PromptChunk] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Plan:
         return bool(self.chunks or self.starts or self.rows)
 
 
-class Schedule:
+class Scheduler:
     def __init__(
         self, *, pages: int, page_size: int, slots: int, chunk_tokens: int, together: int = 1, prompts_first: int = 0
     ):
@@ -182,9 +182,9 @@ class Schedule:
                         self._forget(prompt)
                     break
 
-    def plan(self) -> Plan:
+    def plan(self) -> EngineStep:
         """Plan the next step. If it is empty, nothing can be computed until more drawn tokens are read."""
-        plan = Plan()
+        plan = EngineStep()
         self._free_slots += self._released_slots
         self._free_places += self._released_places
         self._released_slots, self._released_places = [], []
@@ -213,7 +213,7 @@ class Schedule:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _plan_rows(self, plan: Plan) -> None:
+    def _plan_rows(self, plan: EngineStep) -> None:
         for job in list(self._running):
             if job.slot < 0:
                 continue  # it was preempted for one that started earlier
@@ -282,12 +282,12 @@ class Schedule:
                 break
         return len(self._free_slots) >= min(waiting, self._together)
 
-    def _plan_prompts(self, plan: Plan) -> None:
+    def _plan_prompts(self, plan: EngineStep) -> None:
         if self._may_join():
             self._plan_joins(plan)
             self._joining = bool(self._queue and self._free_slots)
 
-    def _plan_joins(self, plan: Plan) -> None:
+    def _plan_joins(self, plan: EngineStep) -> None:
         budget = self._chunk_tokens
         room = len(self._free_slots)
         for prompt in list(self._queue):
@@ -302,7 +302,7 @@ class Schedule:
                 return
             room -= waiting
 
-    def _plan_chunk(self, plan: Plan, prompt: Prompt, budget: int) -> int:
+    def _plan_chunk(self, plan: EngineStep, prompt: Prompt, budget: int) -> int:
         """Plan the largest chunk of a prompt for which the step and the cache have room. Return the step's remaining
         token budget; 0 ends the step's prefill."""
         left = len(prompt.tokens) - prompt.done
@@ -326,7 +326,7 @@ class Schedule:
         self.prompt_tokens += count
         return budget - count
 
-    def _start(self, plan: Plan, prompt: Prompt, take_over: bool = False) -> bool:
+    def _start(self, plan: EngineStep, prompt: Prompt, take_over: bool = False) -> bool:
         """Start the jobs of a prefilled prompt. Return False if some of them have no slot or page yet. `take_over`: one
         job takes the prompt's pages, and the other jobs' prompt is prefilled again."""
         while prompt.jobs:
