@@ -24,7 +24,7 @@ from truestep.generate.servers.errors import (
 )
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.probe import Expected, measure
-from truestep.generate.servers.protocol import Choice, CompletionRequest, InferenceServer
+from truestep.generate.servers.protocol import CompletionRequest, InferenceServer, ServerCompletion
 from truestep.process import progress
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
@@ -80,7 +80,7 @@ class Answer:
     """The completions of one request. A later probe either confirms them or makes them void, once and for all."""
 
     server: Server
-    choices: list[Choice]
+    choices: list[ServerCompletion]
     confirmed: bool = False  # a probe has shown that their versions are right
     void: bool = False  # it is unknown which weights sampled them
 
