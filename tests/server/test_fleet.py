@@ -18,7 +18,7 @@ from truestep.generate.servers.errors import (
     VoidedError,
     WeightsError,
 )
-from truestep.generate.servers.fleet import Answer, Fleet
+from truestep.generate.servers.fleet import Fleet, ServedCompletions
 from truestep.generate.servers.protocol import CompletionRequest
 
 ASKED = CompletionRequest((3, 4), 2, 1.0, 6, frozenset({0}), VOCABULARY)
@@ -44,7 +44,7 @@ class Watched:
             await asyncio.sleep(0.1)
 
 
-async def answered(watched: Watched) -> Answer:
+async def answered(watched: Watched) -> ServedCompletions:
     return await watched.fleet.ask(ASKED)
 
 

@@ -55,7 +55,7 @@ class Server:
     epoch: int = 0  # increases when the version of the completions in flight becomes unknown
     in_flight: int = 0  # completions
     served: int = 0  # completions
-    unconfirmed: list["Answer"] = field(default_factory=list)
+    unconfirmed: list["ServedCompletions"] = field(default_factory=list)
     lost_at: float | None = None  # on the loop's clock; None: it is not lost
     trouble: str = ""  # the last error
     attempts: int = 0  # to recover it
@@ -76,7 +76,7 @@ class Server:
 
 
 @dataclass(eq=False)
-class Answer:
+class ServedCompletions:
     """The completions of one request. A later probe either confirms them or makes them void, once and for all."""
 
     server: Server
@@ -122,7 +122,7 @@ class Fleet:
         self._changed = Signal()
         self._tasks: set[asyncio.Task[None]] = set()  # publications and recoveries in flight, one server each
 
-    async def ask(self, request: CompletionRequest) -> Answer:
+    async def ask(self, request: CompletionRequest) -> ServedCompletions:
         """Send a request to the server with the fewest completions in flight."""
         server = await self._pick()
         version, epoch = server.version, server.epoch
@@ -144,7 +144,7 @@ class Fleet:
             raise VoidedError
         if not all(choice.aborted for choice in choices):
             self.note_progress()
-        server.unconfirmed.append(Answer(server, choices))
+        server.unconfirmed.append(ServedCompletions(server, choices))
         return server.unconfirmed[-1]
 
     def note_progress(self) -> None:

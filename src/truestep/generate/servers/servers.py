@@ -18,7 +18,7 @@ from truestep.generate.completions import DecodeOptions, Request
 from truestep.generate.rewarded import Rated
 from truestep.generate.servers.check import check_server
 from truestep.generate.servers.errors import ServerError
-from truestep.generate.servers.evaluation import Answering
+from truestep.generate.servers.evaluation import ServerEvaluation
 from truestep.generate.servers.fleet import Fleet, Published
 from truestep.generate.servers.group_maker import Group, SamplingOptions
 from truestep.generate.servers.host_copies import HostWeights
@@ -153,7 +153,7 @@ class Servers:
 
         async def work() -> list[Rated]:
             fleet, size = self.ahead.fleet, self._sampling.vocabulary_size
-            return await Answering(fleet, options, size, rater, self._read, self._at_once).run(prompts, requests)
+            return await ServerEvaluation(fleet, options, size, rater, self._read, self._at_once).run(prompts, requests)
 
         with (
             progress.waiting_for("answers of the inference servers"),
