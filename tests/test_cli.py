@@ -328,7 +328,7 @@ def test_export_gives_a_model_that_transformers_reads(files: dict[str, Any]) -> 
     trained = read_weights(Path("run/checkpoints/step-00000002"))
     exported = AutoModelForCausalLM.from_pretrained("hf").state_dict()
     assert all((exported[name] == value).all() for name, value in trained.items())
-    check_one_message(truestep("export", "run", "--output", "hf"), "hf is there already")
+    check_one_message(truestep("export", "run", "--output", "hf"), "hf exists already")
     check_one_message(truestep("export", "nowhere", "--output", "hf2"), "nowhere")
     assert not Path("hf2").exists()
 

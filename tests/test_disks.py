@@ -65,7 +65,7 @@ def refused(ended: dict[str, Any], reason: str) -> str:
     assert ended["code"] == 1, ended["said"]
     assert "Traceback" not in ended["said"]
     (line,) = [line for line in ended["said"].splitlines() if line.startswith("error: ")]
-    assert line.endswith("start the same command again: what was complete before is as it was") and reason in line
+    assert line.endswith("start the same command again: complete files are unchanged") and reason in line
     return line
 
 

@@ -74,7 +74,7 @@ def test_an_output_that_is_there_is_not_touched(run: Path, tmp_path: Path, kind:
     if kind == "directory":
         (output / "config.json").write_text("mine")
     before = {path: path.read_text() if path.is_file() else None for path in tmp_path.rglob("*")}
-    with pytest.raises(ExportError, match="is there already"):
+    with pytest.raises(ExportError, match="exists already"):
         export(run, output, "float32")
     assert {path: path.read_text() if path.is_file() else None for path in tmp_path.rglob("*")} == before
 

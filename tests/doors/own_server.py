@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.generate.servers.protocol import Choice, CompletionRequest, Description, InferenceServer
+from truestep.generate.servers.protocol import CompletionRequest, Description, InferenceServer, ServerCompletion
 
 
 class OwnServer(InferenceServer):
@@ -49,7 +49,7 @@ class OwnServer(InferenceServer):
         said = await self._do("describe")
         return Description((said["name"],), said["longest"], said["vocabulary"])
 
-    async def complete(self, request: CompletionRequest) -> list[Choice]:
+    async def complete(self, request: CompletionRequest) -> list[ServerCompletion]:
         gives = await self._do(
             "sample",
             prompt=request.prompt,
@@ -58,7 +58,10 @@ class OwnServer(InferenceServer):
             most=request.max_new_tokens,
             ends=sorted(request.stop_ids),
         )
-        return [Choice(one["tokens"], one["scores"], stopped=one["tokens"][-1] in request.stop_ids) for one in gives]
+        return [
+            ServerCompletion(one["tokens"], one["scores"], stopped=one["tokens"][-1] in request.stop_ids)
+            for one in gives
+        ]
 
     async def next_token(
         self, prompt: tuple[int, ...], temperature: float, count: int, *, past_the_cache: bool = False

@@ -15,7 +15,7 @@ from raters import DirectRater, NumberedRater
 from small_runs import sort_prompts, word_model, write_lines
 from truestep.environments.prompts import load_prompts
 from truestep.generate.decode import DecodeOptions, Request, decode
-from truestep.generate.evaluate import AnsweredHere, Evaluator, pass_at
+from truestep.generate.evaluate import Evaluator, InProcessEvaluation, pass_at
 from truestep.generate.in_process import stop_ids
 from truestep.generate.rewarded import completion_text
 from truestep.model.loading.load import load_policy
@@ -35,7 +35,7 @@ def make_evaluator(policy: Policy, directory: Path, count: int = 5, **changes: A
         "samples_per_prompt": 3,
         "seed": 0,
     }
-    return Evaluator(answers=AnsweredHere(policy), **(usual | changes))
+    return Evaluator(sampler=InProcessEvaluation(policy), **(usual | changes))
 
 
 def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Policy, tmp_path: Path) -> None:

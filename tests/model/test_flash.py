@@ -138,7 +138,7 @@ def test_operators_keep_what_torch_asks_of_them(heads: flash.Heads, package: Mod
 
 def test_without_a_gpu_torch_attends(tiny_model: Callable[[str], Path]) -> None:
     policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu")
-    assert policy.attends == attention.Choice(attention.NAME, "it needs a GPU")
+    assert policy.attends == attention.AttentionKernel(attention.NAME, "it needs a GPU")
     assert policy.attends.story == "torch's own; FlashAttention 4 is not used: it needs a GPU"
     assert policy.model.config._attn_implementation == attention.NAME
     with pytest.raises(ModelError, match=r"model\.attention: flash cannot be used: it needs a GPU"):

@@ -216,7 +216,7 @@ def test_an_export_is_merged_or_the_adapter_alone(tmp_path: Path) -> None:
     policy = load_policy(tmp_path / "merged", device="cpu")
     assert policy.adapter is None
     (tmp_path / "model").rename(tmp_path / "elsewhere")
-    with pytest.raises(ExportError, match="does not exist: give its new place with --model"):
+    with pytest.raises(ExportError, match="does not exist: give its new path with --model"):
         export(run, tmp_path / "other", "float32")
     export(run, tmp_path / "other", "float32", model=tmp_path / "elsewhere")
     with pytest.raises(ExportError, match="is a whole model"):

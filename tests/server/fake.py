@@ -20,7 +20,7 @@ from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.servers.errors import ServerError, UnreachableError
 from truestep.generate.servers.fleet import Published, Signal
 from truestep.generate.servers.probe import TEMPERATURE, Expected
-from truestep.generate.servers.protocol import Choice, CompletionRequest, Description, InferenceServer
+from truestep.generate.servers.protocol import CompletionRequest, Description, InferenceServer, ServerCompletion
 from truestep.types import Rollout
 
 VOCABULARY, STOP, STARTED_WITH = 1000, 0, 9999
@@ -79,7 +79,7 @@ class FakeServer(InferenceServer):
         self.up, self.paused, self.starts, self.aborts, self.running = True, False, 0, 0, 0
         self.description = Description((self.model,), 1000, VOCABULARY)
         self.faults: dict[str, deque[Fault]] = defaultdict(deque)  # what happens to the next calls of a name
-        self.spoil: Callable[[list[Choice]], list[Choice]] = lambda choices: choices
+        self.spoil: Callable[[list[ServerCompletion]], list[ServerCompletion]] = lambda choices: choices
         self.calls: list[str] = []
         self.sampled: dict[int, Sampled] = {}
         self.probes: list[tuple[int, int]] = []  # when each began, and of which weights
@@ -126,15 +126,15 @@ class FakeServer(InferenceServer):
         await self._call("describe")
         return self.description
 
-    async def complete(self, asked: CompletionRequest) -> list[Choice]:
+    async def complete(self, asked: CompletionRequest) -> list[ServerCompletion]:
         await self._call("complete")
         return await self._sample(asked, lambda index, tokens: None)
 
-    async def stream(self, asked: CompletionRequest, came: Callable[[int, int], None]) -> list[Choice]:
+    async def stream(self, asked: CompletionRequest, came: Callable[[int, int], None]) -> list[ServerCompletion]:
         await self._call("stream")
         return await self._sample(asked, came)
 
-    async def _sample(self, asked: CompletionRequest, came: Callable[[int, int], None]) -> list[Choice]:
+    async def _sample(self, asked: CompletionRequest, came: Callable[[int, int], None]) -> list[ServerCompletion]:
         starts, aborts = self.starts, self.aborts
         numbers = [self.clock.tick() for _ in range(asked.n)]
         self.sampled |= {number: Sampled(self.url, number) for number in numbers}
@@ -168,7 +168,9 @@ class FakeServer(InferenceServer):
         for number in numbers:
             self.sampled[number].ended = self.clock.tick()
         choices = [
-            Choice(some, values, stopped=some[-1] == STOP) if len(some) == length else Choice([], [], False, True)
+            ServerCompletion(some, values, stopped=some[-1] == STOP)
+            if len(some) == length
+            else ServerCompletion([], [], False, True)
             for some, values, length in zip(tokens, logprobs, lengths, strict=True)
         ]
         return self.spoil(choices)

@@ -25,7 +25,7 @@ from server.fake import (
 from server.virtual import VirtualThread
 from truestep.generate.servers import shared
 from truestep.generate.servers.group_maker import SamplingOptions
-from truestep.generate.servers.look_ahead import Pace
+from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.servers import Servers
 from truestep.generate.servers.shared import SharedServers, SharedServerSource
 from truestep.generate.servers.source import ServerSource
@@ -85,7 +85,7 @@ class Run:
                 make_servers=lambda: self.servers,
                 rewards=self.rewards,
                 sampling=sampling,
-                pace=Pace(STEP, STEP, self.max_staleness, self.concurrency, self.stall_timeout),
+                limit=StalenessLimit(STEP, STEP, self.max_staleness, self.concurrency, self.stall_timeout),
                 read=read,
                 publisher=self.weights,  # type: ignore[arg-type]
                 pause=self.pause,

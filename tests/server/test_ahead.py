@@ -15,7 +15,7 @@ from server.virtual import run as run_virtually
 from truestep.environments.rewards import RewardError
 from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError, WeightsError
 from truestep.generate.servers.group_maker import Group, Member
-from truestep.generate.servers.protocol import Choice, CompletionRequest, Description, InferenceServer
+from truestep.generate.servers.protocol import CompletionRequest, Description, InferenceServer, ServerCompletion
 from truestep.rollouts.source import Interrupted, SourceError
 
 
@@ -68,10 +68,12 @@ def test_no_more_groups_are_under_way_than_permitted() -> None:
 # ---- answers that cannot be used
 
 
-def spoil_once(server: FakeServer, spoil: Callable[[list[Choice]], list[Choice]], times: int = 1) -> None:
+def spoil_once(
+    server: FakeServer, spoil: Callable[[list[ServerCompletion]], list[ServerCompletion]], times: int = 1
+) -> None:
     left = [times]
 
-    def spoiled(choices: list[Choice]) -> list[Choice]:
+    def spoiled(choices: list[ServerCompletion]) -> list[ServerCompletion]:
         left[0] -= 1
         return spoil(choices) if left[0] >= 0 else choices
 
@@ -87,7 +89,9 @@ def spoil_once(server: FakeServer, spoil: Callable[[list[Choice]], list[Choice]]
         (lambda choices: [replace(choices[0], token_ids=[STOP, *choices[0].token_ids[1:]]), choices[1]], "goes on af"),
     ],
 )
-def test_a_bad_answer_is_asked_for_again(spoil: Callable[[list[Choice]], list[Choice]], said: str) -> None:
+def test_a_bad_answer_is_asked_for_again(
+    spoil: Callable[[list[ServerCompletion]], list[ServerCompletion]], said: str
+) -> None:
     server = FakeServer()
     spoil_once(server, spoil)
     run = Run([server]).run(2)
@@ -100,7 +104,7 @@ def test_a_bad_answer_is_asked_for_again(spoil: Callable[[list[Choice]], list[Ch
 
 def test_what_a_server_aborts_by_itself_is_asked_for_again_alone() -> None:
     server = FakeServer()
-    spoil_once(server, lambda choices: [Choice([], [], stopped=False, aborted=True), *choices[1:]], times=3)
+    spoil_once(server, lambda choices: [ServerCompletion([], [], stopped=False, aborted=True), *choices[1:]], times=3)
     run = Run([server]).run(2)
     assert run.ahead.maker.counts["aborted"] == 3 and not reasons(run)
     run.close()
@@ -109,7 +113,7 @@ def test_what_a_server_aborts_by_itself_is_asked_for_again_alone() -> None:
 def test_a_group_that_is_answered_badly_again_and_again_gives_way_to_the_next() -> None:
     server = FakeServer()
 
-    def cut_short(choices: list[Choice]) -> list[Choice]:
+    def cut_short(choices: list[ServerCompletion]) -> list[ServerCompletion]:
         return choices[:-1]
 
     run = Run([server], concurrency=1)
@@ -237,8 +241,8 @@ def test_completions_that_come_slowly_are_no_silence() -> None:
 def test_a_server_that_only_aborts_is_silent(pause: str) -> None:
     server = FakeServer()
     run = Run([server], pause=pause, stall_timeout=30.0).run(2)
-    start, server.spoil = run.thread.loop.now, lambda choices: [Choice([], [], False, True) for _ in choices]
-    with pytest.raises(SourceError, match="no completion for 30 s .*: a is open with .* completions under way"):
+    start, server.spoil = run.thread.loop.now, lambda choices: [ServerCompletion([], [], False, True) for _ in choices]
+    with pytest.raises(SourceError, match="no completion for 30 s .*: a is open with .* completions in flight"):
         run.run(2)
     assert run.thread.loop.now - start < 40
     run.close()

@@ -12,7 +12,7 @@ import pytest
 from truestep.generate.servers import vllm
 from truestep.generate.servers.check_answer import check_choices
 from truestep.generate.servers.errors import BadAnswerError
-from truestep.generate.servers.protocol import Choice, CompletionRequest
+from truestep.generate.servers.protocol import CompletionRequest, ServerCompletion
 
 ASKED = CompletionRequest(
     prompt=(5, 6), n=2, temperature=1.0, max_new_tokens=3, stop_ids=frozenset({0, 1}), vocabulary_size=10
@@ -37,7 +37,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def read_choices(answer: Any, asked: CompletionRequest, versions: dict[int, list[int]] | int) -> list[Choice]:
+def read_choices(answer: Any, asked: CompletionRequest, versions: dict[int, list[int]] | int) -> list[ServerCompletion]:
     return check_choices(vllm.read_choices(answer, asked), asked, versions)
 
 

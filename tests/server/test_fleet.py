@@ -18,7 +18,7 @@ from truestep.generate.servers.errors import (
     VoidedError,
     WeightsError,
 )
-from truestep.generate.servers.fleet import Answer, Fleet
+from truestep.generate.servers.fleet import Fleet, ServedCompletions
 from truestep.generate.servers.protocol import CompletionRequest
 
 ASKED = CompletionRequest((3, 4), 2, 1.0, 6, frozenset({0}), VOCABULARY)
@@ -44,7 +44,7 @@ class Watched:
             await asyncio.sleep(0.1)
 
 
-async def answered(watched: Watched) -> Answer:
+async def answered(watched: Watched) -> ServedCompletions:
     return await watched.fleet.ask(ASKED)
 
 
@@ -67,7 +67,7 @@ def test_a_request_waits_until_a_server_has_weights() -> None:
         watched = Watched(FakeServer())
         request = watched.later(answered(watched))
         await asyncio.sleep(100)
-        assert not request.done() and watched.fleet.report() == "a is being given weights with 0 completions under way"
+        assert not request.done() and watched.fleet.report() == "a is loading weights with 0 completions in flight"
         await watched.fleet.publish(published(0))
         assert (await request).choices[0].versions[0] == 0
 
@@ -130,7 +130,7 @@ def test_a_server_that_was_only_out_of_reach_goes_on_with_its_weights() -> None:
         assert not watched.known[0].is_open
         await watched.opened()
         assert server.calls.count("load") == 1 and not watched.voids and before.confirmed
-        assert watched.fleet.report() == "a is open with 0 completions under way; its last trouble: cut"
+        assert watched.fleet.report() == "a is open with 0 completions in flight; its last trouble: cut"
 
     run(main())
 

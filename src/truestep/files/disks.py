@@ -64,8 +64,8 @@ def refusal(error: Exception) -> int | None:
 
 def _sentence(number: int, path: Path) -> str:
     return (
-        f"{printable(path)} cannot be written: {_REFUSALS[number]} ({os.strerror(number)}){_disk_of(path)}. Mend that "
-        "and start the same command again: what was complete before is as it was"
+        f"{printable(path)} cannot be written: {_REFUSALS[number]} ({os.strerror(number)}){_disk_of(path)}. Fix that "
+        "and start the same command again: complete files are unchanged"
     )
 
 

@@ -21,7 +21,9 @@ from truestep.types import Rollout
 _EVALUATION_DRAWS = 2  # a random stream of its own, so that evaluation does not change the draws of training
 
 
-class Answers(Protocol):
+class EvaluationSampler(Protocol):
+    """Samples and rates the completions of an evaluation."""
+
     def __call__(
         self,
         prompts: Sequence[Prompt],
@@ -36,7 +38,7 @@ class Answers(Protocol):
 
 
 @dataclass(frozen=True)
-class AnsweredHere:
+class InProcessEvaluation:
     """Samples the completions of an evaluation in process, with the policy."""
 
     policy: Policy
@@ -55,7 +57,7 @@ class AnsweredHere:
 
 @dataclass(frozen=True)
 class Evaluator:
-    answers: Answers
+    sampler: EvaluationSampler
     prompts: Sequence[Prompt]
     rater: Rates
     options: DecodeOptions  # of the sampled completions
@@ -106,7 +108,7 @@ class Evaluator:
             Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
             for number, prompt in enumerate(prompts)
         ]
-        done = self.answers(prompts, requests, options, self.rater, asked_to_stop, documents_seen)
+        done = self.sampler(prompts, requests, options, self.rater, asked_to_stop, documents_seen)
         if self.compare is not None and options.temperature > 0:
             self.compare(_documents(prompts, done, options.temperature, documents_seen), documents_seen)
         completions = [rated.completion for rated in done]

@@ -75,7 +75,7 @@ class Policy:
     companions: Mapping[str, bytes] = field(default_factory=dict)  # the directory's other files, by name
     stages: Stages | None = None  # the pipeline stages; None: this rank has all layers
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # all layers' buffers; empty without a pipeline
-    attends: attention.Choice = attention.BY_TORCH
+    attends: attention.AttentionKernel = attention.BY_TORCH
     adapter: Adapter | None = None  # if set, only the adapter is trained
     adapts: bool = True  # False: the adapter is off
     activations_on_host: ActivationOffload | None = None

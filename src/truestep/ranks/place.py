@@ -26,7 +26,7 @@ _DEBUGGERS = ("pdb", "bdb")
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLocation:
     """A line of truestep's or the user's code."""
 
     text: str = ""  # file, line and function; empty: the main thread is in other code
@@ -34,7 +34,7 @@ class Place:
     debugged: bool = False  # a debugger is open, so the run is not stalled
 
 
-def find_place() -> Place:
+def find_place() -> CodeLocation:
     """Return the innermost line of truestep's or the user's code that the main thread is in."""
     frames = sys._current_frames()
     main = threading.main_thread().ident or 0
@@ -45,10 +45,10 @@ def find_place() -> Place:
         waits = any(other.waits for other in others.values())
         # If the other thread has named what it waits for, such as a write, its line says more.
         text = next((other.text for thread, other in others.items() if progress.waits(thread) and other.text), text)
-    return Place(text, waits, place.debugged)
+    return CodeLocation(text, waits, place.debugged)
 
 
-def _place(frame: FrameType | None) -> Place:
+def _place(frame: FrameType | None) -> CodeLocation:
     waits = debugged = False
     between = ""  # the line in the communication helpers, used if no caller is found
     while frame is not None:
@@ -59,10 +59,10 @@ def _place(frame: FrameType | None) -> Place:
         if _is_own(file) and file != _PROGRESS:
             text = f"{os.path.basename(file)}:{frame.f_lineno} in {code.co_name}"
             if not file.startswith(_RANKS):
-                return Place(text, waits, debugged)
+                return CodeLocation(text, waits, debugged)
             between = between or text
         frame = frame.f_back
-    return Place(between, waits, debugged)
+    return CodeLocation(between, waits, debugged)
 
 
 def _is_own(file: str) -> bool:

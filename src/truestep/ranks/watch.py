@@ -24,7 +24,7 @@ from truestep.gpu import marks
 from truestep.process import progress
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import Ranks
-from truestep.ranks.place import Place, find_place
+from truestep.ranks.place import CodeLocation, find_place
 from truestep.ranks.processes import Activity, Identity
 
 _FAILED = "truestep/failed"
@@ -268,7 +268,7 @@ class Watch:
             process="there",
         )
 
-    def _look_at_process(self, place: Place, computes: bool) -> None:
+    def _look_at_process(self, place: CodeLocation, computes: bool) -> None:
         if place.debugged:
             progress.made("looks by a debugger")
         if self._activity is None:

@@ -1,8 +1,9 @@
 """The commands beside training.
 
-verify            the user's configuration under every layout, compared with float64
-parity            the gap between the sampler's log-probs and the trainer's, and its cause
-score             one step over files: log-probs, metrics, gradients
-export            a checkpoint as a Hugging Face directory
-demo              a whole run on a tiny task; init: a new task to start from
+verify            compares a configuration under many layouts with a float64 reference
+parity            measures the gap between the sampler's and the trainer's log-probs, and finds its cause
+score             computes one step over files: log-probs, metrics, gradients
+export            converts a checkpoint to a Hugging Face directory
+demo              a whole run on a tiny task
+init              creates a new task to start from
 """

@@ -1,4 +1,4 @@
-"""The export of a checkpoint as a Hugging Face directory."""
+"""Exports a checkpoint as a Hugging Face directory."""
 
 import os
 import shutil
@@ -36,8 +36,9 @@ def export(
     model: Path | None = None,
     adapter_alone: bool = False,
 ) -> Path:
-    """Write `output`, which is then whole or absent, and return the checkpoint that was exported. An adapter is merged
-    into its model, which is at `model` or where the checkpoint says; or it is written alone, as peft does."""
+    """Export the checkpoint at `source`, or the latest one of the run there, to `output`, atomically. Return the
+    checkpoint. An adapter is merged into its base model, at `model` or where the checkpoint says; with `adapter_alone`
+    it is written alone, in peft's format."""
     checkpoint = _checkpoint_of(source)
     adapter = AdapterSource(path=checkpoint) if is_adapter(checkpoint) else None
     base = checkpoint if adapter is None else model or base_of(checkpoint)
@@ -45,17 +46,17 @@ def export(
         raise ExportError(f"{checkpoint} is a whole model: --model and --adapter are for the checkpoints of an adapter")
     if not (base / "config.json").is_file():
         raise ExportError(
-            f"{checkpoint} is an adapter of the model at {base}, which does not exist: give its new place with --model"
+            f"{checkpoint} is an adapter of the model at {base}, which does not exist: give its new path with --model"
         )
     if output.exists():
-        raise ExportError(f"{output} is there already; name a directory that is not")
+        raise ExportError(f"{output} exists already; name a directory that does not exist")
     if (damage := find_damage(checkpoint)) is not None:
         raise ExportError(f"the checkpoint {checkpoint} cannot be exported: {damage}")
     progress.phase("loading the checkpoint")
     whole, attached = read_model(base, trust_remote_code, adapter)
     kind: torch.dtype = getattr(torch, dtype)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process of the same number that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same id
     try:
         progress.phase("exporting")
         with progress.working("writing", "bytes written"), writing(partial):
@@ -74,7 +75,7 @@ def export(
 
 
 def _write(model: Any, adapter: Adapter | None, source: Path, directory: Path, dtype: torch.dtype) -> None:
-    """Write the model's files, reading a few of its weights at a time; an adapter is merged into them."""
+    """Write the model's files, with a few of its weights in memory at a time. An adapter is merged into them."""
     for name, content in model_files(model, read_companions(source), dtype).items():
         (directory / name).write_bytes(content)
     weights = dict(model.named_parameters())
@@ -90,7 +91,7 @@ def _write(model: Any, adapter: Adapter | None, source: Path, directory: Path, d
 
 
 def _finite(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Refuse tensors that are not finite, as they are to be written: float16 has nothing above 65,504."""
+    """Raise `ExportError` if tensors in their final dtype are not finite: the largest float16 number is 65,504."""
     if odd := not_finite(tensors.items()):
         dtype = str(tensors[odd[0]].dtype).removeprefix("torch.")
         raise ExportError(f"nothing is exported: {some(odd)} would have values that are not finite, in {dtype}")

@@ -1,4 +1,5 @@
-"""The window into a step: one step's forward, and backward, over the whole of `data.path`, written to files."""
+"""Computes the forward pass, and optionally the backward pass, of one step over all of `data.path`, and writes
+files."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,11 +38,11 @@ _GRADIENTS, _PARTIAL = "gradients.safetensors", ".gradients.safetensors.partial"
 class Score:
     step: dict[str, Any]
     documents: list[dict[str, Any]]
-    weights: Path  # the directory that they were read from
+    weights: Path  # directory of the weights
 
 
 def score(config: Config, output: Path, *, gradients: bool) -> Score:
-    """Write scores.jsonl, step.json and, if asked for, gradients.safetensors and the gradient's norm."""
+    """Write scores.jsonl and step.json; with `gradients` also gradients.safetensors and the gradient norm."""
     if config.data.path is None:
         raise TruestepError("score needs data.path: the rollouts of the step that is to be scored")
     if config.deterministic:
@@ -92,7 +93,7 @@ def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[R
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    for name in ("step.json", "scores.jsonl", _GRADIENTS, _PARTIAL):  # of an earlier step
+    for name in ("step.json", "scores.jsonl", _GRADIENTS, _PARTIAL):  # files of an earlier call
         (output / name).unlink(missing_ok=True)
     write_rejected(output, rejected)
 
@@ -103,7 +104,7 @@ def _write(output: Path, result: Score, gradients: dict[str, torch.Tensor] | Non
         tensors = {name: gradient.float().cpu().contiguous() for name, gradient in gradients.items()}
         write_tensors(tensors, output / _PARTIAL)
         (output / _PARTIAL).replace(output / _GRADIENTS)
-    # The step's file is last: where it stands, the others are whole.
+    # step.json is written last: if it exists, the other files are complete.
     write_json(output / "step.json", result.step)
 
 
@@ -125,8 +126,8 @@ def _document_line(rollout: Rollout, score: DocumentScore, objective: Objective)
 
 
 def _ratios(rollout: Rollout, score: DocumentScore, objective: Objective) -> list[float]:
-    """Compute each label's ratio as the loss looks at it: its own, or its document's. Empty without old log-probs."""
-    if objective.recompute:  # before the first update
+    """Return each label's ratio as the loss uses it: its own, or its document's. Empty without old log-probs."""
+    if objective.recompute:  # the old log-probs are those of the same weights
         return [1.0] * len(score.logprobs)
     if rollout.logprobs is None or not len(score.logprobs):
         return []

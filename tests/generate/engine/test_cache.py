@@ -73,7 +73,7 @@ def test_memory_that_is_free_in_several_places_serves_too(monkeypatch: pytest.Mo
     assert not any(one.any() for one in (*apart.keys, *apart.values, *whole.keys, *whole.values)), "all are cleared"
 
 
-def test_each_token_of_a_piece_has_its_place() -> None:
-    spans = [(0, 9, (4, 1, 7)), (0, 1, (2,)), (3, 6, (5, 0, 6)), (8, 4, (3, 9, 8))]  # a piece's pages are the prompt's
+def test_each_token_of_a_chunk_has_its_place() -> None:
+    spans = [(0, 9, (4, 1, 7)), (0, 1, (2,)), (3, 6, (5, 0, 6)), (8, 4, (3, 9, 8))]  # a chunk's pages are the prompt's
     expected = [(at, own[at // 4], at % 4) for start, count, own in spans for at in range(start, start + count)]
     assert list(zip(*(part.tolist() for part in places_of(spans, 4)), strict=True)) == expected

@@ -120,7 +120,7 @@ def alone(tiny_model: Model) -> tuple[Policy, list[Request], list[Completion]]:
     cancel=st.dictionaries(st.integers(0, 10), st.integers(0, 12), max_size=4),
     rows=st.integers(1, 6),
     pages=st.sampled_from([3, 4, 7, 40]),
-    piece=st.integers(3, 40),
+    chunk=st.integers(3, 40),
     lag=st.integers(0, 2),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,12 +130,12 @@ def test_company_changes_nothing(
     cancel: dict[int, int],
     rows: int,
     pages: int,
-    piece: int,
+    chunk: int,
     lag: int,
     alone: tuple[Policy, list[Request], list[Completion]],
 ) -> None:
     """Requests come in any order and at any time, leave early, in a cache that may be too small for them together, in
-    pieces, and the host learns of draws late."""
+    chunks, and the host learns of draws late."""
     policy, asked, expected = alone
     ends = options(max_new_tokens=14, stop_ids=frozenset(range(3)))
     engine = engine_for(policy)
@@ -143,7 +143,7 @@ def test_company_changes_nothing(
     done: dict[int, Completion] = {}
     before, engine.device.lag = engine.device.lag, lag
     try:
-        with engine.session(policy, Limits(rows, 35, piece, cache_bytes=(pages + 1) * each)) as session:
+        with engine.session(policy, Limits(rows, 35, chunk, cache_bytes=(pages + 1) * each)) as session:
             assert session.counts.pages == min(pages, rows * 3 + rows * 3 // 15)
             left = dict(cancel)
             waiting = list(zip(order, later, strict=True))

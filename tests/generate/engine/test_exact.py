@@ -32,7 +32,7 @@ OPTIONS = DecodeOptions(0.7, 1.0, 14, None, frozenset([3, 8]), exact=True)
 
 
 def requests() -> list[Request]:
-    """Prompts of uneven lengths, one of them a group's, and one longer than the pieces below."""
+    """Prompts of uneven lengths, one of them a group's, and one longer than the chunks below."""
     generator = np.random.default_rng(3)
     asked = [
         Request(tuple(generator.integers(0, VOCABULARY, length).tolist()), (7, number))
@@ -99,11 +99,11 @@ def test_the_samplers_logprobs_are_trainings(kind: str, dtype: str, tiny_model: 
     answers = decode_here(policy, asked, OPTIONS)
     assert equal(policy, asked, answers)
     assert {answer.stopped for answer in answers} == {True, False}
-    # Few rows at a time, long prompts in pieces, late joins, and a cache so small that completions begin again.
+    # Few rows at a time, long prompts in chunks, late joins, and a cache so small that completions begin again.
     small = (
         7 * 16 * sum(layer.numbers for layer in engine_of(policy, exact=True).layers) * policy.weights.dtype.itemsize
     )  # type: ignore[union-attr]
-    crowded, counts = in_company(policy, asked, Limits(4, 60, piece_tokens=13, cache_bytes=small))
+    crowded, counts = in_company(policy, asked, Limits(4, 60, chunk_tokens=13, cache_bytes=small))
     assert counts.preemptions > 0
     for mine, theirs in zip(crowded, answers, strict=True):
         assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs)
@@ -112,7 +112,7 @@ def test_the_samplers_logprobs_are_trainings(kind: str, dtype: str, tiny_model: 
 @pytest.mark.release
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 def test_long_documents_too(kind: str, tiny_model: Model) -> None:
-    """Of 8k tokens, whose prompts are computed in pieces while another completion is decoded."""
+    """Of 8k tokens, whose prompts are computed in chunks while another completion is decoded."""
     policy = load_policy(tiny_model(kind), dtype="bfloat16", head=HeadSettings(fp32=True))
     generator = np.random.default_rng(5)
     lengths = 8178, 30, 7001
@@ -120,7 +120,7 @@ def test_long_documents_too(kind: str, tiny_model: Model) -> None:
         Request(tuple(generator.integers(0, VOCABULARY, length).tolist()), (9, number))
         for number, length in enumerate(lengths)
     ]
-    answers, counts = in_company(policy, asked, Limits(4, 8192, piece_tokens=1000))
+    answers, counts = in_company(policy, asked, Limits(4, 8192, chunk_tokens=1000))
     assert counts.prompt_tokens == sum(lengths)
     assert equal(policy, asked, answers)
 

@@ -1,4 +1,4 @@
-"""The engine's schedule: whatever is submitted, cancelled and drawn, every completion gets its tokens, and no page is
+"""The engine's scheduler: whatever is submitted, cancelled and drawn, every completion gets its tokens, and no page is
 read or written by two that should not share it."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truestep.generate.engine.schedule import CacheError, Plan, Schedule
+from truestep.generate.engine.schedule import CacheError, EngineStep, Scheduler
 
 PAGE = 4
 
@@ -19,7 +19,7 @@ PAGE = 4
 class Device:
     """Does what plans say on pages of tokens, in order; tells the host of draws `lag` steps late."""
 
-    schedule: Schedule
+    scheduler: Scheduler
     lag: int
     pages: dict[tuple[int, int], int] = field(default_factory=dict)
     places: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -32,13 +32,13 @@ class Device:
     def read(self, pages: list[int] | tuple[int, ...], length: int) -> tuple[int, ...]:
         return tuple(self.pages[pages[at // PAGE], at % PAGE] for at in range(length))
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: EngineStep) -> None:
         draws = []
-        for piece in plan.pieces:
-            for at, token in enumerate(piece.tokens, piece.start):
-                self.pages[piece.pages[at // PAGE], at % PAGE] = token
-            if piece.place is not None:
-                self.places[piece.place] = self.read(piece.pages, piece.start + len(piece.tokens))
+        for chunk in plan.chunks:
+            for at, token in enumerate(chunk.tokens, chunk.start):
+                self.pages[chunk.pages[at // PAGE], at % PAGE] = token
+            if chunk.place is not None:
+                self.places[chunk.place] = self.read(chunk.pages, chunk.start + len(chunk.tokens))
         for start in plan.starts:
             if start.copy is not None:
                 for at in range(PAGE):
@@ -66,14 +66,14 @@ class Device:
 
     def learn(self) -> None:
         for number, token in self.flying.popleft():
-            if self.schedule.learned(number, token):
+            if self.scheduler.learned(number, token):
                 tokens = self.drawn.setdefault(number, [])
                 tokens.append(token)
                 if len(tokens) == self.ends_at.get(number):
-                    self.schedule.end(number)
+                    self.scheduler.end(number)
 
     def step(self) -> bool:
-        plan = self.schedule.plan()
+        plan = self.scheduler.plan()
         if plan:
             self.run(plan)
         elif self.flying:
@@ -107,7 +107,7 @@ JOBS = st.lists(
     jobs=JOBS,
     pages=st.integers(7, 24),
     slots=st.integers(1, 6),
-    piece=st.integers(1, 20),
+    chunk=st.integers(1, 20),
     lag=st.integers(0, 2),
     together=st.integers(1, 6),
     prompts_first=st.integers(0, 3),
@@ -117,16 +117,16 @@ def test_every_completion_is_what_it_would_be_alone(
     jobs: list[tuple[tuple[int, ...], int, int, int, int | None]],
     pages: int,
     slots: int,
-    piece: int,
+    chunk: int,
     lag: int,
     together: int,
     prompts_first: int,
 ) -> None:
     """Each job: its prompt, its length, where a stop token comes, how many steps later it is submitted than the one
     before, and the steps after which it is cancelled."""
-    how = {"piece_tokens": piece, "together": min(slots, together), "prompts_first": prompts_first}
-    schedule = Schedule(pages=pages, page_size=PAGE, slots=slots, **how)
-    device = Device(schedule, lag)
+    how = {"chunk_tokens": chunk, "together": min(slots, together), "prompts_first": prompts_first}
+    scheduler = Scheduler(pages=pages, page_size=PAGE, slots=slots, **how)
+    device = Device(scheduler, lag)
     cancelled: dict[int, int] = {}
     clock = 0
 
@@ -134,65 +134,65 @@ def test_every_completion_is_what_it_would_be_alone(
         nonlocal clock
         clock += 1
         for number in [number for number, at in cancelled.items() if at == clock]:
-            schedule.end(number)
+            scheduler.end(number)
         return device.step()
 
     for number, (prompt, most, ends, later, cancel) in enumerate(jobs):
         for _ in range(later):
             tick()
-        schedule.submit(number, prompt, most)
+        scheduler.submit(number, prompt, most)
         device.ends_at[number] = ends
         if cancel is not None:
             cancelled[number] = clock + cancel
     for _ in range(5000):
-        if schedule.idle and not device.flying:
+        if scheduler.idle and not device.flying:
             break
-        assert tick() or schedule.idle, "the schedule is stuck"
-    assert schedule.idle
+        assert tick() or scheduler.idle, "the scheduler is stuck"
+    assert scheduler.idle
     for number, (prompt, most, ends, _, _) in enumerate(jobs):
         wanted = expected(number, prompt, min(most, ends))
         drawn = device.drawn.get(number, [])
         assert drawn == wanted[: len(drawn)]
         if number not in cancelled:
             assert drawn == wanted
-    assert not schedule.plan()
-    assert schedule.used_pages == 0
+    assert not scheduler.plan()
+    assert scheduler.used_pages == 0
     assert device.most_rows <= slots
 
 
-def run_all(schedule: Schedule, lag: int = 1) -> Device:
-    device = Device(schedule, lag)
+def run_all(scheduler: Scheduler, lag: int = 1) -> Device:
+    device = Device(scheduler, lag)
     while device.step():
         pass
     return device
 
 
 def test_a_groups_prompt_is_computed_once() -> None:
-    schedule = Schedule(pages=100, page_size=PAGE, slots=8, piece_tokens=64)
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=8, chunk_tokens=64)
     prompt = tuple(range(10))
     for number in range(8):
-        schedule.submit(number, prompt, 5)
-    device = run_all(schedule)
-    assert schedule.prompt_tokens == len(prompt)
+        scheduler.submit(number, prompt, 5)
+    device = run_all(scheduler)
+    assert scheduler.prompt_tokens == len(prompt)
     assert device.drawn == {number: expected(number, prompt, 5) for number in range(8)}
 
 
 def test_members_of_a_group_that_start_later_share_its_prompt_too() -> None:
-    schedule = Schedule(pages=100, page_size=PAGE, slots=2, piece_tokens=64)
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=2, chunk_tokens=64)
     for number in range(8):
-        schedule.submit(number, tuple(range(10)), 5)
-    assert len(run_all(schedule).drawn) == 8
-    assert schedule.prompt_tokens == 10
+        scheduler.submit(number, tuple(range(10)), 5)
+    assert len(run_all(scheduler).drawn) == 8
+    assert scheduler.prompt_tokens == 10
 
 
 def test_the_batch_stays_full_while_others_wait() -> None:
-    schedule = Schedule(pages=100, page_size=PAGE, slots=4, piece_tokens=64)
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=4, chunk_tokens=64)
     lengths = [3, 9, 5, 7, 12, 4, 8, 6]
     for number, most in enumerate(lengths):
-        schedule.submit(number, (number,), most)
+        scheduler.submit(number, (number,), most)
     rows = []
-    device = Device(schedule, 1)
-    while plan := schedule.plan():
+    device = Device(scheduler, 1)
+    while plan := scheduler.plan():
         rows.append(len(plan.rows))
         device.run(plan)
     # All but the first token of each come from rows.
@@ -203,12 +203,12 @@ def test_the_batch_stays_full_while_others_wait() -> None:
 def test_completions_join_together() -> None:
     """Sixteen that end one after another, and as many that wait: no step computes fewer than four prompts, and what
     is left at the end joins at once."""
-    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=64, together=4)
+    scheduler = Scheduler(pages=200, page_size=PAGE, slots=16, chunk_tokens=64, together=4)
     for number in range(33):
-        schedule.submit(number, (number,), 5 + number % 16)
-    device = Device(schedule, 1)
+        scheduler.submit(number, (number,), 5 + number % 16)
+    device = Device(scheduler, 1)
     joined = []
-    while plan := schedule.plan():
+    while plan := scheduler.plan():
         joined.append(len(plan.starts))
         device.run(plan)
     first, *later = [count for count in joined if count]
@@ -220,55 +220,55 @@ def test_completions_join_together() -> None:
 
 def test_what_runs_waits_for_some_steps_that_compute_prompts() -> None:
     """And no longer: after four prompts, one a step, a token of each that runs is decoded beside the fifth."""
-    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=4, prompts_first=4)
+    scheduler = Scheduler(pages=200, page_size=PAGE, slots=16, chunk_tokens=4, prompts_first=4)
     for number in range(9):
-        schedule.submit(number, (number, 1, 2, 3), 9)
-    device = Device(schedule, 1)
+        scheduler.submit(number, (number, 1, 2, 3), 9)
+    device = Device(scheduler, 1)
     seen = []
     for _ in range(12):
-        plan = schedule.plan()
-        seen.append((len(plan.pieces), len(plan.rows)))
+        plan = scheduler.plan()
+        seen.append((len(plan.chunks), len(plan.rows)))
         device.run(plan)
     assert seen == [(1, 0)] * 4 + [(1, 4)] + [(1, 0)] * 4 + [(0, 9)] * 3
 
 
 def test_one_that_comes_alone_joins_at_once() -> None:
-    schedule = Schedule(pages=200, page_size=PAGE, slots=16, piece_tokens=64, together=8)
-    schedule.submit(0, (1, 2), 9)
-    device = Device(schedule, 1)
-    device.run(schedule.plan())
-    schedule.submit(1, (3, 4), 9)
-    assert [start.job.number for start in schedule.plan().starts] == [1]
+    scheduler = Scheduler(pages=200, page_size=PAGE, slots=16, chunk_tokens=64, together=8)
+    scheduler.submit(0, (1, 2), 9)
+    device = Device(scheduler, 1)
+    device.run(scheduler.plan())
+    scheduler.submit(1, (3, 4), 9)
+    assert [start.job.number for start in scheduler.plan().starts] == [1]
 
 
 def test_a_full_cache_preempts_and_loses_nothing() -> None:
-    schedule = Schedule(pages=9, page_size=PAGE, slots=6, piece_tokens=64)
+    scheduler = Scheduler(pages=9, page_size=PAGE, slots=6, chunk_tokens=64)
     for number in range(6):
-        schedule.submit(number, (number,) * 5, 20)
-    device = run_all(schedule)
-    assert schedule.preemptions > 0
+        scheduler.submit(number, (number,) * 5, 20)
+    device = run_all(scheduler)
+    assert scheduler.preemptions > 0
     assert device.drawn == {number: expected(number, (number,) * 5, 20) for number in range(6)}
 
 
 def test_a_prompt_longer_than_the_cache_is_refused_by_name() -> None:
-    schedule = Schedule(pages=4, page_size=PAGE, slots=2, piece_tokens=64)
+    scheduler = Scheduler(pages=4, page_size=PAGE, slots=2, chunk_tokens=64)
     with pytest.raises(CacheError, match="prompt of 30 tokens with 2 new ones .* holds 16 tokens"):
-        schedule.submit(0, (1,) * 30, 2)
+        scheduler.submit(0, (1,) * 30, 2)
     with pytest.raises(CacheError, match="no tokens"):
-        schedule.submit(0, (), 2)
-    schedule.submit(1, (1,) * 10, 7)
-    assert run_all(schedule).drawn[1] == expected(1, (1,) * 10, 7)
+        scheduler.submit(0, (), 2)
+    scheduler.submit(1, (1,) * 10, 7)
+    assert run_all(scheduler).drawn[1] == expected(1, (1,) * 10, 7)
 
 
-def test_long_prompts_come_in_pieces_between_decoding_steps() -> None:
-    schedule = Schedule(pages=100, page_size=PAGE, slots=4, piece_tokens=8)
-    schedule.submit(0, (1, 2), 12)
-    device = Device(schedule, 1)
-    device.run(schedule.plan())
-    schedule.submit(1, tuple(range(30)), 2)
+def test_long_prompts_come_in_chunks_between_decoding_steps() -> None:
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=4, chunk_tokens=8)
+    scheduler.submit(0, (1, 2), 12)
+    device = Device(scheduler, 1)
+    device.run(scheduler.plan())
+    scheduler.submit(1, tuple(range(30)), 2)
     mixed = 0
-    while plan := schedule.plan():
-        mixed += bool(plan.pieces and plan.rows)
-        assert sum(len(piece.tokens) for piece in plan.pieces) <= 8
+    while plan := scheduler.plan():
+        mixed += bool(plan.chunks and plan.rows)
+        assert sum(len(chunk.tokens) for chunk in plan.chunks) <= 8
         device.run(plan)
     assert mixed == 4

@@ -23,7 +23,7 @@ _SCORES_BYTES = 256 * 2**20  # most memory for attention scores, or for gathered
 
 
 @dataclass(frozen=True)
-class PieceSpan:
+class ChunkSpan:
     """The position of a prompt chunk in its pass and in its prompt."""
 
     first: int  # index of its first token in the pass
@@ -33,15 +33,15 @@ class PieceSpan:
 
 
 @dataclass
-class Pieces:
+class PromptChunks:
     """A prefill pass over prompt chunks."""
 
     cache: PagedCache
     positions: torch.Tensor  # [T] of the tokens in their prompts
     pages: torch.Tensor  # [T] page of each token's keys and values
     offsets: torch.Tensor  # [T] offset in the page
-    whole: list[PieceSpan]  # chunks that begin their prompt: they come first, and attend to themselves alone
-    later: list[PieceSpan]  # chunks that attend to earlier tokens in the cache, too
+    whole: list[ChunkSpan]  # chunks that begin their prompt: they come first, and attend to themselves alone
+    later: list[ChunkSpan]  # chunks that attend to earlier tokens in the cache, too
     layout: PackedLayout | None  # of the chunks in `whole`; None: there are none
     store: Callable[..., None] = store
 
@@ -71,7 +71,7 @@ class Recorded:
 class Paged:
     """The keyword argument that a model passes on to its attention. One type for all passes saves recompilations."""
 
-    step: Pieces | Rows | Recorded
+    step: PromptChunks | Rows | Recorded
 
 
 class UnservedError(Exception):
@@ -109,12 +109,12 @@ def paged_attention(
     if isinstance(step, Rows):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return step.attend(step, layer, q, k, v, scale, sliding_window, softcap)[None], None
-    return _attend_pieces(module, step, layer, query, key, value, scale, sliding_window, softcap), None
+    return _attend_chunks(module, step, layer, query, key, value, scale, sliding_window, softcap), None
 
 
-def _attend_pieces(
+def _attend_chunks(
     module: torch.nn.Module,
-    pieces: Pieces,
+    chunks: PromptChunks,
     layer: int,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -123,11 +123,11 @@ def _attend_pieces(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:  # [1, T, Q, E]
-    pieces.store(pieces.cache, layer, pieces.pages, pieces.offsets, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    keys, values = pieces.cache.keys[layer], pieces.cache.values[layer]
+    chunks.store(chunks.cache, layer, chunks.pages, chunks.offsets, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    keys, values = chunks.cache.keys[layer], chunks.cache.values[layer]
     outputs = []
-    if pieces.layout is not None:
-        count = query.shape[2] - sum(piece.count for piece in pieces.later)
+    if chunks.layout is not None:
+        count = query.shape[2] - sum(chunk.count for chunk in chunks.later)
         first, _ = packed_attention(
             module,
             query[:, :, :count],
@@ -137,16 +137,16 @@ def _attend_pieces(
             scale,
             sliding_window=window,
             softcap=softcap,
-            packed_layout=pieces.layout,
+            packed_layout=chunks.layout,
         )
         outputs.append(first)
-    for piece in pieces.later:
-        assert piece.pages is not None
-        end = piece.start + piece.count
+    for chunk in chunks.later:
+        assert chunk.pages is not None
+        end = chunk.start + chunk.count
         # [P, K, page, E] -> [K, end, E]
-        k, v = (pool.index_select(0, piece.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
-        q = query[0, :, piece.first : piece.first + piece.count]
-        outputs.append(_see_earlier(q, k, v, piece.start, scale, window, softcap).transpose(0, 1)[None])
+        k, v = (pool.index_select(0, chunk.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
+        q = query[0, :, chunk.first : chunk.first + chunk.count]
+        outputs.append(_see_earlier(q, k, v, chunk.start, scale, window, softcap).transpose(0, 1)[None])
     # `cat` would copy a single output; `detach`, since compiled layers would be recompiled for a view.
     return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -217,23 +217,23 @@ def attend_rows(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def make_pieces(
+def make_chunks(
     cache: PagedCache,
     spans: list[tuple[int, int, tuple[int, ...]]],
     send: Callable[[np.ndarray], torch.Tensor],
     store: Callable[..., None] = store,
-) -> Pieces:
+) -> PromptChunks:
     """Make a prefill pass. `spans`: for each chunk its start in the prompt, its number of tokens, and the prompt's
     pages up to its end; chunks that begin a prompt come first."""
-    whole: list[PieceSpan] = []
-    later: list[PieceSpan] = []
+    whole: list[ChunkSpan] = []
+    later: list[ChunkSpan] = []
     first = 0
     for start, count, own in spans:
         assert start or not later
         if start:
-            later.append(PieceSpan(first, count, start, send(np.array(own))))
+            later.append(ChunkSpan(first, count, start, send(np.array(own))))
         else:
-            whole.append(PieceSpan(first, count, start, None))
+            whole.append(ChunkSpan(first, count, start, None))
         first += count
     layout = None
     if whole:
@@ -242,13 +242,13 @@ def make_pieces(
     positions, pages, offsets = places_of(spans, cache.page_size)
     sent = send(np.stack([pages, offsets]))
     # The positions are sent as a tensor of their own: compiled layers would be recompiled for a view.
-    return Pieces(cache, send(positions), sent[0], sent[1], whole, later, layout, store)
+    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store)
 
 
 def places_of(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each token's position in its prompt, its page, and its offset in the page. `spans` as in `make_pieces`."""
+    """Return each token's position in its prompt, its page, and its offset in the page. `spans` as in `make_chunks`."""
     starts, counts, widths = np.array([(start, count, len(own)) for start, count, own in spans]).T
     table = np.fromiter(itertools.chain.from_iterable(own for _, _, own in spans), np.int64, widths.sum())
     positions = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)

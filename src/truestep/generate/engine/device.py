@@ -40,7 +40,7 @@ class Device:
     place: torch.device
     page_size: int  # tokens
     lag: int  # steps in flight after which the host reads the drawn tokens
-    piece_tokens: int  # most prompt tokens of a step
+    chunk_tokens: int  # most prompt tokens of a step
     compiles: bool  # layers run compiled
     joins: int  # prefill starts when 1/joins of the slots is free
     prompts_first: int  # most prefill steps in a row without decoding
@@ -82,5 +82,5 @@ class Device:
 
 def device_of(place: torch.device) -> Device:
     if place.type == "cuda":
-        return Device(place, page_size=32, lag=2, piece_tokens=4096, compiles=True, joins=12, prompts_first=8)
-    return Device(place, page_size=16, lag=0, piece_tokens=4096, compiles=False, joins=64, prompts_first=0)
+        return Device(place, page_size=32, lag=2, chunk_tokens=4096, compiles=True, joins=12, prompts_first=8)
+    return Device(place, page_size=16, lag=0, chunk_tokens=4096, compiles=False, joins=64, prompts_first=0)

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from truestep.generate.completions import Completion, DecodeOptions, Request
-from truestep.generate.engine.attend import Pieces, Rows, UnservedError, attend_rows, make_pieces, places_of
+from truestep.generate.engine.attend import PromptChunks, Rows, UnservedError, attend_rows, make_chunks, places_of
 from truestep.generate.engine.cache import PagedCache, page_bytes, pages_that_fit
 from truestep.generate.engine.device import Result, device_of
 from truestep.generate.engine.draw import key_of
-from truestep.generate.engine.exact import choose_exactly, exact_device, make_exact, pieces_pass, rows_pass
+from truestep.generate.engine.exact import choose_exactly, chunks_pass, exact_device, make_exact, rows_pass
 from truestep.generate.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
 from truestep.generate.engine.graphs import FlatPrompts, Graphs, size_for
 from truestep.generate.engine.rows import (
@@ -41,7 +41,7 @@ from truestep.generate.engine.rows import (
     draw_rows,
     idle_rows,
 )
-from truestep.generate.engine.schedule import Plan, Row, Schedule, Start
+from truestep.generate.engine.schedule import EngineStep, Row, Scheduler, Start
 from truestep.generate.engine.stops import StopTexts
 from truestep.generate.engine.team import Team, check
 from truestep.model.exact import exact_hidden, exactly
@@ -61,7 +61,7 @@ class Limits:
 
     rows: int  # completions in flight
     longest: int  # tokens of a prompt and its completion
-    piece_tokens: int | None = None  # prompt tokens of a step; None: the device's default
+    chunk_tokens: int | None = None  # prompt tokens of a step; None: the device's default
     cache_bytes: int | None = None  # size of the KV cache; None: as much as is useful and free
 
 
@@ -149,11 +149,11 @@ class Session:
         zeros = engine.exact or engine.device.attend is attend_rows
         self.cache: PagedCache | None = PagedCache.make(*shape, zeros=zeros)
         slots = min(limits.rows, pages)
-        self._schedule = Schedule(
+        self._scheduler = Scheduler(
             pages=pages,
             page_size=page_size,
             slots=slots,
-            piece_tokens=limits.piece_tokens or self._device.piece_tokens,
+            chunk_tokens=limits.chunk_tokens or self._device.chunk_tokens,
             together=max(1, slots // self._device.joins),
             prompts_first=self._device.prompts_first,
         )
@@ -174,34 +174,34 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return not self._schedule.idle
+        return not self._scheduler.idle
 
     def submit(self, number: int, request: Request, options: DecodeOptions) -> None:
         """Submit a request. `step` returns its completion under this number."""
-        self._schedule.submit(number, request.input_ids, options.max_new_tokens)
+        self._scheduler.submit(number, request.input_ids, options.max_new_tokens)
         stops = StopTexts(self._policy.tokenizer, options.stop) if options.stop else None
         self._open[number] = _Open(options, request.seed, stops)
         self._truncates = self._truncates or options.truncates
 
     def cancel(self, number: int) -> None:
         """Stop a completion; `step` will not return it."""
-        self._schedule.end(number)
+        self._scheduler.end(number)
         self._open.pop(number, None)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Launch a step. Return the completions that are now known to have ended, with their numbers."""
-        plan = self._schedule.plan()
+        plan = self._scheduler.plan()
         if plan:
             self._flying.append(self._launch(plan))
             self.counts.steps += 1
-            self.counts.most_pages = max(self.counts.most_pages, self._schedule.used_pages)
+            self.counts.most_pages = max(self.counts.most_pages, self._scheduler.used_pages)
         elif not self._flying:
-            raise RuntimeError("the sampler's schedule is stuck")  # a bug of the scheduler
+            raise RuntimeError("the sampler's scheduler is stuck")  # a bug of the scheduler
         done: list[tuple[int, Completion]] = []
         while len(self._flying) > (self._device.lag if plan else 0):
             done += self._collect(*self._flying.popleft())
-        self.counts.prompt_tokens = self._schedule.prompt_tokens
-        self.counts.preemptions = self._schedule.preemptions
+        self.counts.prompt_tokens = self._scheduler.prompt_tokens
+        self.counts.preemptions = self._scheduler.preemptions
         return done
 
     def close(self) -> None:
@@ -213,10 +213,10 @@ class Session:
         if self._device.place.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _launch(self, plan: Plan) -> tuple[list[int], Result]:
+    def _launch(self, plan: EngineStep) -> tuple[list[int], Result]:
         assert self.cache is not None
-        if plan.pieces:
-            self._compute_pieces(plan)
+        if plan.chunks:
+            self._compute_chunks(plan)
         copies = [start.copy for start in plan.starts if start.copy is not None]
         if copies:
             source, target = self._device.send(np.array(copies).T.copy())
@@ -232,26 +232,26 @@ class Session:
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         return numbers, self._device.fetch(joined)
 
-    def _compute_pieces(self, plan: Plan) -> None:
+    def _compute_chunks(self, plan: EngineStep) -> None:
         assert self.cache is not None
-        pieces = sorted(plan.pieces, key=lambda piece: piece.start > 0)
-        ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
-        ids = np.fromiter(itertools.chain.from_iterable(piece.tokens for piece in pieces), np.int64, ends[-1] + 1)
-        spans = [(piece.start, len(piece.tokens), piece.pages) for piece in pieces]
+        chunks = sorted(plan.chunks, key=lambda chunk: chunk.start > 0)
+        ends = np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1
+        ids = np.fromiter(itertools.chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, ends[-1] + 1)
+        spans = [(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks]
         hidden = None
-        if self._graphs is not None and self._device.fused and not pieces[-1].start:
+        if self._graphs is not None and self._device.fused and not chunks[-1].start:
             positions, pages, offsets = places_of(spans, self._device.page_size)
             bounds = np.concatenate([[0], ends + 1]).astype(np.int32)
-            longest = max(len(piece.tokens) for piece in pieces)
+            longest = max(len(chunk.tokens) for chunk in chunks)
             prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare)
             hidden = self._graphs.run_prompts(prompts, self._device.send, self._compute_prompts)
         if self._exact:
-            there, exact = pieces_pass(self.cache, spans, self._device.send, self._device.store)
+            there, exact = chunks_pass(self.cache, spans, self._device.send, self._device.store)
             hidden = exact_hidden(self._policy.model, self._device.send(ids), there, exact)
         if hidden is None:
-            step = make_pieces(self.cache, spans, self._device.send, self._device.store)
+            step = make_chunks(self.cache, spans, self._device.send, self._device.store)
             hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
-        last = [(end, piece.place) for end, piece in zip(ends, pieces, strict=True) if piece.place is not None]
+        last = [(end, chunk.place) for end, chunk in zip(ends, chunks, strict=True) if chunk.place is not None]
         if last:
             if self._hidden is None:
                 self._hidden = hidden.new_zeros(len(self._tables), hidden.shape[1])
@@ -268,7 +268,7 @@ class Session:
     ) -> torch.Tensor:
         """Prefill whole prompts. This is captured in a CUDA graph, so it must not read host memory."""
         assert self.cache is not None
-        step = Pieces(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
+        step = PromptChunks(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
         return run_model(self._policy, ids, positions, step)
 
     def _begin(self, starts: Sequence[Start]) -> torch.Tensor:
@@ -365,7 +365,7 @@ class Session:
         made = 0
         values = (values.view(np.float64).tolist() for values in floats)
         for number, token, logprob, mass in zip(numbers, tokens, *values, strict=True):
-            if not self._schedule.learned(number, token):
+            if not self._scheduler.learned(number, token):
                 continue  # the completion had ended before; this step was launched without knowing that
             made += 1
             state = self._open[number]
@@ -374,7 +374,7 @@ class Session:
             state.log_mass.append(mass)
             stopped = token in state.options.stop_ids or (state.stops is not None and state.stops.reached(state.tokens))
             if stopped:
-                self._schedule.end(number)
+                self._scheduler.end(number)
             if stopped or len(state.tokens) == state.options.max_new_tokens:
                 done.append((number, state.completion(stopped)))
                 del self._open[number]

@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 Pools = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
-_PIECE_TOKENS = 8192  # prompt tokens of a step. Exact prefill uses no CUDA graph, so large steps save launch time
+_CHUNK_TOKENS = 8192  # prompt tokens of a step. Exact prefill uses no CUDA graph, so large steps save launch time
 
 
 def exact_device(device: Device) -> Device:
     """Return the device's settings for exact sampling."""
-    pieces = max(_PIECE_TOKENS, device.piece_tokens)
-    return replace(device, page_size=page_of(device.place), piece_tokens=pieces, compiles=False, fused=False)
+    chunks = max(_CHUNK_TOKENS, device.chunk_tokens)
+    return replace(device, page_size=page_of(device.place), chunk_tokens=chunks, compiles=False, fused=False)
 
 
 def pools_of(
@@ -49,7 +49,7 @@ def pools_of(
     return pools
 
 
-def pieces_pass(
+def chunks_pass(
     cache: PagedCache, spans: Sequence[tuple[int, int, tuple[int, ...]]], send: Send, store: Callable[..., None]
 ) -> tuple[torch.Tensor, ExactPass]:
     """Return the positions of all tokens, and the pass over prompt chunks. `spans`: for each chunk its start in the
@@ -136,15 +136,15 @@ def _by_engine(
     send, store = device.send, device.store
     found: list[list[torch.Tensor]] = [[] for _ in documents]
     done = [0] * len(documents)
-    for piece in (5, page + 3):  # sizes of two prompt chunks; the rest is decoded
-        counts = [min(piece, len(ids) - at) for ids, at in zip(documents, done, strict=True)]
+    for chunk in (5, page + 3):  # sizes of two prompt chunks; the rest is decoded
+        counts = [min(chunk, len(ids) - at) for ids, at in zip(documents, done, strict=True)]
         members = [number for number, count in enumerate(counts) if count > 0]
         spans = [
             (done[number], counts[number], own[number][: -(-(done[number] + counts[number]) // page)])
             for number in members
         ]
         ids = np.concatenate([documents[number][done[number] : done[number] + counts[number]] for number in members])
-        positions, step = pieces_pass(cache, spans, send, store)
+        positions, step = chunks_pass(cache, spans, send, store)
         hidden = exact_hidden(policy.model, send(ids), positions, step)
         for number, part in zip(members, hidden.split([counts[number] for number in members]), strict=True):
             found[number].append(part)

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from truestep.generate.engine.attend import NAME, Paged, Pieces, Recorded, Rows, UnservedError, attend_rows, make_pieces
+from truestep.generate.engine.attend import (
+    NAME,
+    Paged,
+    PromptChunks,
+    Recorded,
+    Rows,
+    UnservedError,
+    attend_rows,
+    make_chunks,
+)
 from truestep.generate.engine.cache import LayerShape, PagedCache
 from truestep.model.fast import compiled as compiled_code
 from truestep.model.mixers import attention
@@ -22,7 +31,7 @@ from truestep.weights.layers import layers_of
 
 log = logging.getLogger(__name__)
 
-_PROBE_TOKENS, _PROBE_PIECES = 13, (5, 9)  # ends of the prompt chunks; the rest is decoded
+_PROBE_TOKENS, _PROBE_CHUNKS = 13, (5, 9)  # ends of the prompt chunks; the rest is decoded
 _MANY = 64, 8  # prompts, and tokens of each
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, as for the probe when a model is loaded
 _HALF_TOLERANCE = 0.1
@@ -85,7 +94,7 @@ def _norms_of(model: Any) -> list[Any]:
 
 
 def run_model(
-    policy: Policy, ids: torch.Tensor, positions: torch.Tensor, step: Pieces | Rows | Recorded
+    policy: Policy, ids: torch.Tensor, positions: torch.Tensor, step: PromptChunks | Rows | Recorded
 ) -> torch.Tensor:
     """Return the last hidden states of tokens: [T], [T] -> [T, H]."""
     output = policy.model.base_model(
@@ -123,7 +132,7 @@ def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     cache = PagedCache.make(layers, prompts * pages, page_size, policy.weights.dtype, policy.device)
     spans = [(0, each, tuple(range(pages * number, pages * (number + 1)))) for number in range(prompts)]
     with paged(policy):
-        step = make_pieces(cache, spans, _sender(policy.device))
+        step = make_chunks(cache, spans, _sender(policy.device))
         run_model(policy, torch.zeros(prompts * each, dtype=torch.int64, device=policy.device), step.positions, step)
 
 
@@ -143,8 +152,8 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
 
     with paged(policy):
         start = 0
-        for end in _PROBE_PIECES:
-            step = make_pieces(cache, [(start, end - start, pages)], _sender(device))
+        for end in _PROBE_CHUNKS:
+            step = make_chunks(cache, [(start, end - start, pages)], _sender(device))
             found.append(run_model(policy, tokens[start:end], step.positions, step))
             start = end
         for at in range(start, _PROBE_TOKENS):  # two equal rows: torch.compile specialises for one

@@ -50,7 +50,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptChunk:
     """A prompt chunk: consecutive tokens of a prompt that one step prefills."""
 
     tokens: tuple[int, ...]
@@ -83,26 +83,26 @@ class Row:
 
 
 @dataclass
-class Plan:
+class EngineStep:
     """The work of one engine step."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    chunks: list[PromptChunk] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.pieces or self.starts or self.rows)
+        return bool(self.chunks or self.starts or self.rows)
 
 
-class Schedule:
+class Scheduler:
     def __init__(
-        self, *, pages: int, page_size: int, slots: int, piece_tokens: int, together: int = 1, prompts_first: int = 0
+        self, *, pages: int, page_size: int, slots: int, chunk_tokens: int, together: int = 1, prompts_first: int = 0
     ):
         """`together`: prefill starts once so many slots are free, or enough for all waiting completions, or nothing
         runs, because a prefill step has a fixed cost. `prompts_first`: up to so many prefill steps in a row run without
         decoding, because decoding few rows takes nearly as long as decoding many."""
         self.page_size, self.pages, self.slots = page_size, pages, slots
-        self._piece_tokens, self._together, self._prompts_first = piece_tokens, together, prompts_first
+        self._chunk_tokens, self._together, self._prompts_first = chunk_tokens, together, prompts_first
         self._waited = 0  # prefill steps in a row without decoding
         self._joining = False  # True while prefill goes on: until no prompt waits or no slot is free
         self._free_pages = list(range(pages - 1, -1, -1))
@@ -182,9 +182,9 @@ class Schedule:
                         self._forget(prompt)
                     break
 
-    def plan(self) -> Plan:
+    def plan(self) -> EngineStep:
         """Plan the next step. If it is empty, nothing can be computed until more drawn tokens are read."""
-        plan = Plan()
+        plan = EngineStep()
         self._free_slots += self._released_slots
         self._free_places += self._released_places
         self._released_slots, self._released_places = [], []
@@ -213,7 +213,7 @@ class Schedule:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _plan_rows(self, plan: Plan) -> None:
+    def _plan_rows(self, plan: EngineStep) -> None:
         for job in list(self._running):
             if job.slot < 0:
                 continue  # it was preempted for one that started earlier
@@ -282,19 +282,19 @@ class Schedule:
                 break
         return len(self._free_slots) >= min(waiting, self._together)
 
-    def _plan_prompts(self, plan: Plan) -> None:
+    def _plan_prompts(self, plan: EngineStep) -> None:
         if self._may_join():
             self._plan_joins(plan)
             self._joining = bool(self._queue and self._free_slots)
 
-    def _plan_joins(self, plan: Plan) -> None:
-        budget = self._piece_tokens
+    def _plan_joins(self, plan: EngineStep) -> None:
+        budget = self._chunk_tokens
         room = len(self._free_slots)
         for prompt in list(self._queue):
             if room <= 0:
                 return
             if not prompt.ready:
-                budget = self._plan_piece(plan, prompt, budget)
+                budget = self._plan_chunk(plan, prompt, budget)
             if not prompt.ready:
                 return  # first come, first served
             waiting = len(prompt.jobs)
@@ -302,12 +302,12 @@ class Schedule:
                 return
             room -= waiting
 
-    def _plan_piece(self, plan: Plan, prompt: Prompt, budget: int) -> int:
+    def _plan_chunk(self, plan: EngineStep, prompt: Prompt, budget: int) -> int:
         """Plan the largest chunk of a prompt for which the step and the cache have room. Return the step's remaining
         token budget; 0 ends the step's prefill."""
         left = len(prompt.tokens) - prompt.done
         count = min(left, budget)
-        if count < left <= self._piece_tokens and budget < self._piece_tokens:
+        if count < left <= self._chunk_tokens and budget < self._chunk_tokens:
             return 0  # the next step has room for the whole rest
         end = prompt.done + count
         needed = self._pages_for(end) - len(prompt.pages)
@@ -321,12 +321,12 @@ class Schedule:
             prompt.place = self._free_places.pop()
         prompt.pages += [self._take_page() for _ in range(needed)]
         place = prompt.place if prompt.place >= 0 else None
-        plan.pieces.append(Piece(prompt.tokens[prompt.done : end], prompt.done, tuple(prompt.pages), place))
+        plan.chunks.append(PromptChunk(prompt.tokens[prompt.done : end], prompt.done, tuple(prompt.pages), place))
         prompt.done = end
         self.prompt_tokens += count
         return budget - count
 
-    def _start(self, plan: Plan, prompt: Prompt, take_over: bool = False) -> bool:
+    def _start(self, plan: EngineStep, prompt: Prompt, take_over: bool = False) -> bool:
         """Start the jobs of a prefilled prompt. Return False if some of them have no slot or page yet. `take_over`: one
         job takes the prompt's pages, and the other jobs' prompt is prefilled again."""
         while prompt.jobs:

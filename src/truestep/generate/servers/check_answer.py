@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from truestep.generate.servers.errors import BadAnswerError
-from truestep.generate.servers.protocol import Choice, CompletionRequest, InferenceServer
+from truestep.generate.servers.protocol import CompletionRequest, InferenceServer, ServerCompletion
 
 
-async def complete(server: InferenceServer, request: CompletionRequest, version: int) -> list[Choice]:
+async def complete(server: InferenceServer, request: CompletionRequest, version: int) -> list[ServerCompletion]:
     """Request completions. The caller makes sure that weights of `version` sample all of them."""
     return check_choices(await server.complete(request), request, version)
 
 
-async def stream(server: InferenceServer, request: CompletionRequest, version: Callable[[], int]) -> list[Choice]:
+async def stream(
+    server: InferenceServer, request: CompletionRequest, version: Callable[[], int]
+) -> list[ServerCompletion]:
     """Request completions as a stream. Each token gets the version that `version()` returns when the token arrives."""
     versions: defaultdict[int, list[int]] = defaultdict(list)
 
@@ -25,8 +27,8 @@ async def stream(server: InferenceServer, request: CompletionRequest, version: C
 
 
 def check_choices(
-    choices: Sequence[Choice], request: CompletionRequest, versions: Mapping[int, list[int]] | int
-) -> list[Choice]:
+    choices: Sequence[ServerCompletion], request: CompletionRequest, versions: Mapping[int, list[int]] | int
+) -> list[ServerCompletion]:
     """Check completions and return them with their tokens' versions. `versions`: one for all tokens, or a list for each
     completion's index."""
     if len(choices) != request.n:
@@ -39,7 +41,7 @@ def check_choices(
     ]
 
 
-def _checked(choice: Choice, request: CompletionRequest, versions: list[int] | int) -> Choice:
+def _checked(choice: ServerCompletion, request: CompletionRequest, versions: list[int] | int) -> ServerCompletion:
     tokens = choice.token_ids
     if not tokens:
         raise BadAnswerError("a completion without tokens")
@@ -54,7 +56,7 @@ def _checked(choice: Choice, request: CompletionRequest, versions: list[int] | i
     return replace(choice, logprobs=[float(value) for value in choice.logprobs], versions=token_versions)
 
 
-def _check_end(choice: Choice, request: CompletionRequest) -> None:
+def _check_end(choice: ServerCompletion, request: CompletionRequest) -> None:
     tokens = choice.token_ids
     inner = tokens[:-1] if choice.stopped else tokens
     if any(token in request.stop_ids for token in inner):

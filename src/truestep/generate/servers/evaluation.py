@@ -12,13 +12,13 @@ from truestep.generate.completions import Completion, DecodeOptions, Request
 from truestep.generate.groups import TRIES
 from truestep.generate.rewarded import Rated
 from truestep.generate.servers.errors import BadAnswerError, UnreachableError, VoidedError
-from truestep.generate.servers.fleet import Answer, Fleet
+from truestep.generate.servers.fleet import Fleet, ServedCompletions
 from truestep.generate.servers.protocol import CompletionRequest
 
 _RETRY_SECONDS = 0.05
 
 
-class Answering:
+class ServerEvaluation:
     """Requests one completion of each prompt from a fleet, again if it is void, and rates each when it arrives."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Answering:
 
     async def run(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[Rated]:
         """Return the rated completions of all requests. Each is confirmed by a later probe, or requested again."""
-        done: dict[int, tuple[Rated, Answer | None]] = {}
+        done: dict[int, tuple[Rated, ServedCompletions | None]] = {}
         missing = list(range(len(requests)))
         while missing:
             answered = await asyncio.gather(*(self._one(prompts[index], requests[index]) for index in missing))
@@ -49,7 +49,7 @@ class Answering:
             ]
         return [done[index][0] for index in range(len(requests))]
 
-    async def _one(self, prompt: Prompt, request: Request) -> tuple[Rated, Answer | None]:
+    async def _one(self, prompt: Prompt, request: Request) -> tuple[Rated, ServedCompletions | None]:
         failures, reason = 0, ""
         while failures < TRIES:
             try:

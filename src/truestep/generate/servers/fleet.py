@@ -24,7 +24,7 @@ from truestep.generate.servers.errors import (
 )
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.probe import Expected, measure
-from truestep.generate.servers.protocol import Choice, CompletionRequest, InferenceServer
+from truestep.generate.servers.protocol import CompletionRequest, InferenceServer, ServerCompletion
 from truestep.process import progress
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
@@ -55,7 +55,7 @@ class Server:
     epoch: int = 0  # increases when the version of the completions in flight becomes unknown
     in_flight: int = 0  # completions
     served: int = 0  # completions
-    unconfirmed: list["Answer"] = field(default_factory=list)
+    unconfirmed: list["ServedCompletions"] = field(default_factory=list)
     lost_at: float | None = None  # on the loop's clock; None: it is not lost
     trouble: str = ""  # the last error
     attempts: int = 0  # to recover it
@@ -71,16 +71,16 @@ class Server:
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
             return f"{self.url} is lost since {since} ({seconds:.0f} s, {self.attempts} attempts): {self.trouble}"
         trouble = f"; its last trouble: {self.trouble}" if self.trouble else ""
-        state = "open" if self.is_open else "being given weights"
-        return f"{self.url} is {state} with {self.in_flight} completions under way{trouble}"
+        state = "open" if self.is_open else "loading weights"
+        return f"{self.url} is {state} with {self.in_flight} completions in flight{trouble}"
 
 
 @dataclass(eq=False)
-class Answer:
+class ServedCompletions:
     """The completions of one request. A later probe either confirms them or makes them void, once and for all."""
 
     server: Server
-    choices: list[Choice]
+    choices: list[ServerCompletion]
     confirmed: bool = False  # a probe has shown that their versions are right
     void: bool = False  # it is unknown which weights sampled them
 
@@ -122,7 +122,7 @@ class Fleet:
         self._changed = Signal()
         self._tasks: set[asyncio.Task[None]] = set()  # publications and recoveries in flight, one server each
 
-    async def ask(self, request: CompletionRequest) -> Answer:
+    async def ask(self, request: CompletionRequest) -> ServedCompletions:
         """Send a request to the server with the fewest completions in flight."""
         server = await self._pick()
         version, epoch = server.version, server.epoch
@@ -144,7 +144,7 @@ class Fleet:
             raise VoidedError
         if not all(choice.aborted for choice in choices):
             self.note_progress()
-        server.unconfirmed.append(Answer(server, choices))
+        server.unconfirmed.append(ServedCompletions(server, choices))
         return server.unconfirmed[-1]
 
     def note_progress(self) -> None:

@@ -10,8 +10,8 @@ from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.groups import TRIES, reject, stopping_error, to_rollout
 from truestep.generate.servers.errors import BadAnswerError, UnreachableError, VoidedError
-from truestep.generate.servers.fleet import Answer, Fleet, Server
-from truestep.generate.servers.protocol import Choice, CompletionRequest
+from truestep.generate.servers.fleet import Fleet, ServedCompletions, Server
+from truestep.generate.servers.protocol import CompletionRequest, ServerCompletion
 from truestep.types import Rejected, Rollout
 
 _CHECKED_DRAWS = 4  # a random stream of its own; that of the probes is 3
@@ -38,7 +38,7 @@ class Member:
 
     rollout: Rollout
     versions: Sequence[int]  # of the weights that sampled each token
-    answer: Answer
+    answer: ServedCompletions
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class GroupMaker:
             prompt.input_ids, n, options.temperature, options.max_new_tokens, options.stop_ids, options.vocabulary_size
         )
 
-    async def _add(self, group: Group, answer: Answer, first: int) -> list[str]:
+    async def _add(self, group: Group, answer: ServedCompletions, first: int) -> list[str]:
         """Add an answer's rated completions to the group. Return why others could not be rated. Aborted completions are
         skipped: `make` requests them again."""
         named = [(f"{group.number}-{first + at}", choice) for at, choice in enumerate(answer.choices)]
@@ -141,7 +141,7 @@ class GroupMaker:
             self._fleet.note_progress()  # rewards may take long
         return problems
 
-    async def _rated(self, group: Group, name: str, choice: Choice, problems: list[str]) -> Rating | None:
+    async def _rated(self, group: Group, name: str, choice: ServerCompletion, problems: list[str]) -> Rating | None:
         text = self._read(choice.token_ids)
         try:
             return await self._rate(group.prompt, text, name)
@@ -152,7 +152,9 @@ class GroupMaker:
             problems.append(str(error))
             return None
 
-    def _member(self, name: str, prompt: Prompt, choice: Choice, rating: Rating, answer: Answer) -> Member:
+    def _member(
+        self, name: str, prompt: Prompt, choice: ServerCompletion, rating: Rating, answer: ServedCompletions
+    ) -> Member:
         rollout = to_rollout(
             name,
             prompt,

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.25  # between checks of lost servers and of stall_timeout whil
 
 
 @dataclass(frozen=True)
-class Pace:
+class StalenessLimit:
     """Limits on the groups that are sampled ahead of the trainer."""
 
     docs_per_step: int
@@ -41,13 +41,13 @@ class LookAhead:
         make_fleet: Callable[..., Fleet],
         prompts: Sequence[Prompt],
         sampling: SamplingOptions,
-        pace: Pace,
+        limit: StalenessLimit,
         rate: Callable[[Prompt, str, str], Awaitable[Rating]],
         read: Callable[[Sequence[int]], str],
     ):
         self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail)
         self.maker = GroupMaker(self.fleet, sampling, rate, read)
-        self._prompts, self._sampling, self._pace = prompts, sampling, pace
+        self._prompts, self._sampling, self._limit = prompts, sampling, limit
         self._next_number = 0
         self._restored: deque[int] = deque()  # numbers of groups that were open in the checkpoint: they come first
         self._open: dict[int, Group] = {}  # groups started and not handed over, by number
@@ -114,16 +114,16 @@ class LookAhead:
         for group in chosen:
             self._ready.remove(group)
             del self._open[group.number]
-        self._seen += self._pace.documents_per_take
+        self._seen += self._limit.documents_per_take
         self._replaced = 0
         self._admit()
         return sorted(chosen, key=lambda group: group.number)
 
     async def _wait(self, start: float) -> None:
         quiet = asyncio.get_running_loop().time() - max(start, self.fleet.last_progress)
-        if quiet >= self._pace.stall_timeout:
+        if quiet >= self._limit.stall_timeout:
             raise SourceError(
-                f"sampler: no completion for {quiet:.0f} s (schedule.stall_timeout: {self._pace.stall_timeout:g}): "
+                f"sampler: no completion for {quiet:.0f} s (schedule.stall_timeout: {self._limit.stall_timeout:g}): "
                 f"{self.fleet.report()}"
             )
         with contextlib.suppress(TimeoutError):
@@ -144,10 +144,10 @@ class LookAhead:
         await self.fleet.close()
 
     def _admit(self) -> None:
-        pace, version = self._pace, self.fleet.version
-        while self._fatal is None and version is not None and len(self._tasks) < pace.concurrency:
-            steps_ahead = len(self._open) * self._sampling.group_size // pace.docs_per_step
-            if self._seen + steps_ahead * pace.documents_per_take - version > pace.max_staleness:
+        limit, version = self._limit, self.fleet.version
+        while self._fatal is None and version is not None and len(self._tasks) < limit.concurrency:
+            steps_ahead = len(self._open) * self._sampling.group_size // limit.docs_per_step
+            if self._seen + steps_ahead * limit.documents_per_take - version > limit.max_staleness:
                 return
             if self._restored:
                 number = self._restored.popleft()
@@ -193,13 +193,13 @@ class LookAhead:
         """Drop the completions of groups that are too stale, and sample these groups again, up to `TRIES` times."""
         for group in list(self._ready):
             staleness = self._seen - group.version
-            if staleness <= self._pace.max_staleness:
+            if staleness <= self._limit.max_staleness:
                 continue
             self._ready.remove(group)
             self.maker.counts["stale"] += len(group.members)
             reason = (
                 f"too stale: sampled {staleness} documents before its step, and sampler.max_staleness is "
-                f"{self._pace.max_staleness}"
+                f"{self._limit.max_staleness}"
             )
             for member in group.members:
                 self.maker.reject(group, member.rollout.id, reason)

@@ -41,7 +41,7 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ServerCompletion:
     """One completion. An aborted one has no tokens and is sampled again."""
 
     token_ids: list[int]  # the stop token included
@@ -92,12 +92,12 @@ class InferenceServer(Protocol):
         """Convert a text to tokens; None where the server has no tokenizer."""
         return None
 
-    async def complete(self, request: CompletionRequest) -> list[Choice]:
+    async def complete(self, request: CompletionRequest) -> list[ServerCompletion]:
         """Sample exactly `request.n` completions at the temperature alone, without the model's default top_p or
         top_k."""
         ...
 
-    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
+    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[ServerCompletion]:
         """Do as `complete`, and call `on_tokens(index, count)` when tokens arrive. For `sampler.pause: keep`."""
         raise ServerError(f"sampler.pause: keep needs a server that streams, which {self.advice.kind} does not")
 

@@ -18,11 +18,11 @@ from truestep.generate.completions import DecodeOptions, Request
 from truestep.generate.rewarded import Rated
 from truestep.generate.servers.check import check_server
 from truestep.generate.servers.errors import ServerError
-from truestep.generate.servers.evaluation import Answering
+from truestep.generate.servers.evaluation import ServerEvaluation
 from truestep.generate.servers.fleet import Fleet, Published
 from truestep.generate.servers.group_maker import Group, SamplingOptions
 from truestep.generate.servers.host_copies import HostWeights
-from truestep.generate.servers.look_ahead import LookAhead, Pace
+from truestep.generate.servers.look_ahead import LookAhead, StalenessLimit
 from truestep.generate.servers.probe import Expected, make_probes
 from truestep.generate.servers.protocol import InferenceServer
 from truestep.generate.servers.weight_files import Publisher
@@ -81,7 +81,7 @@ class Servers:
         make_servers: Callable[[], Sequence[InferenceServer]],
         rewards: AwaitedRewards,
         sampling: SamplingOptions,
-        pace: Pace,
+        limit: StalenessLimit,
         read: Callable[[Sequence[int]], str],  # decodes a completion's tokens to text
         publisher: Publisher,
         send_from: torch.device | None = None,  # device from which weights are sent by NCCL; None: over the disk
@@ -92,7 +92,7 @@ class Servers:
     ):
         self._prompts, self._rewards, self._sampling, self._read = prompts, rewards, sampling, read
         self._publisher, self._send_from = publisher, send_from
-        self._at_once = pace.concurrency
+        self._at_once = limit.concurrency
         self._loop = loop or LoopThread()
         self._sending: Future[None] | None = None  # None: no weights were sent yet
         self._closed = False
@@ -100,7 +100,7 @@ class Servers:
             servers, longest = self._loop.run(self._connect(make_servers))
             self.probes = make_probes(prompts, sampling.seed, longest - 1)
             make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance, rolling=rolling)
-            self.ahead = LookAhead(make_fleet, prompts, sampling, pace, rewards.rate, read)
+            self.ahead = LookAhead(make_fleet, prompts, sampling, limit, rewards.rate, read)
         except BaseException:
             self._loop.close()
             raise
@@ -153,7 +153,7 @@ class Servers:
 
         async def work() -> list[Rated]:
             fleet, size = self.ahead.fleet, self._sampling.vocabulary_size
-            return await Answering(fleet, options, size, rater, self._read, self._at_once).run(prompts, requests)
+            return await ServerEvaluation(fleet, options, size, rater, self._read, self._at_once).run(prompts, requests)
 
         with (
             progress.waiting_for("answers of the inference servers"),

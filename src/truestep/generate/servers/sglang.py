@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
 from truestep.generate.servers.http import HttpServer
-from truestep.generate.servers.protocol import Advice, Choice, CompletionRequest
+from truestep.generate.servers.protocol import Advice, CompletionRequest, ServerCompletion
 from truestep.text import printable
 
 # Sampling without truncation or penalties, whatever the model's defaults are. `ignore_eos` stays off: with it SGLang
@@ -35,11 +35,11 @@ class Sglang(HttpServer):
     )
     hints: ClassVar[Mapping[int, str]] = {**HttpServer.hints, 404: "; is it SGLang 0.5.6 or later?"}
 
-    async def complete(self, request: CompletionRequest) -> list[Choice]:
+    async def complete(self, request: CompletionRequest) -> list[ServerCompletion]:
         answer = await self._post("/generate", self._body(request), tokens=request.tokens)
         return read_answers(answer if isinstance(answer, list) else [answer], request)
 
-    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
+    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[ServerCompletion]:
         answers: dict[int, dict[str, Any]] = {}
 
         def read_event(event: dict[str, Any]) -> None:
@@ -117,21 +117,21 @@ class Sglang(HttpServer):
         await self._order("/continue_generation", {})
 
 
-def read_answers(answers: list[Any], request: CompletionRequest) -> list[Choice]:
+def read_answers(answers: list[Any], request: CompletionRequest) -> list[ServerCompletion]:
     """Read completions from the answers' JSON. Their tokens are checked later, by `check_answer.check_choices`."""
     if len(answers) != request.n:
         raise BadAnswerError(f"asked for {request.n} completions, got {len(answers)}")
     return [_read(answer) for answer in answers]
 
 
-def _read(answer: Any) -> Choice:
+def _read(answer: Any) -> ServerCompletion:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict):
         raise BadAnswerError("a completion without meta_info")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else finish
     if reason == "abort":
-        return Choice([], [], stopped=False, aborted=True)
+        return ServerCompletion([], [], stopped=False, aborted=True)
     if reason not in ("stop", "length"):
         shown = printable(repr(finish), 60)
         raise BadAnswerError(f"finish_reason is {shown}, neither stop nor length: the completion is not whole")
@@ -142,4 +142,4 @@ def _read(answer: Any) -> Choice:
     tokens = [pair[1] for pair in scored]
     if isinstance(ids, list) and ids != tokens:
         raise BadAnswerError("a completion's output_ids and the tokens of its log-probs differ")
-    return Choice(tokens, [pair[0] for pair in scored], stopped=reason == "stop")
+    return ServerCompletion(tokens, [pair[0] for pair in scored], stopped=reason == "stop")

@@ -13,7 +13,7 @@ from truestep.generate.servers.errors import BadAnswerError, ForgottenError, Ser
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.http import QUICK_SECONDS, HttpServer
 from truestep.generate.servers.nccl_link import Link
-from truestep.generate.servers.protocol import Advice, Choice, CompletionRequest
+from truestep.generate.servers.protocol import Advice, CompletionRequest, ServerCompletion
 from truestep.model.adapter_files import is_adapter
 from truestep.publish.nccl import NcclWire
 from truestep.text import printable
@@ -55,10 +55,10 @@ class Vllm(HttpServer):
     _link: Link | None = None  # None: not joined, or weights are not sent
     _adapter: str | None = None  # the name of the adapter that was loaded last; each version has another name
 
-    async def complete(self, request: CompletionRequest) -> list[Choice]:
+    async def complete(self, request: CompletionRequest) -> list[ServerCompletion]:
         return read_choices(await self._post("/v1/completions", self._body(request), tokens=request.tokens), request)
 
-    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[Choice]:
+    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[ServerCompletion]:
         choices: dict[int, dict[str, Any]] = {}
 
         def read_event(event: dict[str, Any]) -> None:
@@ -266,7 +266,7 @@ class Vllm(HttpServer):
         await self._order("/resume", None, QUICK_SECONDS)
 
 
-def read_choices(answer: Any, request: CompletionRequest) -> list[Choice]:
+def read_choices(answer: Any, request: CompletionRequest) -> list[ServerCompletion]:
     """Read completions from an answer's JSON, by index. Their tokens are checked later, by
     `check_answer.check_choices`."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -285,13 +285,13 @@ def _index(choice: dict[str, Any]) -> int:
     return index
 
 
-def _read(choice: dict[str, Any], request: CompletionRequest) -> Choice:
+def _read(choice: dict[str, Any], request: CompletionRequest) -> ServerCompletion:
     echoed = choice.get("prompt_token_ids")
     if echoed is not None and echoed != list(request.prompt):
         raise BadAnswerError("the completion is of another prompt: prompt_token_ids are not those that were sent")
     reason = choice.get("finish_reason")
     if reason == "abort":
-        return Choice([], [], stopped=False, aborted=True)
+        return ServerCompletion([], [], stopped=False, aborted=True)
     if reason not in ("stop", "length"):
         shown = printable(repr(reason), 60)
         raise BadAnswerError(f"finish_reason is {shown}, neither stop nor length: the completion is not whole")
@@ -300,4 +300,4 @@ def _read(choice: dict[str, Any], request: CompletionRequest) -> Choice:
         raise BadAnswerError("a completion without token_ids: the server must obey return_token_ids (vLLM >= 0.10.2)")
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-    return Choice(tokens, values if isinstance(values, list) else [], stopped=reason == "stop")
+    return ServerCompletion(tokens, values if isinstance(values, list) else [], stopped=reason == "stop")

@@ -179,7 +179,7 @@ def _probe(
     ranks: Ranks,
     pipeline: Pipeline,
     attending: str,
-) -> tuple[Probe, Stages | None, attention.Choice]:
+) -> tuple[Probe, Stages | None, attention.AttentionKernel]:
     """Probe a float32 model with all of its layers, and choose its attention. A model that fails a probe is refused."""
     with attention.shapes_seen() as shapes:
         probe = probe_float32(model, head, place, longest)
@@ -194,8 +194,13 @@ def _probe(
 
 
 def _probe_rounded(
-    model: Any, probe: Probe, place: torch.device, compute: torch.dtype, choice: attention.Choice, attending: str
-) -> attention.Choice:
+    model: Any,
+    probe: Probe,
+    place: torch.device,
+    compute: torch.dtype,
+    choice: attention.AttentionKernel,
+    attending: str,
+) -> attention.AttentionKernel:
     """Probe the model in half precision with the chosen attention. With `attending` auto, fall back to torch's."""
     try:
         with attention.using(model, choice.name):
@@ -204,7 +209,7 @@ def _probe_rounded(
         if attending != "auto" or choice.name == attention.NAME:
             raise
         probe_half_precision(model, probe, place, compute)
-        return attention.Choice(attention.NAME, str(error))
+        return attention.AttentionKernel(attention.NAME, str(error))
     return choice
 
 

@@ -158,7 +158,7 @@ def shapes_seen() -> Iterator[set[flash.Heads]]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AttentionKernel:
     """The attention implementation of a model."""
 
     name: str  # `NAME` or `FLASH`
@@ -171,19 +171,19 @@ class Choice:
         return f"torch's own; FlashAttention 4 is not used: {self.instead}" if self.instead else "torch's own"
 
 
-BY_TORCH = Choice(NAME)
+BY_TORCH = AttentionKernel(NAME)
 
 
-def choose(wanted: str, shapes: Iterable[flash.Heads], dtype: torch.dtype, place: torch.device) -> Choice:
+def choose(wanted: str, shapes: Iterable[flash.Heads], dtype: torch.dtype, place: torch.device) -> AttentionKernel:
     """Choose the implementation for attention of these shapes. `wanted`: auto, flash or torch."""
     if wanted == "torch":
         return BY_TORCH
     reason = flash.problem(tuple(shapes), dtype, place)
     if reason is None:
-        return Choice(FLASH)
+        return AttentionKernel(FLASH)
     if wanted == "flash":
         raise ModelError(f"model.attention: flash cannot be used: {reason}. model.attention: torch needs nothing more")
-    return Choice(NAME, reason)
+    return AttentionKernel(NAME, reason)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import dataclasses
 from truestep.config.schema import Config
 from truestep.environments.prompts import load_prompts
 from truestep.generate.decode import DecodeOptions
-from truestep.generate.evaluate import AnsweredHere, Answers, Evaluator
+from truestep.generate.evaluate import EvaluationSampler, Evaluator, InProcessEvaluation
 from truestep.generate.in_process import stop_ids
 from truestep.generate.servers.shared import SharedServers
 from truestep.losses.objective import Denominator, Objective
@@ -30,12 +30,12 @@ def make_evaluator(
     assert evaluation.prompts is not None
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
     held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
-    answers: Answers = AnsweredHere(policy)
+    chosen: EvaluationSampler = InProcessEvaluation(policy)
     if evaluation.servers:
         assert servers is not None
-        answers = servers.answer
+        chosen = servers.answer
     return Evaluator(
-        answers=answers,
+        sampler=chosen,
         prompts=held_out[: evaluation.max_prompts],
         rater=raters.of(rewards),
         options=DecodeOptions(

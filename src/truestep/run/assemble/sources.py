@@ -25,7 +25,7 @@ from truestep.generate.decode import DecodeOptions
 from truestep.generate.groups import check_lengths
 from truestep.generate.in_process import InProcessSource, stop_ids
 from truestep.generate.servers.group_maker import SamplingOptions
-from truestep.generate.servers.look_ahead import Pace
+from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.protocol import InferenceServer
 from truestep.generate.servers.servers import AwaitedRewards, Servers
 from truestep.generate.servers.shared import SharedServers, SharedServerSource
@@ -348,7 +348,7 @@ def _make_server_source(
         rewards=AwaitedRewards(raters.of(rewards), config.seed),
         sampling=sampling,
         read=partial(policy.tokenizer.decode, skip_special_tokens=True),
-        pace=Pace(
+        limit=StalenessLimit(
             docs_per_step=schedule.docs_per_step,
             documents_per_take=schedule.docs_per_step * schedule.updates_per_batch,
             max_staleness=sampler.max_staleness,

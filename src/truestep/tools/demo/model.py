@@ -1,4 +1,4 @@
-"""A tiny model made on the spot: a real Qwen3 configuration and a real tokenizer in a Hugging Face directory."""
+"""Creates a tiny random Qwen3 model with a tokenizer of whole words, as a Hugging Face directory."""
 
 from collections.abc import Sequence
 from pathlib import Path

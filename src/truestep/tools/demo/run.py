@@ -1,6 +1,6 @@
-"""The demo: a base model that imitates a corpus of mixed quality, then RL on a reward that can be checked.
+"""The demo: supervised training on a corpus of mixed quality, then RL on a verifiable reward.
 
-Both phases go through the trainer that a real run uses; only the model and the data are small.
+Both phases use the trainer of real runs; only the model and the data are small.
 """
 
 import itertools
@@ -30,9 +30,9 @@ from truestep.tools.demo.model import make_model
 
 PHASES = sorted(Path(__file__).parent.glob("*.yaml"))  # configurations, as a user would write them
 HELD_OUT, PROMPTS, CORPUS = 200, 2048, 240 * 128
-# How often the corpus answers rightly. The rest gives the digits as they stand, or in falling order.
+# Fraction of right answers in the corpus. The other answers repeat the digits, or sort them in descending order.
 RIGHT = 0.35
-MARK = ".truestep-demo"  # in a directory that a demo made and may remove
+MARK = ".truestep-demo"  # a file in a directory that a demo has created, and may therefore remove
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def run(output: Path, seed: int, console: Console) -> Outcome:
-    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much beside other work
+    torch.set_num_threads(1)  # with matrices this small, more threads are slower if the machine has other work
     start = time.perf_counter()
     _start_afresh(output)
     console.print(
@@ -59,15 +59,15 @@ def run(output: Path, seed: int, console: Console) -> Outcome:
 
 
 def _start_afresh(output: Path) -> None:
-    """Remove what an earlier demo left, and nothing else."""
+    """Remove the output of an earlier demo. Raise an error if another program made the directory."""
     if output.exists() and any(output.iterdir()) and not (output / MARK).is_file():
-        raise TruestepError(f"{output} is there already and no demo made it: name a directory that is new or empty")
+        raise TruestepError(f"{output} exists already, not made by a demo: name a directory that is new or empty")
     shutil.rmtree(output, ignore_errors=True)
     write_whole(output / MARK, b"")
 
 
 def _write_task(output: Path, model: Path, seed: int) -> None:
-    """Write prompts to train on, others held out, and the corpus of the warm-up."""
+    """Write training prompts, held-out prompts, and the corpus of the warm-up."""
     stream = sorting.prompts(seed)
     write_json_lines(output / "held_out.jsonl", itertools.islice(stream, HELD_OUT))
     prompts = list(itertools.islice(stream, PROMPTS))
@@ -94,7 +94,7 @@ def _corpus(prompts: Sequence[dict[str, str]], model: Path, seed: int) -> Iterab
 
 
 def phase_config(phase: Path, model: Path, output: Path, seed: int) -> Config:
-    """Read one of the demo's phases, from `model` and in `output`."""
+    """Return the configuration of a phase that starts from `model` and writes to `output`."""
     places = {"data.path": "corpus.jsonl"}
     if load_config(phase).sampler is not None:
         places = {"sampler.prompts": "prompts.jsonl", "evaluation.prompts": "held_out.jsonl"}
@@ -112,9 +112,9 @@ def _train(phase: Path, model: Path, output: Path, seed: int, console: Console) 
     title, config = _title(phase), phase_config(phase, model, output, seed)
     console.print(Rule(phase.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "), style="dim"))
     file = output / f"{title}.yaml"
-    write_whole(file, dump_config(config).encode())  # `truestep train` on it is the same run
+    write_whole(file, dump_config(config).encode())  # so that `truestep train` can resume this phase
     trainer = train(config, console, title)
-    if trainer.stopped_by is not None:  # the next phase would begin
+    if trainer.stopped_by is not None:  # without this, the next phase would begin
         again = shlex.join(["truestep", "train", str(file)])
         console.print(
             f"the demo is stopped. truestep demo begins it anew; {escape(again)} goes on with this part alone",

@@ -1,1 +1,4 @@
-"""`truestep init`: a directory with a task of one's own that runs as it is, to be changed from there."""
+"""`truestep init`: creates a directory with a complete task to modify.
+
+make              writes the directory, from the files in templates
+"""

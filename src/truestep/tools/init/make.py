@@ -1,4 +1,4 @@
-"""Writes a task into a new directory: prompts, a reward, a configuration, a test, and a tiny model if none is named."""
+"""Creates a task in a new directory: prompts, a reward, a configuration, a test, and a tiny model if none is named."""
 
 import json
 import random
@@ -32,10 +32,10 @@ REAL = Sizes(docs_per_step=128, steps=40, max_new_tokens=32, learning_rate="5.0e
 
 
 def init(directory: Path, model: Path | None, seed: int = 0) -> list[Path]:
-    """Write a task into `directory`, which must be new or empty, and return the files that were written: prompts, a
-    reward with its test, a configuration, and a tiny model where none is named."""
+    """Create a task in `directory`, which must be new or empty, and return its files. `model` None: create a tiny
+    one."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise TruestepError(f"{directory} is there already and is not empty: name a directory that is new or empty")
+        raise TruestepError(f"{directory} exists already and is not empty: name a directory that is new or empty")
     if model is not None and not (model / "config.json").is_file():
         raise TruestepError(
             f"--model {model}: it is no Hugging Face directory, since it has no config.json. Download a model first, "
@@ -80,7 +80,7 @@ def _has_chat_template(model: Path) -> bool:
 
 
 def _problems(seed: int, *, spaced: bool, chat: bool) -> Iterator[dict[str, Any]]:
-    """Generate different sums of two numbers below 100, in an order that the seed decides."""
+    """Yield all sums of two numbers from 10 to 99 as prompt records, in a seeded order."""
     pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(seed).shuffle(pairs)
     for first, second in pairs:

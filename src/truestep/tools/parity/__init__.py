@@ -1,7 +1,8 @@
-"""Measures how far the sampler's log-probs are from the trainer's, and each cause of it by switching only that.
+"""Measures the gap between the sampler's and the trainer's log-probs, and finds its cause by trying one at a time.
 
-sample            rollouts of the configured sampler, as it is now
-scores            log-probs as the trainer gives them, and with one thing switched
-causes            temperature, top-p, shifted ids, dtype, RoPE settings, older weights and the others
-gap, report       the gap and its cause; the table, parity.json and parity.svg
+gap               the gap over a set of rollouts, and its most likely cause
+causes            possible causes: temperature, top-p, shifted ids, dtype, RoPE settings, stale weights and others
+sample            rollouts of the configured sampler
+scores            the trainer's log-probs, as configured and with one setting changed
+report            the results as a table, parity.json and parity.svg
 """

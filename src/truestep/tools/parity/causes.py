@@ -1,6 +1,6 @@
-"""The causes that make a sampler's log-probs differ from a trainer's, each tried by switching only it.
+"""The possible causes of a gap between the sampler's and the trainer's log-probs, each tried by changing it alone.
 
-A cause is judged by the gap that is left once it is switched: the mean of |log π - log π_sampler| over all labels.
+A cause is judged by the gap that remains after the change: the mean of |log π - log π_sampler| over all labels.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from truestep.weights.errors import ModelError
 
 @dataclass(frozen=True)
 class Tried:
-    """A cause, what was switched to try it, and the log-ratios that it left."""
+    """A possible cause, the change that was tried, and the remaining log-ratios."""
 
     cause: str
     switch: str
     advice: str
-    left: np.ndarray  # [T] log-ratio with it switched; NaN where it says nothing
+    left: np.ndarray  # [T] log-ratios with the change; NaN: undefined
 
     @property
     def gap(self) -> float:
-        """The mean of what is left, without its sign."""
+        """The mean absolute log-ratio that remains."""
         return float(self._sizes.mean()) if len(self._sizes) else float("inf")
 
     @property
@@ -50,12 +50,12 @@ class Tried:
 
 
 class Trial:
-    """The documents, the sampler's log-probs of their labels, and the trainer's policy."""
+    """Tries all causes on documents with the sampler's log-probs. `older`: directories of older weights."""
 
     def __init__(self, config: Config, policy: Policy, documents: Sequence[Rollout], older: Sequence[Path]):
         self._config, self._policy, self._documents, self._older = config, policy, documents, older
         self._budget = config.data.tokens_per_microbatch
-        self._by_document = [  # all of them have log-probs
+        self._by_document = [  # all documents have log-probs
             document.logprobs[document.loss_mask].astype(np.float64)
             for document in documents
             if document.logprobs is not None
@@ -122,7 +122,8 @@ class Trial:
                 yield self._tried("token ids re-tokenised", "completions tokenised anew", advice, logprobs)
 
     def _retokenised(self, document: Rollout) -> Rollout | None:
-        """Tokenise the completion's text anew; None where the tokens are the same, or not as many."""
+        """Decode the completion and tokenise its text again. Return None if the tokens are the same, or another
+        number."""
         labels = np.flatnonzero(document.loss_mask)
         if not len(labels):
             return None
@@ -177,15 +178,15 @@ class Trial:
 
 
 def _shifted(logprobs: np.ndarray, by: int) -> np.ndarray:
-    """Move the log-probs of one document one place earlier (`by` 1) or later (-1), with NaN where none comes."""
+    """Shift a document's log-probs by one label, earlier (`by` 1) or later (-1), and fill the gap with NaN."""
     moved = np.roll(logprobs, -by)
     moved[slice(-1, None) if by > 0 else slice(1)] = np.nan
     return moved
 
 
 def _load(config: Config, path: Path, dtype: str | None = None) -> Policy | None:
-    """Load the model of another directory or in another type, with the adapter if there is one; None where that cannot
-    be done."""
+    """Load a model from another directory or in another dtype, with the adapter if there is one. Return None if it
+    cannot be loaded."""
     changes = {"path": str(path)} | ({} if dtype is None else {"dtype": dtype})
     try:
         return make_policy(config.model_copy(update={"model": config.model.model_copy(update=changes)}), ALONE)
@@ -194,7 +195,8 @@ def _load(config: Config, path: Path, dtype: str | None = None) -> Policy | None
 
 
 def _load_weights(config: Config, path: Path) -> Policy | None:
-    """Load other weights: a model, or another adapter of the same one."""
+    """Load other weights: a whole model, or another adapter for the same model. Return None if they cannot be
+    loaded."""
     if not is_adapter(path):
         return _load(config.model_copy(update={"adapter": None}), path)
     adapter = AdapterConfig(path=str(path))
@@ -202,7 +204,7 @@ def _load_weights(config: Config, path: Path) -> Policy | None:
 
 
 def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """List the settings of rotary embeddings that servers are known to override or to ignore."""
+    """Yield RoPE settings that servers are known to override or ignore: their names and the changes of config.json."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -221,7 +223,7 @@ def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _changed_copy(model: Path, change: dict[str, Any]) -> Iterator[Path]:
-    """Make a directory of links to the model's files, with another config.json."""
+    """Make a directory of links to the model's files, with a changed config.json, inside."""
     with tempfile.TemporaryDirectory(prefix="truestep-parity-") as folder:
         copy = Path(folder) / "model"
         copy.mkdir()

@@ -1,4 +1,4 @@
-"""The gap between the sampler's log-probs and the trainer's, over rollouts of files or of a sampler, and its causes."""
+"""Measures the gap between the sampler's and the trainer's log-probs on rollouts, and finds its cause."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from truestep.tools.parity.causes import Trial, Tried
 from truestep.tools.parity.sample import sample
 from truestep.types import Rollout
 
-# The mean |log-ratio| that rounding alone gives between two engines that compute the same thing in the same type.
+# The mean |log-ratio| by rounding alone, between two engines that compute the same model in the same dtype.
 NOISE = {"float32": 1e-4, "bfloat16": 2e-2}
-_EXPLAINS = 0.3  # a cause that explains a smaller share of the gap is a coincidence
-_ALONE = 0.8  # and one that explains less than this is not the only one
-_NAMED = 0.5  # a gap as small as rounding's has a cause if that explains more than this share of it
-_NOTHING = 1e-5
+_EXPLAINS = 0.3  # a cause that explains a smaller fraction of the gap is a coincidence
+_ALONE = 0.8  # a cause that explains a smaller fraction is not the only one
+_NAMED = 0.5  # a gap within NOISE still counts if a cause explains a larger fraction of it
+_NOTHING = 1e-5  # a gap up to this never counts
 
 
 class ParityError(TruestepError):
@@ -34,7 +34,7 @@ class ParityError(TruestepError):
 
 @dataclass(frozen=True)
 class Token:
-    """The label whose log-ratio is the largest."""
+    """The label with the largest log-ratio."""
 
     document: str
     position: int
@@ -49,20 +49,20 @@ class Parity:
     documents: int
     labels: int
     base: Tried
-    tried: list[Tried]  # the best switch of each cause; the one that leaves the least gap comes first
+    tried: list[Tried]  # the best change for each cause, by the remaining gap, the least first
     worst: Token
     noise: float
-    weights: Path  # the directory that the trainer's were read from: the run's last checkpoint, or model.path
-    positions: np.ndarray  # [T] each label's place among its document's labels, from 0
+    weights: Path  # directory of the trainer's weights: the run's last checkpoint, or model.path
+    positions: np.ndarray  # [T] index of each label among its document's labels, from 0
 
     @property
     def fine(self) -> bool:
-        """True where the gap is no more than rounding, and no cause explains it."""
+        """True if the gap is within rounding and no cause explains it."""
         named = any(self.explained(tried) > _NAMED for tried in self.tried)
         return self.base.gap <= self.noise and not (named and self.base.gap > _NOTHING)
 
     def explained(self, tried: Tried) -> float:
-        """Compute the share of the gap that this switch removes."""
+        """Return the fraction of the gap that a change removes."""
         return 1 - tried.gap / self.base.gap if self.base.gap else 0.0
 
     @property
@@ -85,14 +85,14 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
     if world_size() > 1:
         raise ParityError("parity runs on one process: start it without torchrun")
     if isinstance(config.sampler, ServerSampler):
-        server_maker(config.sampler)  # finds what is wrong with the options before the model is loaded
+        server_maker(config.sampler)  # raises errors of the options before the model is loaded
     run = RunDirectory(Path(config.checkpoint.directory)) if config.checkpoint.directory else None
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
     progress.phase("loading the model")
     policy = make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))
     if checkpoints and config.adapter is not None:
         config = config.model_copy(update={"adapter": AdapterConfig(path=str(checkpoints[-1]))})
-    # Stale weights may also be those of the run's checkpoints before its last, or those that it began with.
+    # Stale weights may be those of earlier checkpoints, or those with which the run began.
     first = [Path(config.model.path)] if checkpoints or config.adapter is not None else []
     stale = [*older, *reversed(checkpoints[:-1]), *first]
     progress.phase("sampling rollouts" if config.sampler is not None else "reading rollouts")

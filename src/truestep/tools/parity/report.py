@@ -48,7 +48,8 @@ def as_json(result: Parity) -> dict[str, Any]:
 
 
 def figure(result: Parity) -> str:
-    """Draw places in the completion as columns and log-ratios as rows; a column's darkest cell has the most labels."""
+    """Draw a histogram of log-ratios (rows) by position in the completion (columns). Shades are relative to the cell of
+    a column that has the most labels."""
     left = result.base.left
     reach = max(float(np.quantile(np.abs(left), 0.999)), 1e-6)
     longest = int(result.positions.max()) + 1

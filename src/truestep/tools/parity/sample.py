@@ -1,4 +1,4 @@
-"""Samples rollouts for parity as the configured sampler is now: nothing is synced and nothing is probed."""
+"""Samples rollouts from the configured sampler as it is: without publication of weights and without probes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from truestep.types import Rollout
 
 
 def sample(config: Config, sampler: SamplerConfig, policy: Policy, count: int) -> list[Rollout]:
-    """Sample one completion of each of `count` prompts; fewer where a server ended some early."""
+    """Sample one completion for each of `count` prompts. Return fewer if a server has aborted some."""
     prompts = list(islice(cycle(read_prompts(sampler, policy)), count))
     if isinstance(sampler, InProcessSampler):
         return _sample_in_process(sampler, policy, prompts, config.seed)

@@ -1,4 +1,4 @@
-"""The log-probs of documents' labels as the trainer gives them, and as it would with one thing switched.
+"""The trainer's log-probs of documents' labels, as configured and with one setting changed.
 
 Dimensions: T labels of all documents, in order; C rows of a chunk; V vocabulary.
 """
@@ -18,20 +18,20 @@ from truestep.types import Rollout
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 TOP_PS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-_ROWS = 256  # so many rows of logits at a time
+_ROWS = 256  # rows of logits in memory at a time
 
 
 @dataclass(frozen=True)
 class Scores:
     plain: np.ndarray  # [T] float64
-    by_temperature: Mapping[float, np.ndarray]  # as if sampled at this temperature, whatever the record says
-    by_top_p: Mapping[float, np.ndarray]  # renormalised over the tokens that nucleus sampling leaves
+    by_temperature: Mapping[float, np.ndarray]  # at this temperature instead of the record's
+    by_top_p: Mapping[float, np.ndarray]  # renormalised after truncation by this top-p
 
 
 def score(
     policy: Policy, documents: Sequence[Rollout], budget: int, *, wide: bool = False, head: HeadSettings | None = None
 ) -> Scores:
-    """Compute the log-probs of all labels; if `wide`, also at other temperatures and after nucleus sampling."""
+    """Compute the log-probs of all labels. `wide`: also at other temperatures, and after truncation by top-p."""
     plain: list[np.ndarray] = []
     by_temperature: dict[float, list[np.ndarray]] = defaultdict(list)
     by_top_p: dict[float, list[np.ndarray]] = defaultdict(list)
@@ -75,7 +75,7 @@ def _nucleus_logprobs(z: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[f
 
 
 def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollout]) -> np.ndarray:  # [T]
-    """Score with the prompt's keys and values of the old weights, as a prefix cache that was not reset holds them."""
+    """Score completions with a KV cache of the prompt by the old weights, as with a prefix cache that was not reset."""
     parts = []
     with torch.no_grad(), old.plain_attention(), new.plain_attention():
         for document in documents:
@@ -83,7 +83,7 @@ def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollo
             if not len(labels):
                 continue
             ids = torch.from_numpy(document.input_ids)[None].to(new.device)
-            # The last token before the first label is computed anew: it is what the first label is drawn from.
+            # The last token before the first label is computed by the new weights, which draw the first label from it.
             prompt = max(0, int(labels[0]) - 1)
             cache = old.model.base_model(input_ids=ids[:, :prompt], use_cache=True).past_key_values if prompt else None
             output = new.model.base_model(input_ids=ids[:, prompt:], past_key_values=cache, use_cache=True)

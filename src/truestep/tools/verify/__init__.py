@@ -1,10 +1,16 @@
-"""Proves the numbers of a user's configuration: one step under many layouts, each against a float64 reference.
+"""Verifies a user's configuration: some steps under many layouts, each compared with a float64 reference.
 
-case, reduced     the user's model and rollouts, made small
-layouts           the layouts that are run; worker: the real training loop on the ranks of one
-oracle            advantages, losses, metrics, schedule and updates in float64; reference: the model in float64
-custom            a user's own loss, as the oracle takes it
-compare, updates  how far a layout's numbers are from the reference's; difference: how far they may be
-blame             what is wrong with an update
-judge, report     the verdicts, as a table, JSON and a figure
+case              the model, documents and options that all layouts compute
+reduced           a small model of the user's architecture, and documents to match
+layouts           the layouts: micro-batches, packing, chunks, ranks
+judge             runs the layouts and judges them
+worker            the training loop on a layout's ranks, with a recorder of each step
+reference         the model in float64
+oracle            advantages, losses, metrics, schedule and updates in float64
+custom            a user's own loss for the oracle
+compare           compares loss, metrics, gradients and log-probs with the reference
+updates           compares the optimizer's updates with the oracle
+blame             finds what is wrong with an update
+difference        a measured difference and its bound
+report            the verdicts as a table, JSON and a figure
 """

@@ -1,4 +1,4 @@
-"""Names what is wrong with an update: of the faults that it may be, the one that gives the very numbers found."""
+"""Finds what is wrong with an update: of a list of possible faults, the one that reproduces the numbers found."""
 
 import math
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from truestep.tools.verify.oracle.updates import (
     updated,
 )
 
-_FEW = 1e-3  # the share of a weight's numbers that an explanation may leave unexplained
-_FITS = 2.0  # the mean square of what a fit leaves, in squares of half a float32 unit: rounding alone leaves 1/3
-# How an update may treat the bias of its moments and its epsilon, and what that is called.
+_FEW = 1e-3  # fraction of a weight's numbers that a fault need not reproduce
+_FITS = 2.0  # mean squared residual of a fit, in squares of half a float32 unit: by rounding alone it is 1/3
+# Faults in the bias correction and the epsilon of an update.
 _VARIANTS = {
     ("bias correction", "is left out"): Variant(first_correction=False, second_correction=False),
     ("bias correction", "of the first moment is left out"): Variant(first_correction=False),
@@ -36,8 +36,8 @@ _VARIANTS = {
 
 
 class Blame:
-    """The worst difference of each kind in one update. Its name lists all weights that are beyond the bound, and says
-    what is wrong with the largest of them, whose numbers tell most."""
+    """Collects the worst difference of each kind in one update. Its name says what is wrong with the largest weight
+    that exceeds the bound, and lists all such weights."""
 
     def __init__(self, number: int):
         self._number = number
@@ -67,8 +67,8 @@ class Judged:
     oracle: UpdateOracle
     name: str
     weight: Tensor
-    found: Tensor  # the weight behind the update
-    gradient: Tensor  # that the optimizer took, clipped
+    found: Tensor  # the weight after the update
+    gradient: Tensor  # the clipped gradient that the optimizer used
     before: State
     after: State
     number: int
@@ -95,19 +95,19 @@ class Judged:
         )
 
     def outside(self, right: Interval) -> Tensor:
-        """Give how far each number is outside of its bounds."""
+        """Return the distance of each number from its interval; 0 inside."""
         return self.found - torch.minimum(torch.maximum(self.found, right.low), right.high)
 
     def factor_of_the_gradient(self) -> float | None:
-        """Find what the gradient was multiplied with, if that alone explains all moments; None if nothing does."""
+        """Return the factor of the gradient that explains all moments, or None if no factor does."""
         zero, whole = self.moments(torch.zeros_like(self.gradient)), self.moments()
         kind = min(whole)  # the first moment: exp_avg or momentum_buffer
         part = _middle(whole[kind]) - _middle(zero[kind])
         if len(whole) < 2 or not float(part.square().sum()):
-            return None  # of one moment alone, the decay of the mean may as well be wrong
+            return None  # with one moment alone, its beta may just as well be wrong
         factor = float(((whole[kind].found - _middle(zero[kind])) * part).sum() / part.square().sum())
         explained = self.moments(self.gradient * factor).values()
-        if self.oracle.rule(self.name, self.weight) == "adamw_8bit":  # whose levels are a few percent apart
+        if self.oracle.rule(self.name, self.weight) == "adamw_8bit":  # its levels are a few percent apart
             return factor if abs(factor - 1) > 0.1 and all(beyond(moment) < 0.05 for moment in explained) else None
         return factor if all(beyond(moment) < 1e-4 for moment in explained) else None
 
@@ -118,7 +118,7 @@ class Judged:
         return f"{kind} is {factor:.4g} times what it should be{', rounded to bfloat16' if rounded else ''}"
 
     def explained(self, right: Change) -> tuple[str, str]:
-        """Give the kind of fault, and say what it is."""
+        """Return the kind of the fault, and its description."""
         if self.found.equal(self.found.bfloat16().double()):
             return "precision", "of the weights is that of bfloat16"
         wrong = self._wrong(right)
@@ -135,22 +135,22 @@ class Judged:
         return self._fitted(right)
 
     def _wrong(self, change: Change) -> Tensor:
-        """Mark the numbers that a change does not give."""
+        """Return a mask of the numbers that a change does not explain."""
         outside = self.outside(updated(self.weight, self.rate, self.decay, change))
         return (outside != 0) | ~self.found.isfinite()
 
     def _epsilon(self, right: Change) -> float:
-        """Find the epsilon that makes the steps that were made of the right ones, if another one did."""
+        """Estimate the epsilon that explains the steps found, in case it is another one."""
         exact = self.change(Variant(epsilon=0.0)).step
         made = self.weight * (1 - self.rate * self.decay) - self.found
-        # step = rate * m / (root + epsilon), so epsilon / root = exact / made - 1; roots are those of the right step.
+        # step = rate * m / (root + epsilon), so epsilon / root = exact / made - 1; the right step gives the roots.
         root = self.oracle.options["epsilon"] * right.step / (exact - right.step)
         found = root * (exact / made - 1)
         usual = found[(made * exact > 0) & (root > 0) & root.isfinite()]
         return max(0.0, float(f"{float(usual.median()):.1g}")) if len(usual) else 0.0
 
     def _fitted(self, right: Change) -> tuple[str, str]:
-        """Explain what was added by its size along the step and along the weight, as least squares have them."""
+        """Fit the difference from the right update by least squares, along the step and along the weight (decay)."""
         unit = half_unit(torch.maximum(self.weight.abs(), self.found.abs())) + right.slack
         left = (self.found - self.weight * (1 - self.rate * self.decay) + right.step).flatten() / unit.flatten()
         along = {
@@ -162,7 +162,7 @@ class Judged:
             matrix = torch.stack([along[kind] for kind in kinds], 1)
             sizes = torch.linalg.lstsq(matrix, left[:, None]).solution
             mean_square = float((left - (matrix @ sizes)[:, 0]).square().mean())
-            if mean_square < 0.5 * best[0]:  # two of them only where one does not do
+            if mean_square < 0.5 * best[0]:  # both together only if neither alone fits
                 best = mean_square, dict(zip(kinds, sizes.flatten().tolist(), strict=True))
         mean_square, found = best
         size = float(left.square().mean())

@@ -1,4 +1,4 @@
-"""The case that every layout of `verify` computes: the user's model and rollouts, reduced or whole, as files."""
+"""The case that all layouts of `verify` compute: the user's model, documents and options, reduced or in full."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ from truestep.weights.errors import ModelError, no_model
 STEPS = 2
 HALF = "half_precision.jsonl"  # the rollouts of layouts in half precision
 _MOST_TOKENS = 40  # a reduced document has no more
-_LOOKED_AT = 100  # times as many of the user's documents are looked at as are chosen
+_LOOKED_AT = 100  # documents are chosen among so many times as many of the user's
 
 
 class VerifyError(TruestepError):
@@ -55,20 +55,20 @@ class Case:
     directory: Path
     model: Path
     options: dict[str, Any]
-    records: list[Record]  # as files have them
-    budget: int
-    reference: Path | None = None  # the model that the policy is held near to, where the loss has one
-    # Those of layouts in half precision, whose rounding decides nothing either; None: the same as of the others.
+    records: list[Record]  # as in a rollout file
+    budget: int  # tokens of a micro-batch
+    reference: Path | None = None  # the model of loss.kl_reference; None: there is none, or the records have log-probs
+    # Records for half precision: their log-probs are farther from the loss's bounds. None: as `records`.
     half_records: list[Record] | None = None
-    adapter: Path | None = None  # that every layout begins with
+    adapter: Path | None = None  # the adapter with which every layout begins
     function: Callable[[list[list[Record]]], list[Any]] | None = None  # a user's own advantages of a group
 
     def prepare(self, records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
-        """Give records as steps take them, with the oracle's own advantages; `data` is that section of a layout."""
+        """Return the records that steps train on, with the oracle's advantages. `data`: that section of the options."""
         return prepare(records, data | {"function": self.function})
 
     def steps(self, prepared: Sequence[Record]) -> list[list[Record]]:
-        """Cut prepared records into the batches of the steps; a batch comes once for each update on it."""
+        """Divide prepared records into the batches of the steps. A batch is repeated for each update on it."""
         size, updates = self.options["schedule"]["docs_per_step"], self.options["schedule"]["updates_per_batch"]
         documents = documents_of(prepared)
         batches = [
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def positions(self) -> list[int]:
-        """Name the steps of the user's schedule that are made, as many as there are updates."""
+        """The steps of the user's learning-rate schedule that are computed, one for each update."""
         optimizer, schedule = self.options["optimizer"], self.options["schedule"]
         return some_positions(
             optimizer["warmup_steps"],
@@ -93,8 +93,8 @@ class Case:
 
 
 def some_positions(warm: int, last: int | None, count: int) -> list[int]:
-    """Choose steps of a schedule whose rates differ: within warm-up, within the decay, the first step, the one behind
-    warm-up, and the last. `last`: None where the rate stays as it is behind warm-up."""
+    """Choose steps of a schedule with different learning rates: within warm-up, within decay, the first step, the first
+    after warm-up, and the last. `warm`: steps of warm-up; `last`: None if the rate is constant after warm-up."""
     wanted = [3 * warm // 4] if warm > 1 else []
     if last is not None:
         wanted += [min(last, max(warm + 2, warm + 1 + (last - warm) // 4))]
@@ -164,7 +164,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
 
 
 def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[Path | None, dict[str, Any]]:
-    """Find or make the model of loss.kl_reference, and give the options of the loss with it."""
+    """Return the model of loss.kl_reference, reduced unless `full`, and the options of the loss with its path."""
     loss = config.loss.model_dump()
     options = loss.get("kl_reference")
     if options is None or options["path"] == FROM_RECORDS:
@@ -180,7 +180,8 @@ def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[
 
 
 def _adapter(config: Config, model: Path, scratch: Path, full: bool) -> Path:
-    """Find the adapter that the layouts begin with, or draw one: of a new one, B is zero, and A has no gradient."""
+    """Return the adapter with which the layouts begin. A random one replaces a new one, whose B is zero, so that A
+    would have no gradient."""
     assert config.adapter is not None
     if full and config.adapter.path is not None:
         return Path(config.adapter.path)
@@ -188,13 +189,13 @@ def _adapter(config: Config, model: Path, scratch: Path, full: bool) -> Path:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """Make the options of the optimizer: it is compared with float64, so Muon's products are float32."""
+    """Return the optimizer's options. Muon's products are float32, since they are compared with float64."""
     options = config.optimizer.model_dump()
     return options | ({"ns_dtype": "float32"} if "ns_dtype" in options else {})
 
 
 def _advantages(config: Config, records: Sequence[Record], full: bool) -> dict[str, Any]:
-    """Make the options of advantages. Short documents have a penalty for less."""
+    """Return the options of advantages. For reduced documents the overlong penalty begins at shorter lengths."""
     data = config.data.model_dump()
     names = ("advantages", "advantage_scale", "advantage_std_floor", "overlong_penalty", "truncated", "group_size")
     options = {name: data[name] for name in names}
@@ -207,14 +208,14 @@ def _advantages(config: Config, records: Sequence[Record], full: bool) -> dict[s
             options["group_size"],
         )
     except GroupSizeError:
-        options["group_size"] = None  # of each group some members are left out here
+        options["group_size"] = None  # the chosen documents have incomplete groups
     return options
 
 
 def _called_with_records(
     function: GroupFunction, declared: Sequence[Field]
 ) -> Callable[[list[list[Record]]], list[Any]]:
-    """Have a user's function take the records of each document, as the oracle has them."""
+    """Wrap a user's advantage function so that it takes the oracle's records, a list for each document."""
     checks = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), fields=tuple(declared))
 
     def document_of(records: list[Record]) -> Rollout:
@@ -229,7 +230,8 @@ def _called_with_records(
 
 
 def permits(case: Case, layout: Layout) -> bool:
-    """Tell whether the model can be trained under this layout: its heads shared, its layers cut, enough stages made."""
+    """Tell whether a layout can train the model: its heads and layers must be divisible, with enough layers for
+    stages."""
     parallel = layout.options.get("parallel", {})
     cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank")}
     return _can_be_cut(case.model, case.options["model"]["trust_remote_code"], **cut)
@@ -273,7 +275,7 @@ def _can_be_used(rollout: Rollout, config: Config) -> bool:
 
 
 def _chosen(rollouts: Sequence[Rollout], documents: int) -> list[Rollout]:
-    """Choose documents, whole groups of them and first those whose rewards differ: others have no advantages."""
+    """Choose documents by groups, those with different rewards first, since other groups have no advantages."""
     groups: dict[str, list[int]] = {}
     for place, rollout in enumerate(rollouts):
         groups.setdefault(f"of no group {place}" if rollout.group_id is None else rollout.group_id, []).append(place)
@@ -286,7 +288,7 @@ def _chosen(rollouts: Sequence[Rollout], documents: int) -> list[Rollout]:
 
 
 def _invented(config: Config, documents: int) -> list[Record]:
-    """Invent documents, in groups, for a configuration whose documents a sampler is to make."""
+    """Make random documents, in groups, for a configuration with a sampler and no rollout file."""
     draw = np.random.default_rng([config.seed, 7])
     size = config.data.group_size or 1
     records = []
@@ -310,15 +312,16 @@ def _invented(config: Config, documents: int) -> list[Record]:
 
 
 def _draw_field(field: Field, draw: np.random.Generator, length: int) -> Any:
-    """Draw a user's field for an invented document: numbers of 0 to 2."""
+    """Draw values of a user's own field for a random document, from 0 to 2."""
     count = length if field.level == "label" else 1
     values = draw.uniform(0, 2, count).astype(field.dtype).tolist()
     return values if field.level == "label" else values[0]
 
 
 def in_parts(layout: Layout, case: Case, folder: Path) -> list[Record]:
-    """Give rank 0 no document, rank 1 one, rank 2 three and the last rank the rest; list them as steps take them.
-    What a rank has of a group is a group of its own: no rank reads the files of others."""
+    """Write a file of documents for each rank: rank 0 gets none, rank 1 one, rank 2 three and the last rank the rest.
+    Return the records in the order of the steps. A group does not span ranks, since no rank reads the files of
+    others."""
     documents = documents_of(case.records)
     cuts = [*(0, 0, 1, 4)[: layout.ranks], len(documents)]
     parts = [

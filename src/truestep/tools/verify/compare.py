@@ -1,7 +1,7 @@
-"""Measures how far a layout's results are from the float64 reference, as docs/contract.md, section 2, defines it.
+"""Measures the difference of a layout's results from the float64 reference, as docs/contract.md, section 2, defines it.
 
-A scalar's difference is relative to the same sum of absolute terms; a tensor's is ‖Δ‖ / max(‖g‖, 1e-6 · global norm);
-log-probs and entropies are absolute; counts are equal.
+A scalar's difference is relative to the sum of its absolute terms; a tensor's is ‖Δ‖ / max(‖g‖, 1e-6 · global norm);
+differences of log-probs and entropies are absolute; counts must be equal.
 """
 
 import hashlib
@@ -26,21 +26,21 @@ from truestep.tools.verify.oracle.step import OracleResult, oracle_logprobs, ora
 from truestep.tools.verify.reference import Reference
 from truestep.tools.verify.updates import Updates, scheduled
 
-# These depend on the layout by their nature; so does all that `of_the_machine` names.
+# These metrics depend on the layout, as do those that `of_the_machine` names.
 _NOT_COMPARED = ("num_micro_batches",)
 
 
 class Comparer:
-    """Holds one layout after another against the reference, which is computed once for the same weights."""
+    """Compares layouts with the reference, which is computed once for the same weights and documents."""
 
     def __init__(self, case: Case, loss: dict[str, Any]):
         self._case, self._loss = case, loss
         self._custom_metrics = bool(case.options["logging"]["custom_metrics"])
-        self._references: dict[str, OracleResult] = {}  # by a digest of weights and documents
-        self._first: dict[tuple[int, str], float] = {}  # the first layout's unknown metrics, by step and name
+        self._references: dict[str, OracleResult] = {}  # by a hash of weights and documents
+        self._first: dict[tuple[int, str], float] = {}  # the first layout's custom metrics, by step and name
 
     def differences(self, output: Path, options: dict[str, Any], records: Sequence[Record]) -> Iterator[Difference]:
-        """Compare every step that a layout wrote, of these options and records."""
+        """Compare all steps that a layout has written with the reference for its options and records."""
         steps = self._case.steps(self._case.prepare(records, options["data"]))
         yield from scheduled(options, output)
         yield from self._first_weights(output)
@@ -68,8 +68,8 @@ class Comparer:
     def half_differences(
         self, output: Path, options: dict[str, Any], records: Sequence[Record]
     ) -> Iterator[tuple[float, float] | Difference]:
-        """Compare the updates of a layout in half precision; of each step give the error of its gradient, and
-        its size."""
+        """Compare the updates of a layout in half precision. For each step also yield the norm of the gradient's error,
+        and the norm of the gradient."""
         steps = self._case.steps(self._case.prepare(records, options["data"]))
         yield from scheduled(options, output)
         yield from self._first_weights(output)
@@ -90,13 +90,13 @@ class Comparer:
     def _oracle_of(
         self, output: Path, number: int, documents: Sequence[Record], seen: int, bonus: float
     ) -> OracleResult:
-        """Compute a step of the weights that a layout had before it."""
+        """Return the reference for a step, with the weights that the layout had before it."""
         update = (number - 1) % self._case.options["schedule"]["updates_per_batch"]
         first = load_file(output / str(number - update) / "weights.safetensors") if update else None
         return self._reference(load_file(output / str(number) / "weights.safetensors"), documents, seen, first, bonus)
 
     def gradient_norms(self) -> list[float]:
-        """Compute the norms of the gradients of the steps' batches, by the weights that a run begins with."""
+        """Return the gradient norm of each batch, with the initial weights."""
         weights = {name: value.detach().float() for name, value in self._began_with.parameters.items()}
         steps = self._case.steps(self._case.prepare(self._case.records, self._case.options["data"]))
         updates = self._case.options["schedule"]["updates_per_batch"]
@@ -112,7 +112,7 @@ class Comparer:
         return Reference(self._case.model, None, trusted, self._case.adapter)
 
     def _first_weights(self, output: Path) -> Iterator[Difference]:
-        """Compare the weights that are trained with those of the model's files, which float32 holds exactly."""
+        """Compare the initial trained weights with the model's files, which float32 represents exactly."""
         found = load_file(output / "1" / "weights.safetensors")
         trained = load_file(output / "1" / "gradients.safetensors").keys()
         for name, weight in self._began_with.parameters.items():
@@ -121,7 +121,7 @@ class Comparer:
                 yield Difference(1, "first weights", f"{name} are not those of the model's files", off, 0.0)
 
     def _unknown(self, metrics: dict[str, Any], oracle: OracleResult, step: int) -> Iterator[tuple[str, str, float]]:
-        """Compare a user's own metrics, which have no reference, with those of the first layout, of one process."""
+        """Compare a user's own metrics, which the oracle does not compute, with those of the first layout."""
         unknown = _unknown_metrics(metrics, oracle)
         for name in unknown if self._custom_metrics else ():
             first = self._first.setdefault((step, name), metrics[name])
@@ -138,8 +138,8 @@ class Comparer:
         before: Mapping[str, torch.Tensor] | None = None,
         bonus: float | None = None,
     ) -> OracleResult:
-        """Compute a step of these weights. `before`: those of the first update on the same documents, if it was not
-        this one. `bonus`: the weight of the entropy bonus, where a target has moved it."""
+        """Compute a step with these weights. `before`: the weights before the first update on the same documents; None:
+        this is the first. `bonus`: the current weight of the entropy bonus, which a target may have changed."""
         recomputes = self._loss.get("old_logprobs") == "recompute"
         named = [(record["id"], record.get("logprobs")) for record in records]  # half precision has other log-probs
         loss = self._loss if bonus is None else self._loss | {"entropy_bonus": bonus}
@@ -172,7 +172,7 @@ class Comparer:
         self, model: Path, weights: Mapping[str, torch.Tensor] | None, records: Sequence[Record]
     ) -> list[list[float]]:
         trusted = self._case.options["model"]["trust_remote_code"]
-        # Without weights it is a reference, which has no adapter.
+        # Without `weights` the model is the loss's reference, which has no adapter.
         adapter = None if weights is None else self._case.adapter
         return oracle_logprobs(Reference(model, weights, trusted, adapter), list(records))
 
@@ -184,9 +184,9 @@ def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
 
 
 def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]:
-    """List the metrics that measured something and that the oracle does not know."""
+    """List the metrics with a value other than 0 that the oracle does not compute."""
     passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", "kl_reference", "kl_cov", *oracle.metrics}
-    # Percentiles of a histogram are passed over: they are no sums of terms.
+    # Percentiles are skipped: they are not sums of terms.
     return [
         name
         for name, value in metrics.items()
@@ -195,13 +195,13 @@ def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]
 
 
 def common_factor(found: torch.Tensor, right: torch.Tensor) -> float | None:
-    """Find the one number that what is right was multiplied with; None where there is none."""
+    """Return the factor between `found` and `right`, or None if they are not proportional."""
     factor = float((found * right).sum() / right.square().sum().clamp(min=1e-300))
     return factor if float((found - factor * right).norm()) <= 1e-4 * float(right.norm()) else None
 
 
 def _advantages(written: Mapping[str, Sequence[float]], oracle: OracleResult) -> Iterator[tuple[str, str, float]]:
-    """Compare the advantages that a step's documents had with those that their rewards give them."""
+    """Compare the advantages of a step's documents with the oracle's."""
     pairs = [(document["id"], document["advantages"]) for document in oracle.documents if document["advantages"]]
     scale = max((abs(value) for _, values in pairs for value in values), default=0.0) or 1.0
     for name, values in pairs:

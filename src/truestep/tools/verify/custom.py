@@ -1,4 +1,4 @@
-"""A user's own loss as the float64 oracle takes it: one document at a time, differentiated by autograd."""
+"""A user's own loss for the float64 oracle: one document at a time, differentiated by autograd."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from truestep.tools.verify.oracle.values import LabelValues
 
 @dataclass(frozen=True)
 class CustomOracle:
-    """The loss by its own formula. `detach()` in it holds a value constant, as everywhere in autograd."""
+    """Computes the gradient from the loss's formula by autograd, not from its slope. `detach()` works as usual."""
 
     loss: LabelLoss
 
@@ -38,7 +38,7 @@ class CustomOracle:
 def document_labels(
     document: Document, logprobs: torch.Tensor, entropy: torch.Tensor, logsumexp: torch.Tensor
 ) -> Labels:
-    """Make the labels of one document, in float64, as a batch of its own."""
+    """Make a float64 batch of labels from a single document."""
     count = len(document.positions)
 
     def vector(values: Sequence[float] | None, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -1,18 +1,20 @@
-"""What `verify` measures: how far a number is from what it must be, and how far it may be."""
+"""The differences that `verify` measures, and their bounds."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 BOUND = 1e-5
-ROUNDING = 1e-6  # of an optimizer's states, and of updates by a user's own code: float32 has seven digits
+ROUNDING = 1e-6  # bound for optimizer states and updates: float32 has seven digits
 
 
 @dataclass(frozen=True)
 class Difference:
+    """The difference of a number from the reference, and its bound."""
+
     step: int
     kind: str
-    name: str  # of what is compared; where it is wrong, also in which way
+    name: str  # what is compared; if it is wrong, also in which way
     value: float
     bound: float = BOUND
 
@@ -28,7 +30,7 @@ class Difference:
 
 
 def worst_of_each_kind(differences: Iterable[Difference]) -> dict[str, Difference]:
-    """Find the difference of each kind that is furthest beyond its bound; NaN is further than any number."""
+    """Return for each kind the difference that is largest relative to its bound. NaN is larger than any number."""
     worst: dict[str, Difference] = {}
     for difference in differences:
         known = worst.get(difference.kind)
@@ -38,5 +40,5 @@ def worst_of_each_kind(differences: Iterable[Difference]) -> dict[str, Differenc
 
 
 def listed(names: Sequence[str]) -> str:
-    """Name some of many."""
+    """List the first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""Runs a case under every layout and holds what each wrote against the float64 reference and the bounds."""
+"""Runs a case under every layout, and judges the results by their differences from the float64 reference."""
 
 import json
 import math
@@ -32,7 +32,7 @@ HALF_PRECISION_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """The worst difference of each kind under one layout, or the reason why it did not even run."""
+    """The worst difference of each kind under one layout, or the reason why it could not run."""
 
     layout: Layout
     worst: dict[str, Difference]
@@ -58,7 +58,8 @@ def verify(
     only: Callable[[Layout], bool] = lambda layout: True,
     plant: Callable[[], None] | None = None,
 ) -> list[LayoutResult]:
-    """Judge the configuration under every layout. `only` and `plant` are for the tests of this check itself."""
+    """Judge the configuration under every layout. Tests of verify itself choose layouts by `only`, and introduce a
+    fault by `plant`."""
     if world_size() > 1:
         raise VerifyError("verify starts its own ranks: start it without torchrun")
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
@@ -96,7 +97,7 @@ def make_judge(config: Config, scratch: Path, documents: int, full: bool) -> "Ju
 
 
 def _clip_some_steps(case: Case, comparer: Comparer) -> None:
-    """Move the threshold of clipping to where a small model's gradients are: between two of them, or below all."""
+    """Set the threshold of gradient clipping for the small model: between its gradient norms, or below all of them."""
     optimizer = case.options["optimizer"]
     norms = comparer.gradient_norms() if optimizer["gradient_clip"] is not None else []
     if not any(norms):
@@ -106,7 +107,7 @@ def _clip_some_steps(case: Case, comparer: Comparer) -> None:
 
 
 def oracle_loss(config: Config) -> dict[str, Any]:
-    """Make the options of the loss as the oracle takes them: a user's own loss is handed over as an object."""
+    """Return the options of the loss for the oracle. A user's own loss is passed as an object, `custom`."""
     loss = config.loss.model_dump()
     if (function := loss.pop("function", None)) is None:
         return loss
@@ -115,9 +116,9 @@ def oracle_loss(config: Config) -> dict[str, Any]:
 
 
 def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
-    """Group layouts that the same processes can run one after another, since starting processes takes the time.
+    """Group layouts that the same processes can run in turn, since most of the time is the start of processes.
 
-    `alone`: each by itself, because a full model's gradients of many layouts would fill a disk.
+    `alone`: one layout in each group, because a full model's gradients of many layouts would fill a disk.
     """
     if alone:
         return [[layout] for layout in layouts]
@@ -130,15 +131,15 @@ def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
 
 @dataclass
 class Judge:
-    """Runs layouts of a case and judges what they wrote; what each step of the reference costs is paid once."""
+    """Runs layouts of a case and judges their results. The reference is computed once for all of them."""
 
     case: Case
     comparer: Comparer
     plant: Callable[[], None] | None = None
-    half_precision_error: float | None = None  # of the gradients of one process
+    half_precision_error: float | None = None  # of the gradients of the first layout in half precision
 
     def judge(self, layouts: list[Layout]) -> Iterator[LayoutResult]:
-        """Run layouts in the same processes; after one that fails, those behind it get processes of their own."""
+        """Run layouts in the same processes. If one fails, new processes run the rest."""
         ranks, environment = layouts[0].ranks, layouts[0].environment
         waiting = [(layout, *self._task(layout)) for layout in layouts]
         while waiting:
@@ -175,8 +176,8 @@ class Judge:
         return Task(options, folder, case.positions, self._some_steps(), layout.reverse), records
 
     def _some_steps(self) -> list[int]:
-        """Name the steps whose rates are compared: the first, those around the ends of warm-up and of the run, and
-        many between."""
+        """Return the steps whose learning rates are compared: the first 50, those around the end of warm-up and of the
+        run, and 100 in between."""
         last = self.case.options["schedule"]["steps"] or 100
         warm = self.case.options["optimizer"]["warmup_steps"]
         around = {*range(1, 51), *range(warm - 2, warm + 4), *range(last - 2, last + 1)}
@@ -199,7 +200,7 @@ class Judge:
                 yield found
             else:
                 off, size = off + found[0] ** 2, size + found[1] ** 2
-        # In half precision a layout's error against float64 may be 1.5 times the one process's, which came first.
+        # In half precision a layout's error may be 1.5 times that of one process, which is the first layout.
         error = math.sqrt(off / max(size, 1e-60))
         if self.half_precision_error is None:
             self.half_precision_error = error

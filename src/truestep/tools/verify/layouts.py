@@ -1,4 +1,4 @@
-"""The layouts that `verify` runs a step under."""
+"""The layouts under which `verify` runs a case."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,15 +8,16 @@ from typing import Any
 class Layout:
     name: str
     ranks: int = 1
-    options: dict[str, Any] = field(default_factory=dict)  # replace the user's configuration
-    reverse: bool = False  # micro-batches, and documents within each, in the opposite order
-    parts: bool = False  # each rank sees only its own documents; rank 0 has none
+    options: dict[str, Any] = field(default_factory=dict)  # override the user's configuration
+    reverse: bool = False  # micro-batches, and documents within each, in reverse order
+    parts: bool = False  # each rank has its own file of documents; that of rank 0 is empty
     environment: dict[str, str] = field(default_factory=dict)
-    half: bool = False  # compared with the first layout of half precision, by their errors
+    half: bool = False  # half precision: its error is compared with that of the first such layout
 
 
 def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> list[Layout]:
-    """List the layouts that so many ranks allow. `budget` and `longest` are a micro-batch and a document in tokens."""
+    """Return the layouts with at most `most_ranks` ranks. `budget`: tokens of a micro-batch; `longest`: of a document;
+    `kernels`: whether Triton can interpret kernels."""
 
     def parallel(**options: Any) -> dict[str, Any]:
         return {"parallel": options}
@@ -60,7 +61,7 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
 
 
 def in_half_precision(longest: int, most_ranks: int) -> list[Layout]:
-    """List the layouts of half precision; the errors of the others are compared with the first one's."""
+    """Return the layouts in half precision. The first is the baseline for the errors of the others."""
     half: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
     layouts = [
         Layout("bfloat16: one process", options=half, half=True),

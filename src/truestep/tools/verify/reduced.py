@@ -1,9 +1,9 @@
-"""The user's architecture and rollouts at a size that a float64 loop can follow.
+"""The user's architecture and documents, reduced to a size that is fast in float64.
 
-The model keeps its kind, its traits (tied or not, windows, softcaps, experts, shared key heads) and none of its size.
-Documents keep their order, masks, advantages, rewards, groups, temperatures and versions, but not their length, and
-their token ids are taken modulo the small vocabulary. A random model's log-probs have nothing to do with the real
-one's, so the sampler's are made anew around them, with ratios on both sides of both clip bounds.
+The model keeps its architecture (tied weights, windows, softcaps, experts, grouped-query attention) but not its size.
+Documents keep their order, masks, advantages, rewards, groups, temperatures and versions; they are shortened, and token
+ids are taken modulo the small vocabulary. The log-probs of a random model differ from the real one's, so the sampler's
+log-probs are drawn again around them, with ratios on both sides of all clip bounds.
 """
 
 import math
@@ -31,8 +31,8 @@ from truestep.tools.verify.reference import Reference
 from truestep.types import Rollout
 from truestep.weights.errors import ModelError
 
-VOCABULARY = 97  # a prime: no block, shard or chunk divides it
-LAYERS = 4  # the longest pipeline among the layouts has as many stages
+VOCABULARY = 97  # a prime: not divisible by blocks, shards or chunks
+LAYERS = 4  # stages of the longest pipeline among the layouts
 _SIZES: dict[str, int] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -46,18 +46,18 @@ _SIZES: dict[str, int] = {
     "sliding_window": 8,
     "max_window_layers": 1,
 }
-_SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # standard deviations of log-ratios: the first that reaches beyond every bound
-_ON_EACH_SIDE = 2  # labels, of each bound
+_SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # standard deviations of log-ratios; the first that crosses all bounds is used
+_ON_EACH_SIDE = 2  # least number of labels on each side of each bound
 _ATTEMPTS = 10_000
-# A document's mean log-ratio is off by about a hundredth in bfloat16, which is far more than the width of some clips.
-# The first of these distances at which documents can be drawn is theirs from every bound on whole documents.
+# In bfloat16 a document's mean log-ratio has an error of about 0.01, far more than the width of some clips. So
+# documents keep a distance from bounds on whole documents: the first of these at which documents can be drawn.
 _CLEARANCES = (0.2, 0.1, 0.05)
 _FEW_ATTEMPTS = 100
-_BESIDE_ZERO = 0.1  # how far a document's value is from a bound of 0
+_BESIDE_ZERO = 0.1  # distance of a document's value from a bound of 0
 
 
 def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
-    """Write a small random model of the source's architecture into the directory, and return that."""
+    """Write a small random model of the source's architecture into `directory`, and return `directory`."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -88,7 +88,7 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Norms and biases keep the value they begin with, and matrices get noise that tells tokens apart.
+            # Norms and biases get noise on top of their initial values, matrices noise that distinguishes tokens.
             scale = 0.15 if parameter.ndim >= 2 else 0.1
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
@@ -97,8 +97,8 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
 
 
 def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool) -> list[str]:
-    """Select the patterns of model.freeze that match in the reduced model, which has few layers, and as many of them as
-    leave something to train."""
+    """Return the patterns of model.freeze that match in the reduced model, which has few layers. A pattern that would
+    leave nothing to train is left out."""
     kept: list[str] = []
     for pattern in patterns:
         reference = Reference(model, None, trust_remote_code)
@@ -112,8 +112,8 @@ def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool
 
 
 def draw_adapter(given: AdapterConfig, model: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
-    """Write a random adapter with a user's options, neither of whose matrices is zero. A reduced model has few layers:
-    targets that it does not have are left out; if none is left, they are taken by their names within a layer."""
+    """Write a random adapter with the user's options; neither A nor B is zero. Targets in layers that a reduced model
+    does not have are left out; if none is left, the targets' names within a layer are used."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -128,7 +128,7 @@ def draw_adapter(given: AdapterConfig, model: Path, directory: Path, seed: int, 
     tensors: dict[str, torch.Tensor] = {}
 
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
-        # A layer's outputs change by about a tenth of an input.
+        # The adapter adds about a tenth of the input's size to the output.
         size = shape[1] ** -0.5 if f".{DOWN}." in name else 0.1 / (rank**0.5 * adapter.scale)
         tensors[name] = size * torch.randn(shape, generator=generator)
         return tensors[name]
@@ -148,7 +148,7 @@ def _modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def record_of(document: Rollout, declared: Sequence[Field] = ()) -> Record:
-    """Write a document as one line of a rollout file. `declared`: a user's own fields."""
+    """Convert a document to a record of a rollout file. `declared`: the user's own fields."""
     record: Record = {
         "id": document.id,
         "input_ids": document.input_ids.tolist(),
@@ -175,7 +175,7 @@ def records_of(document: Rollout, declared: Sequence[Field] = ()) -> list[Record
 
 
 def reduce_record(record: Record, most: int) -> Record:
-    """Keep the end of the document, which holds its labels; position 0 is never a label."""
+    """Keep the last `most` tokens of a document, which have its labels. Position 0 is never a label."""
     cut = max(0, len(record["input_ids"]) - most)
     of_tokens = {name: value for name, value in record.items() if isinstance(value, list) and name != "turns"}
     short = record | {name: value[cut:] for name, value in of_tokens.items()}
@@ -198,14 +198,14 @@ def redraw_logprobs(
     half_precision: bool = False,
     declared: dict[str, Any] | None = None,
 ) -> None:
-    """Draw the records' log-probs anew, in place: on both sides of every bound of the objective, and never so near one
-    that float32 would decide on which side; with `half_precision`, nor that bfloat16 would for a whole
-    document. `declared`: a user's own fields, as `data.fields` has them."""
+    """Draw new sampler log-probs for the records, in place: on both sides of every bound of the objective, and so far
+    from it that float32 rounding does not matter; with `half_precision` also so far that bfloat16 rounding does not
+    matter for bounds on whole documents. `declared`: the user's own fields, as in `data.fields`."""
     new = oracle_logprobs(Reference(model, None, trust_remote_code, adapter), list(records))
     documents = [read_document(record, 1.0, declared) for record in records]
     for spread in _SPREADS:
         draw = random.Random(seed)
-        sides: dict[int, list[int]] = {}  # of each bound of labels: how many of them are below and above
+        sides: dict[int, list[int]] = {}  # for each bound: the number of labels below and above
         for number, (document, values) in enumerate(zip(documents, new, strict=True)):
             document.old_logprobs = _draw_old(document, values, objective, number, spread, draw, half_precision)
             for place, (found, bound) in enumerate(_switches(objective, document, values)):
@@ -228,14 +228,14 @@ def _draw_old(
     draw: random.Random,
     half_precision: bool,
 ) -> list[float]:
-    """Draw the sampler's log-probs of a document. Its mean log-ratio is moved to one side of a bound on the document;
-    around that, every label has noise of its own."""
+    """Draw the sampler's log-probs of a document. The mean log-ratio is on one side of a bound on whole documents, if
+    there is one; every label has independent noise around it."""
     if not new:
         return []
     at_rest, moved = (_switches(objective, replace(document, old_logprobs=[v - by for v in new]), new) for by in (0, 1))
-    # A value of the document is the same at all of its labels, and follows the mean log-ratio.
+    # Values of the whole document are the same for all labels, and depend on the mean log-ratio.
     slopes = [(bound, float(after[0] - before[0])) for (before, bound), (after, _) in zip(at_rest, moved, strict=True)]
-    alone = half_precision and objective.whole_documents  # one label is a whole document too
+    alone = half_precision and objective.whole_documents  # a document may have a single label
     whole = [
         (len(new) > 1 or alone) and bool((values == values[0]).all()) for values, _ in _noisy(objective, document, new)
     ]
@@ -251,10 +251,10 @@ def _draw_old(
     for clearance in clearances:
         target = 0.0
         if of_document:
-            # Beyond each bound and within it by turns; two documents in a row are not on the same side.
+            # Alternately beyond and within each bound.
             bound, slope = of_document[number // 2 % len(of_document)]
             value = ((0.4 if number % 2 else 1.8) * bound) or (-_BESIDE_ZERO if number % 2 else _BESIDE_ZERO)
-            if abs(value - bound) <= clearance:  # nothing is so far within a narrow clip: beyond it, on either side
+            if abs(value - bound) <= clearance:  # the clip is narrower than the clearance: go beyond it
                 value = bound + math.copysign(1.5 * clearance, bound)
             target = value / slope
         size = spread if len(of_document) < len(slopes) or not slopes else 0.1
@@ -277,7 +277,7 @@ def _noisy(objective: Objective, document: Document, new: Sequence[float]) -> li
 
 
 def _switches(objective: Objective, document: Document, new: Sequence[float]) -> list[Switch]:
-    """List the values that decide which formula holds, in float64, given the policy's log-probs."""
+    """Return the values that the loss compares with bounds, and these bounds, given the policy's log-probs `new`."""
     if not new:
         return []
     zeros = torch.zeros(len(new), dtype=torch.float64)

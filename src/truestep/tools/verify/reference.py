@@ -1,7 +1,7 @@
-"""The user's own architecture in float64: transformers' code with plain attention, one document at a time.
+"""The user's architecture in float64: transformers' code with eager attention, one document at a time.
 
-transformers computes norms, rotary embeddings and softmax in float32, whatever the model's type. Here every request
-for float32 becomes one for float64.
+transformers computes norms, rotary embeddings and softmax in float32, whatever the model's dtype is. Here float32 is
+replaced by float64 in all calls.
 """
 
 import json
@@ -33,8 +33,8 @@ def _read_adapter(directory: Path) -> dict[str, Tensor]:
 
 
 class Reference:
-    """The float64 model of a Hugging Face directory, with other weights in place of its own where they are given. With
-    an adapter, the weights of its layers are merged ones, and it alone is differentiated for."""
+    """The float64 model of a Hugging Face directory. `weights` replace its own. With an adapter, layers use merged
+    weights and only the adapter has gradients."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Reference:
         with torch.no_grad():
             for name in self.parameters.keys() & (weights or {}).keys():
                 self.parameters[name].copy_((weights or {})[name])
-        # A padding token's row of the embedding learns like any other: see policy/embedding.
+        # The padding token's row of the embedding is trained like any other, as in training.
         self._model.get_input_embeddings().padding_idx = None
         if adapter is not None:
             self._merge(adapter, adapters)
             self.parameters = adapters
 
     def _merge(self, adapter: Path, adapters: Mapping[str, Tensor]) -> None:
-        """Put W + (alpha / rank) · B A in the place of W: a gradient goes through it to A and B."""
+        """Replace W by W + (alpha / rank) · B A, with gradients for A and B."""
         settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
         for name, down in adapters.items():
             if name.endswith("lora_A.weight"):
@@ -84,13 +84,13 @@ class Reference:
                 layer.weight = plain + settings["lora_alpha"] / settings["r"] * up @ down
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """Differentiate no more for the weights whose names match; a tied one has two names."""
+        """Remove the weights whose names match from `parameters`; a tied weight has two names."""
         named = self._model.named_parameters(remove_duplicate=False)
         frozen = {id(weight) for name, weight in named for pattern in patterns if fnmatchcase(name, pattern)}
         self.parameters = {name: weight for name, weight in self.parameters.items() if id(weight) not in frozen}
 
     def _exact_rotary(self) -> None:
-        """Compute plain rotary frequencies in float64 again, since transformers computes them in float32."""
+        """Compute the frequencies of default RoPE in float64, since transformers computes them in float32."""
         config = self._model.config.get_text_config()
         parameters = getattr(config, "rope_parameters", None) or {}
         if parameters.get("rope_type", "default") != "default" or "rope_theta" not in parameters:

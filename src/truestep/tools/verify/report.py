@@ -30,7 +30,7 @@ def table(results: Sequence[LayoutResult]) -> Table:
 
 
 def _worst(result: LayoutResult, kind: str) -> Difference | None:
-    """Give the worst difference of a kind. That of an update is of the moments or of the weights."""
+    """Return the worst difference of a kind; for updates, of the moments or the weights."""
     kinds = ("moment", kind) if kind == "update" else (kind,)
     return max((result.worst[each] for each in kinds if each in result.worst), key=lambda d: d.excess, default=None)
 
@@ -77,7 +77,7 @@ def figure(results: Sequence[LayoutResult]) -> str:
     """Draw a row for each layout, with a dot for the worst difference of each kind, on a logarithmic axis."""
     drawing = Drawing("Worst differences from the reference", "relative, by layout; a logarithmic axis", 0)
     top = 70 + LEGEND_LINE * drawing.legend([(kind, number) for number, kind in enumerate(_KINDS)], 70, dots=True) + 8
-    # A layout in half precision has a line of text more.
+    # Layouts in half precision have an additional line of text.
     space = _ROW + 16 * any("half precision" in result.worst for result in results)
     bottom = top + space * len(results)
     drawing.height = bottom + 32

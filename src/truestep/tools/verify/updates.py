@@ -1,6 +1,6 @@
-"""Holds a layout's updates against the oracle: rates, clipping, the optimizer's states, and the weights they make.
+"""Compares a layout's updates with the oracle: learning rates, clipping, optimizer states, and weights.
 
-Each stage is judged given what the run itself had before it, so that a fault is named where it is made.
+Each stage is judged by the run's own input to it, so that an error is reported in the stage that made it.
 """
 
 import json
@@ -22,11 +22,11 @@ from truestep.tools.verify.oracle.updates import Interval, UpdateOracle, beyond,
 from truestep.weights.tensor_parts import STATE, StoredTensors
 
 Tensors = Mapping[str, torch.Tensor]
-_OWN_CODE = 1e-4  # of an update, that a user's own code may be off in float32
+_OWN_CODE = 1e-4  # allowed float32 error of a user's own optimizer, relative to the update
 
 
 def scheduled(options: Mapping[str, Any], output: Path) -> Iterator[Difference]:
-    """Compare the rates that the run has for steps of the user's schedule."""
+    """Compare the run's learning rates for steps of the user's schedule."""
     wrong = []
     for step, rate in json.loads((output / "schedule.json").read_text(encoding="utf-8")).items():
         right = learning_rate(options["optimizer"], options["schedule"]["steps"], int(step))
@@ -41,10 +41,11 @@ def _off(value: float, right: float) -> float:
 
 
 class Updates:
-    """Judges one update after another of a layout."""
+    """Judges the updates of a layout, in order."""
 
     def __init__(self, options: Mapping[str, Any], ends: Collection[str], positions: Sequence[int]):
-        """`options`: a layout's, as a YAML file has them. `ends`: the names of the embedding and of the head."""
+        """`options`: the layout's, as in a YAML file. `ends`: the names of the embedding and the head. `positions`:
+        each update's step in the user's schedule."""
         self._options, self._positions = options["optimizer"], positions
         self._steps = options["schedule"]["steps"]
         self._own = _OwnCode(self._options) if self._options["type"] == "custom" else None
@@ -109,7 +110,7 @@ class Updates:
 
 
 def _clipping(number: int, gradients: Tensors, taken: Tensors, scale: float, right: float) -> Iterator[Difference]:
-    """Compare the gradients that the optimizer took with those of the step, clipped by their norm."""
+    """Compare the gradients that the optimizer used with the step's gradients, clipped by their norm."""
     blame = Blame(number)
     for name, gradient in gradients.items():
         exact, found = gradient.double(), taken[name].double() * scale
@@ -124,7 +125,7 @@ def _clipping(number: int, gradients: Tensors, taken: Tensors, scale: float, rig
 
 
 class _States:
-    """The optimizer's states of whole weights."""
+    """Optimizer states of whole weights, joined from the ranks' shards."""
 
     def __init__(self, folder: Path):
         self._stored = StoredTensors(folder)
@@ -142,7 +143,7 @@ class _States:
 
 
 def _states(judged: Sequence[Judged], number: int, scale: float) -> Iterator[Difference]:
-    """Compare the moments that each weight has behind the update."""
+    """Compare the moments of each weight after the update."""
     blame = Blame(number)
     for each in judged:
         if not each.after or each.moments_stood_still:
@@ -169,7 +170,7 @@ def _states(judged: Sequence[Judged], number: int, scale: float) -> Iterator[Dif
 
 
 def _weights(judged: Sequence[Judged], number: int) -> Iterator[Difference]:
-    """Compare the weights that the update made of those before it, given its own moments."""
+    """Compare the weights after the update, given the run's own moments."""
     blame = Blame(number)
     for each in judged:
         change = each.change()

@@ -1,12 +1,12 @@
-"""The work of one layout's ranks: the real training loop, with a witness that writes what each step is made of.
+"""Runs the training loop on the ranks of a layout, with an observer that writes the data of each step:
 
 schedule.json             the learning rates of some steps
 1/weights.safetensors     the weights before the step
-1/states                  what the optimizer keeps, behind its first update, as checkpoints have it
+1/states                  the optimizer states before the step, in the format of checkpoints
 1/gradients.safetensors   the step's gradients before clipping
-1/changed.safetensors     gradients that are no more the same when the optimizer takes them
+1/changed.safetensors     gradients that have changed by the time the optimizer uses them
 1/step.json               loss, metrics, the documents' ids and advantages, scores
-1/updates.json            for each update of the weights: rates, and what gradients are multiplied with
+1/updates.json            for each update of the weights: learning rates, and the factor of the gradients
 2/weights.safetensors     … and so on; after the last step, weights and states alone
 """
 
@@ -36,26 +36,26 @@ from truestep.step.update.optimizer import optimizer_parts
 from truestep.types import StepPlan
 from truestep.weights.tensor_parts import FOLDER, describe_parts, part_name, write_index
 
-DONE = "seconds"  # this file shows that a layout has been run, and holds how long that took
+DONE = "seconds"  # this file shows that a layout has run; it contains the seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     options: dict[str, Any]
     output: Path
-    positions: Sequence[int]  # of the steps that are made, in the user's schedule
-    schedule: Sequence[int]  # the steps whose rates are written
+    positions: Sequence[int]  # steps of the user's schedule that are computed
+    schedule: Sequence[int]  # steps whose learning rates are written
     reverse: bool = False
 
 
 def run_layouts(tasks: Sequence[Task], plant: Callable[[], None] | None = None) -> None:
-    """Run layouts one after another. `plant` makes a fault first, so that a check that cannot fail is found out."""
+    """Run layouts in turn. `plant` introduces a fault first, in tests that verify finds it."""
     if plant is not None:
         plant()
     for task in tasks:
         started = time.perf_counter()
         ranks = _run(task)
-        ranks.gather(None)  # waits until every rank has come to its end
+        ranks.gather(None)  # a barrier
         if ranks.first:
             (task.output / DONE).write_text(str(time.perf_counter() - started), encoding="utf-8")
 
@@ -67,9 +67,9 @@ def _run(task: Task) -> Ranks:
     with watch.watching():
         trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks, watch=watch)
         trainer.runner = dataclasses.replace(trainer.runner, keep_scores=True)
-        trainer.steps = None  # the run ends with its documents: its steps are some of the user's
+        trainer.steps = None  # the run ends with its documents, whatever schedule.steps is
         witness = _Witness(trainer, task)
-        trainer.save_rule = SaveRule(never=True)  # nobody resumes it
+        trainer.save_rule = SaveRule(never=True)  # the run is never resumed
         trainer.annotators.all.insert(0, witness)
         trainer.observers.add(witness)
         trainer.optimizer.register_step_pre_hook(lambda _, arguments, named: witness.update(named.get("scale", 1.0)))
@@ -80,14 +80,16 @@ def _run(task: Task) -> Ranks:
 
 @dataclasses.dataclass
 class _Witness(Observer, Annotator):
+    """Writes the data of each step, and sets the step of the schedule."""
+
     trainer: Trainer
     task: Task
-    number: int = 0  # of the step in hand, among those that are made
+    number: int = 0  # of the current step, from 1
     _gradients: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     _updates: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in this step
 
     def annotate(self, plan: StepPlan) -> StepPlan:
-        """Go to the next of the steps that are to be made."""
+        """Move to the next step of `Task.positions`."""
         if self.number == 0 and self.trainer.ranks.first:
             rates = {step: self.trainer.learning_rate.at(step) for step in self.task.schedule}
             (self.task.output / "schedule.json").write_text(json.dumps(rates), encoding="utf-8")
@@ -119,7 +121,7 @@ class _Witness(Observer, Annotator):
         (self._folder / "step.json").write_text(json.dumps(line), encoding="utf-8")
 
     def update(self, scale: float) -> None:
-        """Write what the optimizer is called with."""
+        """Write the learning rates, the factor and the gradients that the optimizer is called with."""
         weights, gradients = self.trainer.policy.weights, self._collect_gradients()
         names = {id(master): name for name, master in weights.master.items()}
         groups = self.trainer.optimizer.param_groups
@@ -140,7 +142,7 @@ class _Witness(Observer, Annotator):
             (folder / "states" / FOLDER).mkdir(parents=True, exist_ok=True)
             copies = {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in weights.items()}
             save_file(copies, folder / "weights.safetensors")
-        ranks.gather(None)  # the folder is there
+        ranks.gather(None)  # a barrier: the folder exists
         file = folder / "states" / FOLDER / part_name(ranks.rank)
         parts = list(optimizer_parts(self.trainer.optimizer, self.trainer.policy.weights))
         save_file({part.key: part.values.detach().to("cpu", copy=True).contiguous() for part in parts}, file)
@@ -158,6 +160,6 @@ class _Witness(Observer, Annotator):
 
 
 def _reversed(plan: StepPlan) -> StepPlan:
-    """Reverse the order of the micro-batches, and that of the documents in each."""
+    """Reverse the order of micro-batches, and of documents in each."""
     micro_batches = tuple(tuple(reversed(members)) for members in reversed(plan.micro_batches))
     return dataclasses.replace(plan, micro_batches=micro_batches)

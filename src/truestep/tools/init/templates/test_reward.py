@@ -1,4 +1,4 @@
-"""Tests of the reward: most surprises of RL are in it. Run them with `python test_reward.py`, or by pytest."""
+"""Tests of the reward, in which most errors of RL tasks are. Run them with `python test_reward.py` or pytest."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,17 @@
 """A step in float64, from its advantages to its update, as docs/contract.md, sections 3 to 9, define it.
 
-It shares nothing with the code that trains and has no packing, no chunks and no ranks: it loops over documents and
-over their labels. Every label has one loss term and one weight; the loss is the sum of weight * term. The gradient is
-autograd's on that sum. Where the contract is silent, the oracle decides; each such place says "Decision".
+The oracle shares no code with training, and has no packing, chunks or ranks: it loops over documents and their labels.
+Every label has one loss term and one weight; the loss is the sum of weight * term, and autograd computes its gradient.
+Where the contract is silent, the oracle decides; such comments begin with "Decision".
+
+records           records to documents
+advantages        advantages from rewards
+values            log-probs and entropies of a model
+losses            loss terms and their weights
+metrics           the metrics of a step
+step              loss, gradients and metrics of a step
+schedule          learning rate and gradient clipping
+updates           the optimizers' updates, with the rounding of float32
 
 Symbols: D documents of the step (those without labels too), N labels of the step, N_d labels of document d,
 T tokens of a document, V vocabulary. rho is the ratio of one label, R_d gspo's ratio of a document.

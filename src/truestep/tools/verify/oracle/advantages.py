@@ -1,4 +1,4 @@
-"""Advantages from the rewards of groups, and what a step leaves out: docs/contract.md, section 4."""
+"""Advantages from the rewards of groups, and truncated documents: docs/contract.md, section 4."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from typing import Any
 
 Record = dict[str, Any]
 
-LABEL_FIELDS = ("logprobs", "advantage", "model_version", "reference_logprobs")  # values of labels, in a record
-_SCALES = {"group_normalized": "group", "batch_normalized": "step"}  # baselines that name a scale
+LABEL_FIELDS = ("logprobs", "advantage", "model_version", "reference_logprobs")  # fields with a value for each label
+_SCALES = {"group_normalized": "group", "batch_normalized": "step"}  # rules that include a scale
 
 
 def prepare(records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
-    """Give the records, in their order, as steps take them. `data` is that section of the YAML file, and where
-    `advantages` is a user's function also `function`: it gives a number for each of a group's documents.
+    """Return the records that steps train on, in their order. `data`: that section of the YAML file; if `advantages` is
+    a user's function, it is in `function` and returns the advantage of each of a group's documents.
 
-    A record of a group with a reward has an `advantage` then, or where the step scales it a `difference`; a document
-    that was truncated has no label (`mask`) or is not there (`drop`).
+    Records with a group and a reward get an `advantage`, or a `difference` if it is scaled over the step. Truncated
+    documents lose their labels (`mask`) or are left out (`drop`).
     """
     kind = data.get("advantages", "none")
     prepared = [record for document in documents_of([dict(record) for record in records]) for record in document]
@@ -65,7 +65,7 @@ def _groups(records: Sequence[Record], group_size: int | None) -> list[list[list
 
 
 def _give_advantages(group: list[list[Record]], kind: str, data: dict[str, Any]) -> None:
-    """Put into each record what its reward gives it; the reward is less by the penalty from then on."""
+    """Set each record's advantage or difference, in place. The overlong penalty is subtracted from its reward."""
     labels = [sum(len(label_positions(record)) for record in document) for document in group]
     for document, count in zip(group, labels, strict=True):
         if (penalty := data.get("overlong_penalty")) is not None:
@@ -105,7 +105,7 @@ def _of_records(document: list[Record], given: Any) -> list[Any]:
 
 
 def differences(rewards: Sequence[float], labels: Sequence[int], kind: str) -> list[float]:
-    """Compute each reward of a group less its baseline. `labels`: how many each document has."""
+    """Return each reward of a group minus its baseline. `labels`: the number of labels of each document."""
     count, total = len(rewards), math.fsum(rewards)
     if count == 1 or min(rewards) == max(rewards):
         return [0.0] * count
@@ -120,7 +120,7 @@ def differences(rewards: Sequence[float], labels: Sequence[int], kind: str) -> l
 
 
 def over_spread(difference: float, values: Sequence[float], floor: float) -> float:
-    """Divide by the sample's standard deviation of the values, and the floor; so few have no spread, and give 0."""
+    """Divide by the sample standard deviation of the values plus the floor. Fewer than two values give 0."""
     if len(values) < 2 or difference == 0:
         return 0.0
     mean = math.fsum(values) / len(values)

@@ -24,7 +24,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 class CustomTerms(Protocol):
-    """A user's loss, by its own formula. The gradient is autograd's, and not the slope that the user gives."""
+    """A user's loss by its formula. Autograd computes the gradient; the user's slope is not used."""
 
     document_ratio: bool
     bounds: tuple[float, float] | None
@@ -34,7 +34,7 @@ class CustomTerms(Protocol):
 
 
 def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
-    """Fill the options up with their defaults, and refuse what the oracle does not compute."""
+    """Fill in the defaults of the options. Raise an error for options that the oracle does not compute."""
     kind, custom = options["type"], options.get("custom")
     if kind not in LOSS_TYPES and custom is None:
         raise ValueError(f"loss.type: {kind}")
@@ -66,7 +66,7 @@ def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
         "z_loss": 0.0,
     }
     complete = {**defaults, **{name: value for name, value in options.items() if value is not None}}
-    # Metrics of ratios look at R_d for these.
+    # Metrics of ratios use R_d for these losses.
     complete["document_ratio"] = kind == "gspo" or (custom is not None and custom.document_ratio)
     complete["bounds"] = None if custom is None else custom.bounds
     if kind in DEFAULT_EPSILONS:
@@ -101,7 +101,7 @@ def loss_terms(
         terms_of_document: list[LabelValues] = []
         for loss, weight, label in zip(losses, weights, labels, strict=True):
             denominator = denominator_of(loss_config["normalize_by"], labels_of[place])
-            # What weighs nothing adds nothing, whatever it is.
+            # A term with weight 0 adds 0, even if it is NaN.
             terms.append(("policy_loss", weight * loss / denominator if weight else constant(0.0)))
             if loss_config["kl_reference"] and loss_config["kl_reference"].get("in", "loss") == "loss":
                 index = len(terms_of_document)
@@ -193,7 +193,7 @@ def document_mean_ratio(log_ratios: list[Tensor]) -> Tensor:
 
 
 def as_ratio(document_ratio: Tensor, logprob: Tensor) -> Tensor:
-    """Compute R exp(logπ - sg(logπ)): the value is R, and so is the slope in this label's own log-prob."""
+    """Compute R exp(logπ - sg(logπ)): its value is R, and so is its slope in this label's own log-prob."""
     value = document_ratio.item()
     if value in (math.exp(LARGEST_LOG_RATIO), math.exp(-LARGEST_LOG_RATIO)):
         return constant(value)
@@ -201,7 +201,7 @@ def as_ratio(document_ratio: Tensor, logprob: Tensor) -> Tensor:
 
 
 def gmpo_log_ratio(log_ratio: float, advantage: float, loss_config: dict[str, Any]) -> tuple[float, bool]:
-    """Clip a label's log-ratio on the side that its advantage's sign says, and tell whether it was clipped."""
+    """Clip a label's log-ratio on the side given by its advantage's sign, and return whether it was clipped."""
     low, high = float32(-loss_config["epsilon_low"]), float32(loss_config["epsilon_high"])
     if advantage > 0 and float32(log_ratio) > high:
         return high, True
@@ -211,7 +211,7 @@ def gmpo_log_ratio(log_ratio: float, advantage: float, loss_config: dict[str, An
 
 
 def is_masked(logprob: float, old: float, advantage: float, loss_config: dict[str, Any]) -> bool:
-    """Tell whether dppo takes a label's gradient: it moves outward, and has moved too far."""
+    """Tell whether dppo masks a label's gradient: its probability has moved too far, and would move further."""
     if not (advantage > 0 and logprob > old) and not (advantage < 0 and logprob < old):
         return False
     new_probability, old_probability = math.exp(logprob), math.exp(old)
@@ -248,7 +248,7 @@ def reference_divergence(document: Document, label: LabelValues, index: int, opt
 
 
 def importance_logs(document: Document, labels: list[LabelValues]) -> list[float]:
-    """Compute log c of every label: of the old log-probs and the sampler's where both are known, and else log rho."""
+    """Compute log c of every label: old minus sampler's log-probs if both are known, else log rho."""
     if document.sampler_logprobs is not None:
         return [old - its for old, its in zip(document.old_logprobs or [], document.sampler_logprobs, strict=True)]
     return [label.logprob.item() - old for label, old in zip(labels, document.old_logprobs or [], strict=True)]
@@ -265,7 +265,7 @@ def policy_weights(document: Document, labels: list[LabelValues], loss_config: d
 
 
 def kl_of_chosen(document: Document, label: LabelValues, index: int) -> Tensor:
-    """Compute rho - log rho - 1 of a label that kl_cov chose, and else 0."""
+    """Compute rho - log rho - 1 for a label that kl_cov chose, else 0."""
     if not (document.chosen or [])[index]:
         return constant(0.0)
     log_ratio = label.logprob - (document.old_logprobs or [])[index]
@@ -275,7 +275,7 @@ def kl_of_chosen(document: Document, label: LabelValues, index: int) -> Tensor:
 
 
 def choose_labels(documents: list[Document], loss_config: dict[str, Any], seed: int, documents_seen: int) -> None:
-    """Choose the labels that clip_cov or kl_cov holds back, in place; before old log-probs are recomputed."""
+    """Choose the labels for clip_cov or kl_cov, in place. This comes before old log-probs are recomputed."""
     rule = loss_config["clip_cov"] or loss_config["kl_cov"]
     if not rule:
         return
@@ -283,7 +283,7 @@ def choose_labels(documents: list[Document], loss_config: dict[str, Any], seed: 
     logprobs = [float32((document.old_logprobs or [])[place]) for document, place in labels]
     advantages = [float32((document.advantages or [])[place]) for document, place in labels]
     mean_logprob, mean_advantage = (sum(values) / max(len(values), 1) for values in (logprobs, advantages))
-    candidates: list[tuple[Any, Document, int]] = []  # with the number by which they are put in order
+    candidates: list[tuple[Any, Document, int]] = []  # sort key, document, index of the label
     for (document, place), logprob, advantage in zip(labels, logprobs, advantages, strict=True):
         covariance = (logprob - mean_logprob) * (advantage - mean_advantage)
         if loss_config["kl_cov"]:
@@ -294,13 +294,13 @@ def choose_labels(documents: list[Document], loss_config: dict[str, Any], seed: 
             candidates.append((hashlib.sha256(text.encode(errors="surrogatepass")).digest(), document, place))
     for document in documents:
         document.chosen = [False] * len(document.positions)
-    candidates.sort(key=lambda candidate: candidate[0])  # a stable order: equal ones stay in that of the step
+    candidates.sort(key=lambda candidate: candidate[0])  # stable: ties stay in the step's order
     for _, document, place in candidates[: max(int(rule.get("share", 2e-4) * len(labels)), 1)]:
         (document.chosen or [])[place] = True
 
 
 def next_entropy_bonus(loss_config: dict[str, Any], entropy: float | None) -> float:
-    """Compute the weight of the entropy bonus in the step after one that had this entropy."""
+    """Return the weight of the entropy bonus for the step after one with this entropy."""
     weight, target = loss_config.get("entropy_bonus") or 0.0, loss_config.get("entropy_target")
     if not target or entropy is None:
         return weight
@@ -345,7 +345,7 @@ def is_above(importance: float, correction: dict[str, Any]) -> bool:
 
 
 def off_policy_kept(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[float]:
-    """Compute 0 for every label that the off-policy mask leaves out, and else 1."""
+    """Return 0 for each label that the off-policy mask leaves out, else 1."""
     threshold = loss_config["off_policy_mask"]
     if threshold is None or not labels:
         return [1.0] * len(labels)
@@ -356,7 +356,7 @@ def off_policy_kept(document: Document, labels: list[LabelValues], loss_config: 
 
 
 def gradient_changed(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[bool] | None:
-    """Tell for every label whether the loss's clip, cap, mask or clamp changed its gradient; None for other losses."""
+    """Tell for each label whether the loss's clip, cap, mask or clamp changed its gradient. None: the loss has none."""
     kind = loss_config["type"]
     if kind not in LOSS_TYPES or kind == "cross_entropy":
         return None
@@ -391,7 +391,7 @@ def gradient_changed(document: Document, labels: list[LabelValues], loss_config:
 
 
 def ratio_clamped(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[bool] | None:
-    """Tell for every label whether the log-ratio that its loss exponentiates is beyond 20; None for other losses."""
+    """Tell for each label whether the log-ratio in its loss's exponential is beyond ±20. None: the loss has none."""
     kind = loss_config["type"]
     if kind not in LOSS_TYPES or kind == "cross_entropy":
         return None
@@ -431,7 +431,7 @@ def clip_bounds(loss_config: dict[str, Any]) -> tuple[float, float]:
 
 
 def float32(value: float) -> float:
-    """Round to the nearest float32, in which "exactly on a bound" is decided."""
+    """Round to the nearest float32. Comparisons with bounds are made in float32."""
     return torch.tensor(value, dtype=torch.float32).item()
 
 

@@ -31,7 +31,7 @@ def step_metrics(
     loss_config: dict[str, Any],
     documents_seen_before_step: int,
 ) -> dict[str, Metric]:
-    """Compute level `full` without percentiles, times and the gradient norm. A metric without input is absent."""
+    """Compute the metrics of level `full` but percentiles, times and gradient norm. Those without input are absent."""
     metrics = term_metrics(terms, loss_config)
     sequences, values_of_sequences = documents, values
     wholes = whole_documents(sequences)
@@ -42,7 +42,7 @@ def step_metrics(
     counts["num_tokens"] = sum(len(document.input_ids) for document in documents)
     metrics.update({name: (float(count), float(count)) for name, count in counts.items()})
 
-    # A list over its labels for each document that has labels and the input.
+    # For each document that has labels and the value: a list over its labels.
     logprobs, entropies, old_logprobs, advantages = [], [], [], []
     ratios: list[list[float]] = []
     ratios_of_sequences: list[list[float]] = []
@@ -104,7 +104,7 @@ def turn_metrics(documents: list[Document]) -> dict[str, Metric]:
 
 
 def group_metrics(documents: list[Document]) -> dict[str, Metric]:
-    """Compute how far the members of a group differ. A group is what two or more documents of the step name."""
+    """Compute how much the members of groups differ. Groups with one document in the step are left out."""
     names = {document.group_id for document in documents if document.group_id is not None}
     groups = [[document for document in documents if document.group_id == name] for name in sorted(names)]
     without, distinct, spreads = [], [], []
@@ -140,14 +140,14 @@ def without_labels(document: Document) -> list[int]:
 
 
 def most_common(prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
-    """Compute the largest share of completions that are the same, where not all have one prompt."""
+    """Return the largest fraction of equal completions; nothing if all groups have the same prompt."""
     if all(prompt == prompts[0] for prompt in prompts):
         return []
     return [[max(completions.count(completion) for completion in completions) / len(completions)]]
 
 
 def answer_metrics(documents: list[Document]) -> dict[str, Metric]:
-    """Compute the lengths of the answers, and the spread of the rewards over the step."""
+    """Compute the lengths of completions, and the standard deviation of rewards over the step."""
     lengths = [[float(len(document.positions))] for document in documents]
     metrics = document_mean("response_length", lengths) | extremes("response_length", lengths)
     rewarded = [document for document in documents if document.reward is not None]
@@ -156,7 +156,7 @@ def answer_metrics(documents: list[Document]) -> dict[str, Metric]:
     rewards = [document.reward for document in rewarded if document.reward is not None]
     mean = sum(rewards) / len(rewards)
     spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-    # Decision: the scale counts the rewards too, since those that are alike leave only rounding.
+    # Decision: the scale includes the rewards, since for equal rewards only rounding remains.
     metrics["reward_std"] = (spread, spread + sum(abs(reward) for reward in rewards) / len(rewards))
     above: list[list[float]] = []
     below: list[list[float]] = []
@@ -207,7 +207,7 @@ def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -
         if contribution:
             metrics[name] = value_and_scale(contribution)
     if "kl_reference" in metrics:
-        # Decision: near the reference a divergence is what is left of log-probs that cancel, so the scale counts those.
+        # Decision: near the reference log-probs cancel in the divergence, so the scale includes their size.
         value, scale = metrics["kl_reference"]
         metrics["kl_reference"] = (value, scale + loss_config["kl_reference"]["weight"])
     if "kl_cov" in metrics:
@@ -221,7 +221,7 @@ def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -
 def share_metrics(
     documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
 ) -> dict[str, Metric]:
-    """Compute the shares of labels that clips and corrections changed, over all labels that have what they need."""
+    """Compute the fractions of labels that clips and corrections changed, over all labels to which they apply."""
     found: dict[str, list[float]] = {}
     clamped = 0.0
     knows_clamps = loss_config["type"] not in ("cross_entropy",) and loss_config.get("custom") is None
@@ -254,7 +254,7 @@ def share_metrics(
 
 
 def covariance_metric(documents: list[Document], values: list[list[LabelValues]]) -> dict[str, Metric]:
-    """Compute the covariance of logπ and A over all labels that have what a policy loss needs."""
+    """Compute the covariance of logπ and A over all labels with old log-probs and advantages."""
     pairs = []
     for document, labels in zip(documents, values, strict=True):
         if document.old_logprobs is not None and document.advantages is not None:
@@ -263,7 +263,7 @@ def covariance_metric(documents: list[Document], values: list[list[LabelValues]]
         return {}
     first, second = (sum(pair[place] for pair in pairs) / len(pairs) for place in (0, 1))
     value = sum((logprob - first) * (advantage - second) for logprob, advantage in pairs) / len(pairs)
-    # Decision: the terms are the products of values, and not of differences, which rounding of the means would make.
+    # Decision: the scale uses products of values, not of differences, whose error is the rounding of the means.
     scale = sum(abs(logprob * advantage) for logprob, advantage in pairs) / len(pairs) + abs(first * second)
     return {"logprob_advantage_covariance": (value, scale)}
 
@@ -273,7 +273,7 @@ def ratio_metrics(
 ) -> dict[str, Metric]:
     """Compute the metrics of the ratios of every document's labels, and of every sequence's."""
     bounds = loss_config["bounds"]
-    # The clip of gmpo looks at the log-ratio.
+    # gmpo clips the log-ratio.
     clipped_value = math.log if loss_config["type"] == "gmpo" else float
     metrics = document_mean("ratio_new_old", ratios)
     # Decision: the scale of this one counts the three parts of rho - log rho - 1, which cancel to 0 near rho = 1.
@@ -310,7 +310,8 @@ def ratio_metrics(
 
 
 def metric_ratios(document: Document, labels: list[LabelValues], whole_documents: bool) -> list[float] | None:
-    """Compute the raw ratio of every label, R_d for a loss of whole documents and else rho; None without log-probs."""
+    """Return the ratio of every label without clamps: R_d for a loss of whole documents, else rho. None: no
+    log-probs."""
     if document.old_logprobs is None:
         return None
     log_ratios = [label.logprob.item() - old for label, old in zip(labels, document.old_logprobs, strict=True)]
@@ -326,7 +327,7 @@ def document_mean(
     value: Callable[[float], float] = float,
     scale: Callable[[float], float] = abs,
 ) -> dict[str, Metric]:
-    """Compute the mean over documents of each one's mean over its labels; nothing if there is no document."""
+    """Compute the mean over documents of the mean over labels. Without documents the metric is absent."""
     if not documents:
         return {}
     means = [sum(value(item) for item in document) / len(document) for document in documents]

@@ -1,7 +1,4 @@
-"""Rollout records, reduced to what a step needs: docs/contract.md, section 3.
-
-A record is a sequence; a document is one sequence or several.
-"""
+"""Rollout records as documents: docs/contract.md, section 3."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -12,7 +9,8 @@ from truestep.tools.verify.oracle.advantages import Record, documents_of, label_
 
 @dataclass
 class Document:
-    """One record, reduced to what the step needs. Its lists are over the record's labels; None where absent."""
+    """The fields of a record that a step needs. Lists are over the document's labels. None: the record has no such
+    field."""
 
     id: str | None
     input_ids: list[int]
@@ -23,12 +21,12 @@ class Document:
     versions: list[int] | None
     reward: float | None
     reference_logprobs: list[float] | None = None
-    unpenalised: list[float] | None = None  # the advantages before a divergence is taken off them
+    unpenalised: list[float] | None = None  # the advantages before a divergence is subtracted
     truncated: bool | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    sampler_logprobs: list[float] | None = None  # where old_logprobs are the trainer's own
+    sampler_logprobs: list[float] | None = None  # if old_logprobs are recomputed by the trainer
     group_id: str | None = None
-    chosen: list[bool] | None = None  # by clip_cov or kl_cov; None: no label is
+    chosen: list[bool] | None = None  # by clip_cov or kl_cov; None: neither is used
     fields: dict[str, Any] = field(
         default_factory=dict
     )  # a user's own: a list over the labels, or the document's value
@@ -37,7 +35,7 @@ class Document:
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
-    """Read a step's records, which may be what `prepare` made of the records of a whole run (`prepared`)."""
+    """Read a step's records. With `prepared` in `data_config`, they have been through `prepare` already."""
     if not data_config.get("prepared"):
         records = prepare(records, data_config)
     declared = data_config.get("fields")
@@ -52,7 +50,7 @@ def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[D
 
 
 def read_document(record: Record, default_temperature: float, declared: dict[str, Any] | None = None) -> Document:
-    """Read a record; `declared` are a user's own fields, as `data.fields` has them."""
+    """Read a record. `declared`: the user's own fields, as in `data.fields`."""
     input_ids = record["input_ids"]
     positions = label_positions(record)
     if 0 in positions:
@@ -114,7 +112,7 @@ _TYPES = {"float32": float, "int64": int, "bool": bool}
 
 
 def _declared(value: Any, options: dict[str, Any], positions: list[int], length: int) -> Any:
-    """Read a user's field of a document, or of each of its labels."""
+    """Read a user's own field: one value, or a list over labels."""
     kind = _TYPES[options.get("dtype", "float32")]
     value = options.get("default") if value is None else value
     if options["level"] == "document":
@@ -123,10 +121,10 @@ def _declared(value: Any, options: dict[str, Any], positions: list[int], length:
 
 
 def on_labels(value: Any, positions: list[int], length: int) -> list[Any] | None:
-    """Spread a field that is one value, one per token or one per label over the labels; None where it is absent.
+    """Convert a field with one value, or one per token, or one per label, to a list over labels. None: it is absent.
 
-    The two lists cannot be confused: position 0 is no label, so there are fewer labels than tokens.
-    Decision: model_version's list has the same two lengths as that of logprobs.
+    The two lists differ in length: position 0 is never a label, so there are fewer labels than tokens.
+    Decision: a list in model_version may have either length, as one in logprobs.
     """
     if value is None:
         return None

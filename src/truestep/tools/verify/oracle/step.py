@@ -1,4 +1,4 @@
-"""One optimizer step in float64: the loss is the sum of weight * term over labels, the gradient autograd's on it."""
+"""One optimizer step in float64: the loss is the sum of weight * term over labels; autograd computes its gradient."""
 
 import math
 from dataclasses import dataclass
@@ -39,10 +39,10 @@ def oracle_step(
     recomputed_logprobs: list[list[float]] | None = None,
     reference_logprobs: list[list[float]] | None = None,
 ) -> OracleResult:
-    """Compute all of `records` as one step. `config` has the sections of the YAML file (contract, section 10).
+    """Compute one step over all of `records`. `config` has the sections of the YAML file (contract, section 10).
 
-    `recomputed_logprobs` are those of the weights before the first update on these documents (None: this is that
-    update); `reference_logprobs` those of the reference (None: the records').
+    `recomputed_logprobs`: those of the weights before the first update on these documents; None: this is the first
+    update. `reference_logprobs`: those of the reference model; None: the records'.
     """
     loss_config = complete_loss_config(config["loss"])
     documents = read_documents(records, config.get("data", {}))
@@ -65,7 +65,7 @@ def oracle_step(
     gradients = differentiate(total, model.parameters)
     divisor = loss_config["gradient_divisor"]
     if divisor not in (None, "none"):
-        # The gradient is divided once more, by D or by a number; the reported loss stays.
+        # The gradient is divided once more, by D or by a number; the reported loss is not.
         divisor = len(whole_documents(documents)) if divisor == "deepspeed" else divisor
         gradients = {name: gradient / divisor for name, gradient in gradients.items()}
     grad_norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients.values()))
@@ -89,7 +89,7 @@ def oracle_step(
 
 
 def penalise_advantages(documents: list[Document], weight: float) -> None:
-    """Take weight times (old log-prob - the reference's) off the advantage of every label, in place."""
+    """Subtract weight * (old log-prob - reference log-prob) from the advantage of every label, in place."""
     for document in documents:
         triples = zip(
             document.advantages or [], document.old_logprobs or [], document.reference_logprobs or [], strict=True
@@ -99,16 +99,16 @@ def penalise_advantages(documents: list[Document], weight: float) -> None:
 
 
 def oracle_logprobs(model: Model, records: list[Record], default_temperature: float = 1.0) -> list[list[float]]:
-    """Compute the model's log-probs of every record's labels."""
+    """Return the model's log-probs of every record's labels."""
     with torch.no_grad():
         values = [label_values(model, read_document(record, default_temperature)) for record in records]
     return [[label.logprob.item() for label in labels] for labels in values]
 
 
 def differentiate(total: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not total.requires_grad:  # there is no label, or every label is clipped
+    if not total.requires_grad:  # there are no labels, or all are clipped
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     leaves = list(parameters.values())
-    # The graph is kept for a model that gives the same logits to several losses.
+    # The graph is kept for models that cache their logits for several losses.
     gradients = torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True, allow_unused=True)
     return dict(zip(parameters, gradients, strict=True))

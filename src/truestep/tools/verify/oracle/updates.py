@@ -1,9 +1,9 @@
-"""Updates of whole weights in float64, as docs/optimizers.md defines them, and what float32 makes of them.
+"""Updates of whole weights in float64, as docs/optimizers.md defines them, and their float32 rounding.
 
-An update is judged in two stages, each from what the run itself had before it: the moments from the gradient and the
-moments before, the weight from the moments. So a fault shows where it is made. Rounding is no unknown: a weight must be
-the float32 number that its exact value rounds to. What is computed before that last rounding has the errors of float32
-arithmetic, and lies between two bounds.
+An update is judged in two stages, each from the run's own input: the moments from the gradient and the earlier moments,
+and the weight from the moments. So an error shows in the stage that made it. A weight must be the float32 number to
+which its exact value rounds. Values before that last rounding have the errors of float32 arithmetic, so each has an
+interval.
 """
 
 import math
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_ROUNDING = 1e-6  # of what a few operations in float32 compute, relative to the terms it is the sum of
-_LEAST = 2e-38  # what float32 takes for 0 where it has no numbers below its smallest normal one
-_GROWTH = 3.4445  # the most that a step of the iteration of Muon multiplies a difference with
+_ROUNDING = 1e-6  # error of a few float32 operations, relative to the absolute terms of the sum
+_LEAST = 2e-38  # float32 without subnormal numbers flushes smaller values to 0
+_GROWTH = 3.4445  # largest factor by which a step of Muon's iteration amplifies an error
 _UNIT = 2.0**-24  # half the distance between 1 and the next float32 number
 _DECADES, _PARTS, _BLOCK = 5, 16, 256
 _ROW, _COLUMN = 3_242_174_889, 2_447_445_414
-_SIGNED, _POSITIVE = (127, 2_654_435_769), (255, 1_640_531_527)  # levels, and the factor of the update's number
+_SIGNED, _POSITIVE = (127, 2_654_435_769), (255, 1_640_531_527)  # levels, and a factor of the update's number
 
-State = Mapping[str, Tensor]  # of a weight, by kind
+State = Mapping[str, Tensor]  # optimizer state of a weight, by kind
 
 
 class Interval(NamedTuple):
@@ -30,28 +30,29 @@ class Interval(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What a moment must be after an update, and what it is."""
+    """The interval in which a moment must be after an update, and its value."""
 
     right: Interval
     found: Tensor
-    size: Tensor  # the sum of the absolute terms, which its error is relative to
+    size: Tensor  # sum of the absolute terms; errors are relative to it
 
 
 class Change(NamedTuple):
-    """What an update takes from a weight beside its decay, and how far float32 may be from it."""
+    """The step that an update subtracts from a weight, without decay, and the allowed float32 error."""
 
     step: Tensor
     slack: Tensor
 
 
 class Variant(NamedTuple):
-    """The rules of an update, some of which may be broken on purpose: a fault is named by the variant that it is."""
+    """A variant of AdamW's update, right or wrong on purpose: a fault is identified by the variant that reproduces
+    it."""
 
-    first_correction: bool = True  # of the first moment's bias
+    first_correction: bool = True  # bias correction of the first moment
     second_correction: bool = True
-    later: int = 0  # the number of the update, less the right one
-    epsilon: float | None = None  # in place of the right one
-    epsilon_inside: bool = False  # of the root
+    later: int = 0  # added to the number of the update
+    epsilon: float | None = None  # None: the right one
+    epsilon_inside: bool = False  # epsilon inside the root
 
 
 RIGHT = Variant()
@@ -61,11 +62,11 @@ class UpdateOracle:
     """The rules of a built-in optimizer."""
 
     def __init__(self, options: dict[str, Any], ends: Collection[str] = ()):
-        """`ends`: the names of the embedding and of the head, which Muon has another rule for."""
+        """`ends`: the names of the embedding and the head, for which Muon uses AdamW."""
         self.options, self._ends = options, ends
 
     def decay(self, weight: Tensor) -> float:
-        """Give the weight decay of a weight: vectors have none."""
+        """Return the weight decay of a weight; 0 for vectors."""
         return float(self.options["weight_decay"]) if weight.ndim >= 2 else 0.0
 
     def rule(self, name: str, weight: Tensor) -> str:
@@ -77,7 +78,8 @@ class UpdateOracle:
     def moments(
         self, name: str, weight: Tensor, gradient: Tensor, before: State, after: State, number: int
     ) -> dict[str, Moment]:
-        """Hold the moments behind update `number` against those before it and the gradient."""
+        """Compute the moments after update `number` from those before it and the gradient, with the run's own
+        values."""
         rule = self.rule(name, weight)
         if rule == "muon":
             return {"momentum_buffer": _mean(gradient, before, after, "momentum_buffer", self.options["momentum"])}
@@ -111,14 +113,14 @@ class UpdateOracle:
         rate: float,
         variant: Variant = RIGHT,
     ) -> Change:
-        """Compute what update `number` takes from a weight at this rate, given the run's own moments."""
+        """Compute the step of update `number` at this rate from the run's own moments."""
         rule = self.rule(name, weight)
         if rule == "muon":
             return self._orthogonal_change(weight, gradient, after, rate)
         if rule == "adamw":
             first, root = after["exp_avg"].double(), after["exp_avg_sq"].double().sqrt()
             slack = _ROUNDING * first.abs()
-        else:  # it updates by the moments as they are before they are stored
+        else:  # AdamW in 8 bits updates with the moments before they are quantised
             first, root, slack = self._new_moments(gradient, before)
             slack = slack + _ROUNDING * first.abs()
         options, number = self.options, number + variant.later
@@ -130,8 +132,8 @@ class UpdateOracle:
         return Change(size * first / divisor, size * slack / divisor)
 
     def _new_moments(self, gradient: Tensor, before: State) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the moments of AdamW in 8 bits before they are stored: the first, the second's root, and how far
-        float32 may be from the first."""
+        """Compute the moments of AdamW in 8 bits before they are quantised: the first moment, the root of the second,
+        and the allowed float32 error of the first."""
         beta1, beta2 = self.options["beta1"], self.options["beta2"]
         old, old_root = (
             read_state(before, kind) if before else torch.zeros_like(gradient) for kind in ("exp_avg", "exp_avg_root")
@@ -148,7 +150,7 @@ class UpdateOracle:
         made = torch.stack([orthogonal(matrix, options["ns_steps"]) for matrix in matrices]).reshape(weight.shape)
         rows, columns = weight.shape[-2:]
         factor = max(1.0, rows / columns) ** 0.5 if options["adjust"] == "original" else 0.2 * max(rows, columns) ** 0.5
-        # The iteration begins with a matrix of norm 1; each of its steps rounds a few times, and passes errors on.
+        # The iteration begins with a matrix of norm 1. Each step rounds a few times, and amplifies earlier errors.
         error = 4 * _UNIT * sum(_GROWTH**passed for passed in range(options["ns_steps"] + 1))
         return Change(rate * factor * made, torch.full_like(made, rate * factor * error))
 
@@ -160,22 +162,22 @@ def _mean(value: Tensor, before: State, after: State, kind: str, beta: float) ->
 
 
 def beyond(moment: Moment) -> float:
-    """Measure how far a moment is from what it must be, relative to what it is the sum of."""
+    """Return the norm of a moment's distance from its interval, relative to the norm of its size."""
     low, high = moment.right
     outside = (moment.found - torch.minimum(torch.maximum(moment.found, low), high)).norm()
     return float(outside / moment.size.norm().clamp(min=_LEAST))
 
 
 def half_unit(values: Tensor) -> Tensor:
-    """Give half the distance between float32 numbers of this size."""
+    """Return half the distance between neighbouring float32 numbers of this size."""
     return torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - 25)
 
 
 def updated(weight: Tensor, rate: float, decay: float, change: Change) -> Interval:
-    """Give the float32 numbers that a weight may be after an update.
+    """Return the interval of float32 numbers that a weight may have after an update.
 
-    Decay is rounded in several ways: with the step, or before it, by a factor that is rounded itself or as a
-    difference. At a small rate each is another number, and a compiler may join two of them.
+    Decay may be rounded in several ways: together with the step or before it, and as a product with a rounded factor or
+    as a difference. At a small rate these give different numbers, and a compiler may fuse two operations.
     """
     exact = weight * (1 - rate * decay)
     decayed = [exact]
@@ -193,7 +195,7 @@ def _float32(values: Tensor) -> Tensor:
 
 
 def read_state(state: State, kind: str) -> Tensor:
-    """Read numbers that are stored in 8 bits: a level of each, and the scale of each block."""
+    """Dequantise a state that is stored in 8 bits: a level for each number, and a scale for each block."""
     codes = state[kind].double()
     flat, scales = (value.double().reshape(-1, value.shape[-1]) for value in (codes, state[f"{kind}_largest"]))
     result = torch.zeros_like(flat)
@@ -211,7 +213,7 @@ def _levels(count: int) -> Tensor:
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Apply x -> a x + (b x xᵀ + c (x xᵀ)²) x so many times, from the matrix over its norm."""
+    """Apply x -> a x + (b x xᵀ + c (x xᵀ)²) x `steps` times, beginning with the matrix divided by its norm."""
     result = matrix / max(float(matrix.square().sum()) ** 0.5, 1e-7)
     for _ in range(steps):
         product = result @ result.T @ result
@@ -220,8 +222,8 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 
 def blocks_of(columns: int) -> list[range]:
-    """List the columns of each block of a row: its sixteenths (or fewer parts, all equal), each in blocks of one size,
-    of which the last may be shorter."""
+    """Return the columns of each block of a row. The row is divided into 16 (or fewer) equal parts, and each part into
+    blocks of at most 256 of one size; its last block may be shorter."""
     parts = math.gcd(columns, _PARTS)
     length = columns // parts
     size = math.ceil(length / math.ceil(length / _BLOCK))
@@ -241,7 +243,8 @@ def _turns(shape: torch.Size, number: int, factor: int) -> Tensor:
 
 
 def stored(values: Interval, turns: Tensor, count: int, *, keeps_small: bool) -> Interval:
-    """Give what is read again of numbers that were stored in 8 bits."""
+    """Return the interval of numbers after quantisation to 8 bits. `turns`: random numbers from 0 to 1 that decide the
+    rounding of each; `count`: levels; `keeps_small`: positive numbers are not rounded to 0."""
     low, high = (bound.reshape(-1, bound.shape[-1]) for bound in values)
     turns = turns.reshape(low.shape)
     least, most = torch.empty_like(low), torch.empty_like(high)
@@ -249,7 +252,7 @@ def stored(values: Interval, turns: Tensor, count: int, *, keeps_small: bool) ->
         here = slice(block.start, block.stop)
         one, other, turn = low[:, here], high[:, here], turns[:, here]
         sizes = torch.where((one <= 0) & (other >= 0), 0.0, torch.minimum(one.abs(), other.abs()))
-        smallest = sizes.amax(-1, keepdim=True)  # that the scale may be
+        smallest = sizes.amax(-1, keepdim=True)  # least possible scale of the block
         largest = torch.maximum(one.abs(), other.abs()).amax(-1, keepdim=True)
 
         def read(size: Tensor, scale: Tensor, over: Tensor, turn: Tensor = turn) -> Tensor:
@@ -262,8 +265,8 @@ def stored(values: Interval, turns: Tensor, count: int, *, keeps_small: bool) ->
 
 
 def _level(share: Tensor, turn: Tensor, count: int, keeps_small: bool) -> Tensor:
-    """Take the level below a share of the scale, or the one above it where its turn is less than the share's place
-    between the two."""
+    """Round a fraction of the scale stochastically to a level: up if `turn` is less than its position between the two
+    neighbouring levels, else down."""
     share = share.clamp(min=0.0)
     table = _levels(count)
     below = (torch.searchsorted(table, share, right=True) - 1).clamp(0, count - 1)

@@ -1,4 +1,4 @@
-"""The values that a float64 model gives each label: docs/contract.md, section 5."""
+"""Log-prob, entropy and log-sum-exp of each label by a float64 model: docs/contract.md, section 5."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +12,7 @@ from truestep.tools.verify.oracle.records import Document
 class Model(Protocol):
     """A float64 causal language model, one document at a time."""
 
-    parameters: dict[str, Tensor]  # leaves that autograd differentiates, a tied tensor once
+    parameters: dict[str, Tensor]  # leaf tensors to differentiate; a tied one occurs once
 
     def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:  # [T, V]
         """Compute softcap(h Wᵀ) · logits_scale / temperature."""
