@@ -70,8 +70,8 @@ class InProcessSource(StillSource):
     def take(self, count: int, documents_seen: int) -> Taken:
         """Sample exactly `count` documents, in whole groups. A completion that cannot be rated is sampled again; a
         group that stays incomplete is rejected, and the next prompt takes its place. Only complete groups are put
-        aside, and only if all advantages are 0, so that selection does not depend on the length of completions. When the run
-        is asked to stop, `Interrupted` is raised and the source's state is as before the call."""
+        aside, and only if all advantages are 0, so that selection does not depend on the length of completions. When
+        the run is asked to stop, `Interrupted` is raised and the source's state is as before the call."""
         before = self._groups, list(self._rejected), list(self._put_aside)
         try:
             documents = self._take(count, documents_seen)
