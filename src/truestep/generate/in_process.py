@@ -58,7 +58,7 @@ class InProcessSource(StillSource):
     max_tokens: int
     stop_at_rejected: bool = False
     truncated: str = "keep"  # or mask
-    replace_limit: int = 0  # a step replaces at most so many groups whose rewards are all equal
+    replace_limit: int = 0  # most groups that a step replaces because all their advantages are 0
     _groups: int = 0  # groups started so far
     _put_aside: list[PutAside] = field(default_factory=list)
     _rejected: list[Rejected] = field(default_factory=list)
@@ -70,8 +70,8 @@ class InProcessSource(StillSource):
     def take(self, count: int, documents_seen: int) -> Taken:
         """Sample exactly `count` documents, in whole groups. A completion that cannot be rated is sampled again; a
         group that stays incomplete is rejected, and the next prompt takes its place. Only complete groups are put
-        aside, and only for equal rewards, so that selection does not depend on the length of completions. When the run
-        is asked to stop, `Interrupted` is raised and the source's state is as before the call."""
+        aside, and only if all advantages are 0, so that selection does not depend on the length of completions. When
+        the run is asked to stop, `Interrupted` is raised and the source's state is as before the call."""
         before = self._groups, list(self._rejected), list(self._put_aside)
         try:
             documents = self._take(count, documents_seen)

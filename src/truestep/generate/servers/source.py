@@ -26,7 +26,7 @@ class ServerSource(StillSource):
         sampling: SamplingOptions,
         advantage_rule: AdvantageRule | str,
         truncated: str = "keep",  # or mask
-        replace_limit: int = 0,  # a step replaces at most so many groups whose rewards are all equal
+        replace_limit: int = 0,  # most groups that a step replaces because all their advantages are 0
     ):
         self._servers, self._prompts, self._sampling = servers, prompts, sampling
         self._advantage_rule, self._truncated = advantage_rule, truncated
