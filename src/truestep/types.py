@@ -6,6 +6,7 @@ Dimensions: L tokens of one document, S tokens of a packed micro-batch (padding 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
@@ -105,8 +106,10 @@ class Rollout:
     @property
     def sequences(self) -> tuple[Rollout, ...]:
         """The document's sequences, each with the id of its record. A document of one record is its own sequence."""
-        if not self.starts:
-            return (self,)
+        return self._sequences if self.starts else (self,)
+
+    @cached_property
+    def _sequences(self) -> tuple[Rollout, ...]:
         spans = [slice(*bounds) for bounds in pairwise((*self.starts, self.num_tokens))]
         labels = [int(self.loss_mask[span].sum()) for span in spans]
         trained = [self.advantages is not None and bool(self.advantages[span].any()) for span in spans]
@@ -116,15 +119,17 @@ class Rollout:
             for number, span in enumerate(spans)
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_sequences"}
+
     def _sequence(self, number: int, span: slice, membership: Membership) -> Rollout:
         """Return one sequence: its part of every array, and the document's other values."""
         own: dict[str, Any] = {name: value[span] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         for name in ("fields", "token_fields"):
             own[name] = {key: values[span] for key, values in getattr(self, name).items()}
+        first, last = (bisect_left(self.turns, place, key=lambda turn: turn.start) for place in (span.start, span.stop))
         turns = tuple(
-            replace(turn, start=turn.start - span.start, end=turn.end - span.start)
-            for turn in self.turns
-            if span.start <= turn.start < span.stop
+            replace(turn, start=turn.start - span.start, end=turn.end - span.start) for turn in self.turns[first:last]
         )
         own |= {"turns": turns, "starts": (), "record_ids": (), "membership": membership}
         return replace(self, id=self.record_ids[number], **own)

@@ -94,7 +94,7 @@ def test_a_document_of_one_sequence_has_its_own_name(tmp_path: Path) -> None:
         ({"truncated": True}, "truncated is null and true in two of its sequences: all must have the same"),
         ({"rewards": {"a": 1.0}}, "rewards is an object and an object in two of its sequences: all must have the same"),
         ({"sequences": 3}, "sequences is 2 and 3 in two of its sequences: all must have the same"),
-        ({"advantage": 1.0}, "advantage is null and 1.0 in two of its sequences: all must have the same"),
+        ({"advantage": 1.0}, "advantage is there for some of its sequences and not for others"),
         ({"model_version": 3}, "model_version is there for some of its sequences and not for others"),
     ],
 )
@@ -110,6 +110,10 @@ def test_advantages_differ_where_they_are_lists_and_not_where_they_are_one_numbe
     assert lists.rollouts[0].advantages.tolist() == [0, 1, 2, 0, 3, 3]
     numbers = load(tmp_path, part("a", advantage=1.0), part("b", advantage=-1.0))
     assert "advantage is 1.0 and -1.0" in reasons(numbers)["a"]
+    mixed = load(tmp_path, part("a", advantage=1.0), part("b", advantage=[1.0, 1.0]))
+    assert "advantage is 1.0 and a list" in reasons(mixed)["a"]
+    nothing = {"loss_mask": [0, 0, 0], "logprobs": [0.0, 0.0, 0.0]}
+    assert not load(tmp_path, part("a", advantage=1.0), part("b", **nothing)).rejected, "it has no label"
 
 
 @pytest.mark.parametrize(
@@ -176,10 +180,10 @@ def test_a_record_that_comes_twice_is_no_further_sequence(tmp_path: Path) -> Non
 
 
 def test_a_name_that_a_document_has_already(tmp_path: Path) -> None:
-    again = {"a": "document_id 'd': repeated, a document of this name came before"}
+    again = {"a": "document_id is 'd': repeated, a document of this name came before"}
     assert reasons(load(tmp_path, record("d", 1.0), part("a", of=1))) == again
     assert reasons(load(tmp_path, part("x", of=1), part("a", of=1))) == again
-    assert reasons(load(tmp_path, part("a", of=1), record("d", 1.0))) == {None: "id is 'd': the document_id of others"}
+    assert reasons(load(tmp_path, part("a", of=1), record("d", 1.0))) == {"d": "id is 'd': the document_id of others"}
     found = load(tmp_path, part("d"), part("b"))
     assert found.rollouts[0].record_ids == ("d", "b"), "a record may have its document's name"
 

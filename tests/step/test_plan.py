@@ -56,12 +56,22 @@ def in_order(lengths: list[int], given_rule: StepRule) -> tuple[list[list[int]],
 
 def test_a_packed_step_ends_before_a_document_and_not_within_one() -> None:
     # The second document's second sequence does not fit, and the step may end there: but the document is not whole.
-    assert count_packed([[8], [4, 4]], rule(1, keep=True)) == (2, 2, False)
-    assert count_packed([[8], [4, 5], [9], [1]], rule(1, keep=True)) == (2, 2, True)
+    # The second document does not fit whole.
+    assert count_packed([[8], [4, 5], [9], [1]], rule(1, keep=True)) == (1, 1, True)
+    assert count_packed([[8], [4, 5], [9], [1]], rule(2, keep=True)) == (2, 2, True)
     assert count_packed([[8], [4, 4], [9]], rule(0, depth=2)) == (2, 2, True)
-    # With two micro-batches at a time, the first end of a document at an even number of them.
+    # With two micro-batches at a time; an odd number of them gets an empty one.
     assert count_packed([[12, 12, 12], [12], [1]], rule(0, breadth=2)) == (2, 4, True)
     assert count_packed([[12, 12, 12], [12]], rule(0, breadth=2)) == (2, 4, False)
+    assert count_packed([[12], [12, 12], [12, 12]], rule(0, breadth=2)) == (2, 3, True)
+
+
+def test_a_packed_step_of_any_documents_ends() -> None:
+    """Short first sequences that fit what is left, and documents of two micro-batches, an odd one first."""
+    assert count_packed([[3, 10]] * 1000, rule(0, depth=1)) == (1, 2, True)
+    assert count_packed([[3, 10]] * 1000, rule(2, keep=True)) == (2, 4, True)
+    assert count_packed([[12], *[[12, 12]] * 1000], rule(0, breadth=2)) == (2, 3, True)
+    assert count_packed([[12], *[[12, 12]] * 1000], rule(3, keep=True, breadth=2)) == (3, 5, True)
 
 
 @pytest.mark.parametrize(

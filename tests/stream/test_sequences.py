@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from documents import same_document
 from rollouts.rollout_records import record
 from stream.test_intake import BAD, Parsing, add, make_intake, ready, reasons
+from truestep.rollouts.fields import declare
 from truestep.rollouts.stream import intake as module
 
 
@@ -63,17 +64,50 @@ def test_a_document_that_stays_open_is_given_up(tmp_path: Path) -> None:
 
 def test_a_name_that_a_document_had_before_a_restart(tmp_path: Path) -> None:
     intake = again(add(make_intake(tmp_path), part("a", of=1)), tmp_path)
-    assert reasons(add(intake, part("b", of=1))) == ["document_id 'd': repeated, a document of this name came before"]
-    assert ready(intake) == {"d": 0.0}, "it was the second of its group"
+    repeated = "document_id is 'd': repeated, a document of this name came before"
+    assert reasons(add(intake, part("b", of=1))) == [repeated]
+    assert intake.in_open_groups == (1, 1), "it fills no place"
+    assert reasons(add(intake, record("d", 1.0)))[1:] == ["id is 'd': the document_id of others"]
+    assert reasons(add(intake, record("x", 1.0, "h"), part("y", "x", of=1)))[2:] == [repeated.replace("'d'", "'x'")]
+
+
+def test_records_that_come_too_late_or_again_begin_no_document_anew(tmp_path: Path) -> None:
+    intake = add(make_intake(tmp_path, group_timeout=10.0, group_size=3), part("a"), clock=0.0)
+    intake.expire(10.0)
+    add(intake, part("b"), part("bad") | BAD, clock=11.0)
+    assert intake.in_open_documents == (0, 0)
+    assert len(intake._groups["g"].members) == 1, "the document, once"
+    # Records that do not agree on how many there are, and a bad one that is sent again.
+    add(intake, part("c", "e", of=2), part("d", "e", of=3), part("f", "e", of=3), clock=12.0)
+    assert [rejected.id for rejected in intake.rejected][-3:] == ["c", "d", "f"]
+    assert len(intake._groups["g"].members) == 2
+    bad = part("h", "i", of=3, group_id=None) | BAD
+    add(intake, bad, bad, part("j", "i", of=3), clock=13.0)
+    assert intake.in_open_documents == (2, 1), "one more is to come"
+    add(intake, part("k", "i", of=3), clock=13.0)
+    assert not intake._groups, "a document counts in the group of its first record that has one"
+
+
+def test_a_field_that_is_declared_or_not_after_a_restart(tmp_path: Path) -> None:
+    own = declare({"w": {"level": "label", "default": 1.0}})
+    first = add(make_intake(tmp_path, fields=own), part("a", w=3.0))
+    without = add(again(first, tmp_path), part("b"), record("x", 1.0))
+    assert sorted(ready(without)) == ["d", "x"]
+    plain = add(make_intake(tmp_path / "second"), part("a"))
+    with_field = add(again(plain, tmp_path / "second", fields=own), part("b", w=3.0), record("x", 1.0))
+    assert {one.id: one.fields["w"].tolist() for one in with_field.ready}["d"] == [0, 1, 1, 0, 3, 3]
 
 
 def test_documents_that_never_come_together_take_bounded_memory(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "MOST_OPEN_BYTES", 4000)
-    intake = make_intake(group_size=2)
+    monkeypatch.setattr(module, "MOST_OPEN_BYTES", 8000)
+    intake = add(make_intake(group_size=2), record("x", 1.0, "healthy"))
     add(intake, *(part(str(number), f"document {number}") for number in range(40)))
-    assert intake._open_bytes <= 4000 + 1000
+    assert intake._open_bytes <= 8000 + 2000
     assert 1 < intake.in_open_documents[1] < 10
     assert "documents that were not complete took more than" in reasons(intake)[0]
+    assert len(intake._groups["healthy"].members) == 1, "groups are given up after them"
+    add(intake, *(part(str(number), f"document {number}") | BAD for number in range(100, 140)))
+    assert intake.in_open_documents[1] < 15, "bad records take memory too"
 
 
 @settings(max_examples=60, deadline=None)

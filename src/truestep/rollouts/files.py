@@ -19,7 +19,7 @@ from truestep.rollouts.fields import Field
 from truestep.rollouts.parquet import bad_row, read_parquet
 from truestep.rollouts.record import BadRecord, Checks, parse_record
 from truestep.rollouts.selection import choose_truncated
-from truestep.rollouts.sequences import REPEATED, Joiner, Unfinished
+from truestep.rollouts.sequences import Joiner, Unfinished
 from truestep.rollouts.values import describe
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, Rollout
@@ -110,35 +110,32 @@ class _Collected:
 
     def __init__(self, checks: Checks) -> None:
         self._items: list[Rollout | Rejected] = []
-        self._stop, self._joiner = checks.stop_at_rejected, Joiner(checks.fields)
         self._first_places: dict[str, str] = {}  # of records, by their ids
-        self._joined: set[str] = set()  # ids of documents of several sequences
+        self._closed: set[str] = set()  # ids of documents of several sequences
+        self._stop, self._joiner = checks.stop_at_rejected, Joiner(self._closed.__contains__, checks.fields)
 
     def add(self, rollout: Rollout, place: tuple[str, int]) -> None:
-        """Add a record. Raises `BadRecord` if its id came before."""
+        """Add a record. Raises `BadRecord` if its id, or its document's, came before."""
+        if (problem := self._joiner.name_problem(rollout, self._first_places.__contains__)) is not None:
+            raise BadRecord(problem, id=rollout.id)
         _check_new(rollout, self._first_places, ":".join(map(str, place)))
-        if rollout.document_id is None and rollout.id in self._joined:
-            raise BadRecord(f"id is {describe(rollout.id)}: the document_id of others", group_id=rollout.group_id)
         if rollout.document_id is None:
             self._items.append(rollout)
         else:
-            self._end(self._joiner.add(rollout, place))
+            self._end(rollout.document_id, self._joiner.add(rollout, place))
 
     def add_bad(self, error: BadRecord, place: tuple[str, int]) -> None:
         document = self._joiner.add_bad(error)
         # A document counts once in its group: with its first record that is rejected together with others.
-        alone = error.document_id is None or (document is not None and not document.members)
-        self._reject(error.reason, place, error.id, error.group_id if alone else None)
-        self._end(document)
+        alone = document is not None and not document.members
+        group_id = document.group_id if document is not None and alone else None
+        self._reject(error.reason, place, error.id, error.group_id if error.document_id is None else group_id)
+        self._end(error.document_id, document)
 
-    def _end(self, document: Unfinished | None) -> None:
-        if document is None:
+    def _end(self, name: str | None, document: Unfinished | None) -> None:
+        if document is None or name is None:
             return
-        if (name := document.name) is not None and document.problem is None:
-            ids = {member.id for member, _ in document.members}
-            if name in self._joined or (name in self._first_places and name not in ids):
-                document.problem = REPEATED
-            self._joined.add(name)
+        self._closed.add(name)
         joined, refused = self._joiner.close(document)
         if joined is not None:
             self._items.append(joined)
@@ -152,8 +149,8 @@ class _Collected:
         self._items.append(Rejected(file, line, reason, id, group_id))
 
     def finish(self) -> list[Rollout | Rejected]:
-        for document in self._joiner.finish():
-            self._end(document)
+        for name, document in self._joiner.finish():
+            self._end(name, document)
         return self._items
 
 

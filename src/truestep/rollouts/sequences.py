@@ -3,7 +3,7 @@
 A sequence is what the model saw in one go. An episode has several where its conversation was rewritten on the way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from truestep.rollouts.fields import TABLE, Field
 from truestep.rollouts.values import BadRecord, describe
 from truestep.types import PLACES, Rollout
 
-REPEATED = "repeated, a document of this name came before"
+_RECORD_BYTES = 512  # of a record, without its values
 _MOST = 4096  # sequences of a document
 # What a document has once, so all of its records must agree in it: attribute -> name in a record.
 _AGREED = {
@@ -47,12 +47,15 @@ class Unfinished:
     come: int = 0  # sequences, bad ones included
     members: list[tuple[Rollout, Any]] = field(default_factory=list)  # good sequences, each with the reader's note
     problem: str | None = None  # why the document is rejected
+    group_id: str | None = None  # in which the document counts: of its first record that has one
+    bad: set[str] = field(default_factory=set)  # ids of its bad records
     opened: float = 0.0  # the reader's clock when the first came
 
     @property
-    def name(self) -> str | None:
-        """The `document_id`; None if no good record has come."""
-        return self.members[0][0].document_id if self.members else None
+    def size(self) -> int:
+        """An estimate of the document's bytes in memory; notes have a size of their own."""
+        names = sum(map(len, self.bad))
+        return _RECORD_BYTES * self.come + names + sum(getattr(note, "size", 0) for _, note in self.members)
 
     @property
     def complete(self) -> bool:
@@ -63,13 +66,23 @@ class Unfinished:
 class Joiner:
     """Collects the records of documents of several sequences, in the order in which they come."""
 
+    closed: Callable[[str], bool]  # tells whether a document of this name was complete or given up before
     declared: Sequence[Field] = ()  # the user's fields
     open: dict[str, Unfinished] = field(default_factory=dict)  # by document_id, oldest first
+
+    def name_problem(self, rollout: Rollout, taken: Callable[[str], bool]) -> str | None:
+        """Return why a record's document cannot have its name; None if it can. `taken`: a record before has the id."""
+        name = rollout.document_id
+        if name is None and (rollout.id in self.open or self.closed(rollout.id)):
+            return f"id is {describe(rollout.id)}: the document_id of others"
+        if name is not None and name not in self.open and (self.closed(name) or taken(name)):
+            return f"document_id is {describe(name)}: repeated, a document of this name came before"
+        return None
 
     def add(self, rollout: Rollout, note: Any = None, clock: float = 0.0) -> Unfinished | None:
         """Add a record with a `document_id`. Returns its document if it is complete."""
         assert rollout.document_id is not None
-        document = self._of(rollout.document_id, rollout.num_sequences, clock)
+        document = self._of(rollout.document_id, rollout.num_sequences, rollout.group_id, clock)
         document.members.append((rollout, note))
         if document.problem is None:
             document.problem = disagreement([member for member, _ in document.members])
@@ -77,19 +90,24 @@ class Joiner:
 
     def add_bad(self, error: BadRecord, clock: float = 0.0) -> Unfinished | None:
         """Count a bad record of a document, which is rejected with it. Returns the document if it is complete."""
-        if error.document_id is None:
+        name = error.document_id
+        if name is None or (name not in self.open and self.closed(name)):
             return None
-        document = self._of(error.document_id, error.num_sequences, clock)
+        if name in self.open and error.id in self.open[name].bad:
+            return None  # it was sent again
+        document = self._of(name, error.num_sequences, error.group_id, clock)
+        document.bad |= set() if error.id is None else {error.id}
         if document.problem is None:
-            name = "of its sequences" if error.id is None else f"of its sequences, {describe(error.id)},"
-            document.problem = f"one {name} was rejected: {error.reason}"
-        return self._completed(error.document_id)
+            which = "of its sequences" if error.id is None else f"of its sequences, {describe(error.id)},"
+            document.problem = f"one {which} was rejected: {error.reason}"
+        return self._completed(name)
 
-    def _of(self, document_id: str, expected: int | None, clock: float) -> Unfinished:
+    def _of(self, document_id: str, expected: int | None, group_id: str | None, clock: float) -> Unfinished:
         document = self.open.setdefault(document_id, Unfinished(opened=clock))
         document.come += 1
-        if document.expected is None:
-            document.expected = expected
+        # Records that do not agree belong to it all the same: none of them is to begin a document anew.
+        document.expected = max(filter(None, (document.expected, expected)), default=None)
+        document.group_id = document.group_id or group_id
         return document
 
     def _completed(self, document_id: str) -> Unfinished | None:
@@ -104,14 +122,14 @@ class Joiner:
             except BadRecord as error:
                 document.problem = error.reason
         return None, [
-            (member, note, rejection(document, member), None if number else member.group_id)
+            (member, note, rejection(document, member), None if number else document.group_id)
             for number, (member, note) in enumerate(document.members)
         ]
 
-    def finish(self) -> list[Unfinished]:
-        """Return the documents that will never be complete, with the reason."""
-        left = list(self.open.values())
-        for document in left:
+    def finish(self) -> list[tuple[str, Unfinished]]:
+        """Return the documents that will never be complete, with their names and the reason."""
+        left = list(self.open.items())
+        for _, document in left:
             document.problem = document.problem or missing_sequences(document, "at the end of the data")
         self.open.clear()
         return left
@@ -131,8 +149,12 @@ def disagreement(members: Sequence[Rollout]) -> str | None:
     first, last = members[0], members[-1]
     for name, in_record in _AGREED.items():
         values = getattr(first, name), getattr(last, name)
+        # The check of values of labels says if one lacks them.
+        if name == "one_advantage" and any(one.advantages is None or not one.num_labels for one in (first, last)):
+            continue
         if values[0] != values[1]:
-            shown = " and ".join(describe(value) for value in values)
+            several = "a list" if name == "one_advantage" else "null"
+            shown = " and ".join(several if value is None else describe(value) for value in values)
             return f"{in_record} is {shown} in two of its sequences: all must have the same"
     for name in first.document_fields.keys() | last.document_fields.keys():
         own = [member.document_fields.get(name) for member in (first, last)]
@@ -155,7 +177,7 @@ def join(members: Sequence[Rollout], declared: Sequence[Field] = ()) -> Rollout:
     of_labels = {one.name: _of_labels(members, one) for one in own}
     held: dict[str, dict[str, np.ndarray]] = {place: {} for place in PLACES}
     for place, read in (("fields", _of_labels), ("token_fields", _of_tokens)):
-        for name in sorted({name for member in members for name in getattr(member, place)}):
+        for name in sorted({name for member in members for name in getattr(member, place)} & fields.keys()):
             values = read(members, fields[name])
             if values is not None:
                 held[place][name] = values

@@ -37,16 +37,24 @@ class _Digests:
                 self._tables[number] += sorted_rows[start:end]
             start = end
 
-    def add(self, digest: bytes) -> bool:
-        """Add a digest. Returns False if the set has it already."""
+    def __contains__(self, digest: bytes) -> bool:
         table, kept = self._tables[digest[0] << 8 | digest[1]], digest[2:]
         found = table.find(kept)
         while found >= 0 and found % _KEPT:  # an unaligned match, across two digests
             found = table.find(kept, found + 1)
-        if found >= 0:
+        return found >= 0
+
+    def add(self, digest: bytes) -> bool:
+        """Add a digest. Returns False if the set has it already."""
+        if digest in self:
             return False
-        table += kept
+        self._tables[digest[0] << 8 | digest[1]] += digest[2:]
         return True
+
+
+def _digest_of(identifier: str) -> bytes:
+    # A default id contains a file's name, which may be invalid Unicode.
+    return blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=_DIGEST).digest()
 
 
 class SeenIds:
@@ -63,10 +71,12 @@ class SeenIds:
     def __len__(self) -> int:
         return (self._written + len(self._waiting)) // _DIGEST
 
+    def __contains__(self, identifier: str) -> bool:
+        return _digest_of(identifier) in self._digests
+
     def add(self, identifier: str) -> bool:
         """Add an id. Returns False if the id came before."""
-        # A default id contains a file's name, which may be invalid Unicode.
-        digest = blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=_DIGEST).digest()
+        digest = _digest_of(identifier)
         if not self._digests.add(digest):
             return False
         waiting = self._waiting

@@ -3,15 +3,17 @@
 import itertools
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from truestep.rollouts.advantages import as_rule, assign_advantages
 from truestep.rollouts.documents import document_line, read_document
+from truestep.rollouts.fields import Field
 from truestep.rollouts.files import DataError
-from truestep.rollouts.record import BadRecord, Checks
+from truestep.rollouts.record import BadRecord, Checks, with_defaults
 from truestep.rollouts.selection import choose_truncated
-from truestep.rollouts.sequences import REPEATED, Joiner, Unfinished, missing_sequences
+from truestep.rollouts.sequences import Joiner, Unfinished, missing_sequences
 from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.transport import Message
@@ -32,8 +34,11 @@ class _Member:
     @property
     def size(self) -> int:
         """An estimate of the member's bytes in memory."""
-        arrays = (self.rollout.input_ids, self.rollout.loss_mask, self.rollout.logprobs, self.rollout.advantages)
-        return 2 * _PLACE_BYTES + sum(array.nbytes for array in arrays if array is not None)
+        rollout = self.rollout
+        arrays = [rollout.input_ids, rollout.loss_mask, rollout.logprobs, rollout.advantages, rollout.model_version]
+        arrays += [*rollout.fields.values(), *rollout.token_fields.values()]
+        turns = _PLACE_BYTES * len(rollout.turns)
+        return 2 * _PLACE_BYTES + turns + sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass
@@ -64,11 +69,11 @@ class Intake:
         self._checks = checks
         self._grouped = checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
         self._groups: dict[str, _Group] = {}  # open groups, oldest first
-        self._joiner = Joiner(checks.fields)
         self._open_bytes = 0  # of records in open groups and documents
         self._group_timeout = math.inf if group_timeout is None else group_timeout
         self._clock = 0.0
         self._ids = ids
+        self._joiner = Joiner(lambda name: _closed(name) in ids, checks.fields)
         self.ready: deque[Rollout] = deque()
         self.rejected: list[Rejected] = []
         self.put_aside: list[PutAside] = []
@@ -78,10 +83,18 @@ class Intake:
     def add(self, message: Message, outcome: Rollout | BadRecord, clock: float = 0.0) -> None:
         """Add a message and its parsed document or error. `clock` is the time for `group_timeout`."""
         self.expire(clock)
+        if isinstance(outcome, Rollout):
+            problem = self._joiner.name_problem(outcome, self._ids.__contains__)
+            if problem is not None:  # such a record is no member of a group, as a repeated one is not
+                self._reject(message.where, message.file, message.line, BadRecord(problem, id=outcome.id))
+                return
         if isinstance(outcome, BadRecord):
             self._reject(message.where, message.file, message.line, outcome)
-            if outcome.document_id is not None:
-                self._join(self._joiner.add_bad(outcome, self._clock), outcome.group_id)
+            if (name := outcome.document_id) is not None:
+                before = self._size_of(name)
+                document = self._joiner.add_bad(outcome, self._clock)
+                self._open_bytes += (self._size_of(name) if document is None else document.size) - before
+                self._join(name, document)
             elif outcome.group_id is not None:
                 self._place(outcome.group_id, None)
         elif (taken := self._with_new_id(message, outcome)) is not None:
@@ -90,8 +103,10 @@ class Intake:
             if taken.document_id is None:
                 self._place(taken.group_id, member)
             else:
-                self._open_bytes += member.size
-                self._join(self._joiner.add(taken, member, self._clock), taken.group_id)
+                before = self._size_of(taken.document_id)
+                document = self._joiner.add(taken, member, self._clock)
+                self._open_bytes += (self._size_of(taken.document_id) if document is None else document.size) - before
+                self._join(taken.document_id, document)
         else:
             # A repeated record is not a member of its group: a sender that retries a record would otherwise close the
             # group before its last member arrives.
@@ -99,23 +114,26 @@ class Intake:
             error = BadRecord(reason, id=outcome.id, group_id=outcome.group_id)
             self._reject(message.where, message.file, message.line, error)
 
-    def _join(self, document: Unfinished | None, group_id: str | None) -> None:
+    def _size_of(self, document_id: str) -> int:
+        document = self._joiner.open.get(document_id)
+        return 0 if document is None else document.size
+
+    def _join(self, name: str, document: Unfinished | None) -> None:
         """Place a document of several sequences in its group, if all of them have come."""
         if document is None:
             return
+        self._open_bytes -= document.size
+        self._ids.add(_closed(name))
         last: list[_Member] = [member for _, member in document.members]
-        self._open_bytes -= sum(member.size for member in last)
-        if document.problem is None and not self._ids.add(f"document_id {document.name}"):
-            document.problem = REPEATED
         joined, refused = self._joiner.close(document)
         if joined is not None:
             self._place(joined.group_id, _Member(joined, last[-1].file, last[-1].line))
             return
         for rollout, member, reason, _ in refused:
-            error = BadRecord(reason, id=rollout.id, group_id=group_id)
+            error = BadRecord(reason, id=rollout.id, group_id=document.group_id)
             self._reject(f"{member.file}:{member.line}", member.file, member.line, error)
-        if group_id is not None:
-            self._place(group_id, None)
+        if document.group_id is not None:
+            self._place(document.group_id, None)
 
     def _with_new_id(self, message: Message, rollout: Rollout) -> Rollout | None:
         """Return the document with a unique id, or None if it came before.
@@ -137,14 +155,6 @@ class Intake:
         Their documents are rejected, because the baseline of an incomplete group would be wrong.
         """
         self._clock = max(self._clock, clock)
-        while self._groups:
-            group_id, group = next(iter(self._groups.items()))
-            if self._clock - group.opened >= self._group_timeout:
-                self._give_up(group_id, f"for {self._group_timeout:g} s (data.group_timeout)")
-            elif self._open_bytes > MOST_OPEN_BYTES:
-                self._give_up(group_id, f"longest while open groups took more than {MOST_OPEN_BYTES // 2**20} MiB")
-            else:
-                break
         while self._joiner.open:
             document_id, document = next(iter(self._joiner.open.items()))
             if self._clock - document.opened >= self._group_timeout:
@@ -152,15 +162,23 @@ class Intake:
             elif self._open_bytes > MOST_OPEN_BYTES:
                 when = f"when documents that were not complete took more than {MOST_OPEN_BYTES // 2**20} MiB"
             else:
-                return
+                break
             del self._joiner.open[document_id]
             document.problem = document.problem or missing_sequences(document, when)
-            self._join(document, _group_of(document))
+            self._join(document_id, document)
+        while self._groups:
+            group_id, group = next(iter(self._groups.items()))
+            if self._clock - group.opened >= self._group_timeout:
+                self._give_up(group_id, f"for {self._group_timeout:g} s (data.group_timeout)")
+            elif self._open_bytes > MOST_OPEN_BYTES:
+                self._give_up(group_id, f"longest while open groups took more than {MOST_OPEN_BYTES // 2**20} MiB")
+            else:
+                return
 
     def finish(self) -> None:
         """Close all open documents and groups, since no more records will come."""
-        for document in self._joiner.finish():
-            self._join(document, _group_of(document))
+        for name, document in self._joiner.finish():
+            self._join(name, document)
         for group_id in list(self._groups):
             self._close(group_id)
 
@@ -235,9 +253,10 @@ class Intake:
             )
         self.ready = deque(read_document(line) for line in state["ready"])
         self._groups = {group_id: _read_group(group) for group_id, group in state["open"].items()}
-        self._joiner.open = {name: _read_unfinished(one) for name, one in state.get("unfinished", {}).items()}
+        fields, unfinished = self._checks.fields, state.get("unfinished", {})
+        self._joiner.open = {name: _read_unfinished(one, fields) for name, one in unfinished.items()}
         self._open_bytes = sum(group.size for group in self._groups.values())
-        self._open_bytes += sum(member.size for one in self._joiner.open.values() for _, member in one.members)
+        self._open_bytes += sum(document.size for document in self._joiner.open.values())
         self.put_aside = [PutAside(*one) for one in state.get("put_aside", ())]
         self._clock = 0.0
         self._ids.restore(state["ids"])
@@ -264,14 +283,27 @@ def _unfinished_line(document: Unfinished, clock: float) -> dict[str, Any]:
         "expected": document.expected,
         "come": document.come,
         "problem": document.problem,
+        "group_id": document.group_id,
+        "bad": sorted(document.bad),
         "members": [_member_line(member) for _, member in document.members],
     }
 
 
-def _read_unfinished(state: dict[str, Any]) -> Unfinished:
-    members = [(member.rollout, member) for member in map(_read_member, state["members"])]
-    return Unfinished(state["expected"], state["come"], members, state["problem"], -state["age"])
+def _read_unfinished(state: dict[str, Any], declared: Sequence[Field]) -> Unfinished:
+    """Read an unfinished document. Its records get the defaults of fields that were declared since."""
+    read = map(_read_member, state["members"])
+    members = [replace(one, rollout=with_defaults(one.rollout, declared)) for one in read]
+    return Unfinished(
+        state["expected"],
+        state["come"],
+        [(member.rollout, member) for member in members],
+        state["problem"],
+        state["group_id"],
+        set(state["bad"]),
+        -state["age"],
+    )
 
 
-def _group_of(document: Unfinished) -> str | None:
-    return document.members[0][0].group_id if document.members else None
+def _closed(name: str) -> str:
+    """Return the entry among the ids for a document of several sequences that was complete or given up."""
+    return f"document_id {name}"

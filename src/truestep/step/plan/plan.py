@@ -95,25 +95,31 @@ def count_packed(documents: Sequence[Sequence[int]], rule: StepRule) -> tuple[in
     """Fill micro-batches in order, from the first of `documents`, until the rule's count is reached.
 
     `documents` are the lengths of each document's sequences. Returns the numbers of documents and of micro-batches, and
-    whether they are final: a micro-batch is only known to be full when the next sequence does not fit. A step ends
-    before a document, not within one.
+    whether they are final: a step is only known to be full when the next document does not fit whole. A step ends
+    before a document, not within one. Where that leaves no multiple of micro-batches, empty ones are added later.
     """
     micro_batches, room = 1, rule.tokens_per_microbatch
     for index, lengths in enumerate(documents):
-        if lengths[0] > room and may_end(micro_batches, index, rule):
-            return index, micro_batches, True
+        more, left = 0, room  # of micro-batches that this document would add
         for length in lengths:
-            if length > room:
-                micro_batches += 1
-                room = rule.tokens_per_microbatch
-            room -= length
+            if length > left:
+                more += 1
+                left = rule.tokens_per_microbatch
+            left -= length
+        full = -(-micro_batches // rule.multiple) * rule.multiple
+        if index and micro_batches + more > full and _reached(micro_batches, index, rule):
+            return index, micro_batches, True
+        micro_batches, room = micro_batches + more, left
     return len(documents), micro_batches if documents else 0, False
 
 
 def may_end(micro_batches: int, documents: int, rule: StepRule) -> bool:
     """Tell whether the step may end here, where its last micro-batch is full or the data ends."""
-    if micro_batches % rule.multiple:
-        return False
+    return micro_batches % rule.multiple == 0 and _reached(micro_batches, documents, rule)
+
+
+def _reached(micro_batches: int, documents: int, rule: StepRule) -> bool:
+    """Tell whether a step has as many documents, or micro-batches, as the rule asks for."""
     if rule.docs_per_step:
         return documents >= rule.docs_per_step
     return micro_batches >= rule.depth_first_micro_batches * rule.multiple
