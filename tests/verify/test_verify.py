@@ -439,6 +439,13 @@ def test_layouts_that_a_model_does_not_permit_are_left_out(tmp_path: Path) -> No
     assert verify(config, tmp_path / "out", documents=2, only=lambda layout: "tensor" in layout.name) == []
 
 
+def test_tensor_ranks_are_left_out_where_layers_are_compiled(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    options = {"model": {"path": str(tiny_model("llama")), "dtype": "float32", "compile": True}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(options | {"loss": {"type": "cross_entropy"}}), encoding="utf-8")
+    config = load_config(tmp_path / "c.yaml")
+    assert verify(config, tmp_path / "out", documents=2, only=lambda layout: "tensor" in layout.name) == []
+
+
 def test_pipelines_that_a_model_does_not_permit_are_left_out(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Two layers make two stages."""
     from small_runs import write_rollouts

@@ -231,9 +231,11 @@ def _called_with_records(
 
 def permits(case: Case, layout: Layout) -> bool:
     """Tell whether a layout can train the model: its heads and layers must be divisible, with enough layers for
-    stages."""
+    stages. Compiled layers are not cut over tensor ranks."""
     parallel = layout.options.get("parallel", {})
     cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank")}
+    if cut["tensor"] > 1 and case.options["model"]["compile"]:
+        return False
     return _can_be_cut(case.model, case.options["model"]["trust_remote_code"], **cut)
 
 
