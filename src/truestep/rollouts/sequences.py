@@ -50,12 +50,7 @@ class Unfinished:
     group_id: str | None = None  # in which the document counts: of its first record that has one
     bad: set[str] = field(default_factory=set)  # ids of its bad records
     opened: float = 0.0  # the reader's clock when the first came
-
-    @property
-    def size(self) -> int:
-        """An estimate of the document's bytes in memory; notes have a size of their own."""
-        names = sum(map(len, self.bad))
-        return _RECORD_BYTES * self.come + names + sum(getattr(note, "size", 0) for _, note in self.members)
+    size: int = 0  # an estimate of its bytes in memory, if the reader's notes have a `size`
 
     @property
     def complete(self) -> bool:
@@ -84,8 +79,9 @@ class Joiner:
         assert rollout.document_id is not None
         document = self._of(rollout.document_id, rollout.num_sequences, rollout.group_id, clock)
         document.members.append((rollout, note))
+        document.size += getattr(note, "size", 0)
         if document.problem is None:
-            document.problem = disagreement([member for member, _ in document.members])
+            document.problem = disagreement(document.members[0][0], rollout)
         return self._completed(rollout.document_id)
 
     def add_bad(self, error: BadRecord, clock: float = 0.0) -> Unfinished | None:
@@ -96,7 +92,9 @@ class Joiner:
         if name in self.open and error.id in self.open[name].bad:
             return None  # it was sent again
         document = self._of(name, error.num_sequences, error.group_id, clock)
-        document.bad |= set() if error.id is None else {error.id}
+        if error.id is not None:
+            document.bad.add(error.id)
+            document.size += len(error.id)
         if document.problem is None:
             which = "of its sequences" if error.id is None else f"of its sequences, {describe(error.id)},"
             document.problem = f"one {which} was rejected: {error.reason}"
@@ -105,6 +103,7 @@ class Joiner:
     def _of(self, document_id: str, expected: int | None, group_id: str | None, clock: float) -> Unfinished:
         document = self.open.setdefault(document_id, Unfinished(opened=clock))
         document.come += 1
+        document.size += _RECORD_BYTES
         # Records that do not agree belong to it all the same: none of them is to begin a document anew.
         document.expected = max(filter(None, (document.expected, expected)), default=None)
         document.group_id = document.group_id or group_id
@@ -144,9 +143,8 @@ def rejection(document: Unfinished, rollout: Rollout) -> str:
     return f"document_id {describe(rollout.document_id)}: {document.problem}"
 
 
-def disagreement(members: Sequence[Rollout]) -> str | None:
-    """Return what the last of a document's records has otherwise than the first; None if they agree."""
-    first, last = members[0], members[-1]
+def disagreement(first: Rollout, last: Rollout) -> str | None:
+    """Return what a document's last record has otherwise than its first; None if they agree."""
     for name, in_record in _AGREED.items():
         values = getattr(first, name), getattr(last, name)
         # The check of values of labels says if one lacks them.

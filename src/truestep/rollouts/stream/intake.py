@@ -285,6 +285,7 @@ def _unfinished_line(document: Unfinished, clock: float) -> dict[str, Any]:
         "problem": document.problem,
         "group_id": document.group_id,
         "bad": sorted(document.bad),
+        "size": document.size,
         "members": [_member_line(member) for _, member in document.members],
     }
 
@@ -301,6 +302,7 @@ def _read_unfinished(state: dict[str, Any], declared: Sequence[Field]) -> Unfini
         state["group_id"],
         set(state["bad"]),
         -state["age"],
+        state["size"],
     )
 
 
