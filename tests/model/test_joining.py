@@ -154,6 +154,7 @@ def test_a_part_of_a_sum_that_is_read_apart_leaves_all_alone(read: bool) -> None
     assert len(last.args[4]) == (1 if read else 0), "it waits for the other's matrix"
 
 
+@pytest.mark.long
 def test_products_of_different_rows_are_left_alone(seen: list[object]) -> None:
     class Apart(torch.nn.Module):
         def __init__(self) -> None:
