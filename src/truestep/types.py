@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -135,6 +135,11 @@ class Rollout:
         return replace(self, id=self.record_ids[number], **own)
 
 
+def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:
+    """Return the sequences of documents, in order."""
+    return tuple(sequence for document in documents for sequence in document.sequences)
+
+
 PLACES = ("fields", "token_fields", "document_fields")  # the mappings of fields that are not attributes of a rollout
 _ATTRIBUTES = frozenset(item.name for item in fields(Rollout))
 
@@ -199,9 +204,8 @@ class StepPlan:
     @cached_property
     def sequences(self) -> tuple[Rollout, ...]:
         """The sequences of all documents, in order."""
-        if not any(document.starts for document in self.documents):
-            return self.documents
-        return tuple(sequence for document in self.documents for sequence in document.sequences)
+        several = any(document.starts for document in self.documents)
+        return sequences_of(self.documents) if several else self.documents
 
     @cached_property
     def document_of(self) -> tuple[int, ...]:

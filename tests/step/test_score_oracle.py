@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from oracles.step import oracle_logprobs, oracle_step, oracle_steps
-from scoring import check_against_oracle, loaded_once, run_score, write_records
+from scoring import Scored, check_against_oracle, loaded_once, run_score, write_records
 from selection import in_tiers, long_except
 from sequences import in_documents, with_turns
 from tiny import make_records, set_old_logprobs
@@ -116,6 +116,19 @@ def config_for(model: Path, records: Path, loss: dict[str, Any], **data: Any) ->
     }
 
 
+def checked_at_every_layout(
+    model: Path, records: list[dict[str, Any]], configs: list[dict[str, Any]], output: Path
+) -> Iterator[Scored]:
+    """Score under each configuration's layouts, and compare each score with the oracle."""
+    for number, (config, oracle) in enumerate(zip(configs, oracle_steps(model, records, configs), strict=True)):
+        for chunk, budget in layouts(number):
+            config["model"]["head"] = {"logits_chunk_size": chunk}
+            config["data"]["tokens_per_microbatch"] = budget
+            scored = run_score(config, output)
+            check_against_oracle(scored, oracle)
+            yield scored
+
+
 @pytest.mark.parametrize(("kind", "loss"), long_except(PAIRS, *SHORT))
 def test_score_equals_the_oracle_at_every_layout(
     kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
@@ -128,13 +141,8 @@ def test_score_equals_the_oracle_at_every_layout(
         for denominator in DENOMINATORS
     ]
     clipped = set()
-    for number, (config, oracle) in enumerate(zip(configs, oracle_steps(model, records, configs), strict=True)):
-        for chunk, budget in layouts(number):
-            config["model"]["head"] = {"logits_chunk_size": chunk}
-            config["data"]["tokens_per_microbatch"] = budget
-            scored = run_score(config, tmp_path / "out")
-            check_against_oracle(scored, oracle)
-            clipped |= {name for name, value in scored.step.items() if "clipped" in name and 0 < value < 1}
+    for scored in checked_at_every_layout(model, records, configs, tmp_path / "out"):
+        clipped |= {name for name, value in scored.step.items() if "clipped" in name and 0 < value < 1}
     fractions = {"clipped_ratio_fraction", "clipped_ratio_fraction_low", "clipped_ratio_fraction_high"}
     wanted = fractions if loss in ("grpo", "gspo", "cispo", "gmpo") else set()
     wanted |= set() if loss in ("sapo", "cross_entropy") else {"clipped_fraction"}
@@ -151,14 +159,9 @@ def test_corrections_equal_the_oracle_at_every_layout(
     options = {"type": loss, "z_loss": 0.01, "gradient_divisor": 3.0, **OPTIONS[loss], **correction}
     configs = [config_for(model, file, options | denominator) for denominator in DENOMINATORS]
     weighed: set[str] = set()
-    for number, (config, oracle) in enumerate(zip(configs, oracle_steps(model, records, configs), strict=True)):
-        for chunk, budget in layouts(number):
-            config["model"]["head"] = {"logits_chunk_size": chunk}
-            config["data"]["tokens_per_microbatch"] = budget
-            scored = run_score(config, tmp_path / "out")
-            check_against_oracle(scored, oracle)
-            weighed |= {name for name, value in scored.step.items() if "corrected" in name and 0 < value < 1}
-            weighed |= {name for name, value in scored.step.items() if "off_policy" in name and 0 < value < 1}
+    for scored in checked_at_every_layout(model, records, configs, tmp_path / "out"):
+        weighed |= {name for name, value in scored.step.items() if "corrected" in name and 0 < value < 1}
+        weighed |= {name for name, value in scored.step.items() if "off_policy" in name and 0 < value < 1}
     kinds = {"corrected_fraction_high", "corrected_fraction_low", "off_policy_fraction"}
     bounded = correction["correction"]["type"] != "truncate" or "low" in correction["correction"]
     kinds -= set() if bounded else {"corrected_fraction_low"}
@@ -177,15 +180,10 @@ def test_documents_of_several_sequences_equal_the_oracle_at_every_layout(
     file = write_records(tmp_path / "rollouts.jsonl", records)
     options = {"type": loss, "entropy_bonus": 0.1, "gradient_divisor": "deepspeed", **OPTIONS[loss], **more}
     configs = [config_for(model, file, options | denominator) for denominator in DENOMINATORS]
-    for number, (config, oracle) in enumerate(zip(configs, oracle_steps(model, records, configs), strict=True)):
-        for chunk, budget in layouts(number):
-            config["model"]["head"] = {"logits_chunk_size": chunk}
-            config["data"]["tokens_per_microbatch"] = budget
-            scored = run_score(config, tmp_path / "out")
-            check_against_oracle(scored, oracle)
-            assert scored.step["num_documents"] == scored.step["documents_seen"] == 6
-            assert scored.step["num_sequences"] == len(records) == 12
-            assert [line["id"] for line in scored.documents] == [record["id"] for record in records]
+    for scored in checked_at_every_layout(model, records, configs, tmp_path / "out"):
+        assert scored.step["num_documents"] == scored.step["documents_seen"] == 6
+        assert scored.step["num_sequences"] == len(records) == 12
+        assert [line["id"] for line in scored.documents] == [record["id"] for record in records]
 
 
 @pytest.mark.parametrize("rule", ["group_mean", "leave_one_out", "length_weighted", "batch_normalized"])

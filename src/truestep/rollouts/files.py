@@ -126,10 +126,11 @@ class _Collected:
 
     def add_bad(self, error: BadRecord, place: tuple[str, int]) -> None:
         document = self._joiner.add_bad(error)
-        # A document counts once in its group: with its first record that is rejected together with others.
-        alone = document is not None and not document.members
-        group_id = document.group_id if document is not None and alone else None
-        self._reject(error.reason, place, error.id, error.group_id if error.document_id is None else group_id)
+        # A document counts once in its group: with its first good record, and with its last one if all are bad.
+        group_id = error.group_id if error.document_id is None else None
+        if document is not None and not document.members:
+            group_id = document.group_id
+        self._reject(error.reason, place, error.id, group_id)
         self._end(error.document_id, document)
 
     def _end(self, name: str | None, document: Unfinished | None) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,10 +91,7 @@ class Intake:
         if isinstance(outcome, BadRecord):
             self._reject(message.where, message.file, message.line, outcome)
             if (name := outcome.document_id) is not None:
-                before = self._size_of(name)
-                document = self._joiner.add_bad(outcome, self._clock)
-                self._open_bytes += (self._size_of(name) if document is None else document.size) - before
-                self._join(name, document)
+                self._to_document(name, lambda: self._joiner.add_bad(outcome, self._clock))
             elif outcome.group_id is not None:
                 self._place(outcome.group_id, None)
         elif (taken := self._with_new_id(message, outcome)) is not None:
@@ -103,10 +100,7 @@ class Intake:
             if taken.document_id is None:
                 self._place(taken.group_id, member)
             else:
-                before = self._size_of(taken.document_id)
-                document = self._joiner.add(taken, member, self._clock)
-                self._open_bytes += (self._size_of(taken.document_id) if document is None else document.size) - before
-                self._join(taken.document_id, document)
+                self._to_document(taken.document_id, lambda: self._joiner.add(taken, member, self._clock))
         else:
             # A repeated record is not a member of its group: a sender that retries a record would otherwise close the
             # group before its last member arrives.
@@ -114,14 +108,20 @@ class Intake:
             error = BadRecord(reason, id=outcome.id, group_id=outcome.group_id)
             self._reject(message.where, message.file, message.line, error)
 
+    def _to_document(self, name: str, add: Callable[[], Unfinished | None]) -> None:
+        """Add a record to its document, and place the document if it is complete."""
+        before = self._size_of(name)
+        complete = add()
+        self._open_bytes += (self._size_of(name) if complete is None else complete.size) - before
+        if complete is not None:
+            self._join(name, complete)
+
     def _size_of(self, document_id: str) -> int:
         document = self._joiner.open.get(document_id)
         return 0 if document is None else document.size
 
-    def _join(self, name: str, document: Unfinished | None) -> None:
-        """Place a document of several sequences in its group, if all of them have come."""
-        if document is None:
-            return
+    def _join(self, name: str, document: Unfinished) -> None:
+        """Place a document of several sequences in its group, or reject it."""
         self._open_bytes -= document.size
         self._ids.add(_closed(name))
         last: list[_Member] = [member for _, member in document.members]

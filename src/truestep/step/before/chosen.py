@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from truestep.losses.exploration import ClipCov, KlCov
-from truestep.types import Rollout
+from truestep.types import Rollout, sequences_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Chooser:
 
     def _draws(self, documents: Sequence[Rollout], labels: np.ndarray, documents_seen: int) -> list[bytes]:
         """Draw a number for each of some labels. It follows from the step, the record's id and the position alone."""
-        sequences = [sequence for document in documents for sequence in document.sequences]
+        sequences = sequences_of(documents)
         owner = np.repeat(np.arange(len(sequences)), [sequence.num_labels for sequence in sequences])
         position = np.concatenate([np.flatnonzero(sequence.loss_mask) for sequence in sequences])
         texts = (f"{self.seed} {documents_seen} {position[at]} {sequences[owner[at]].id}" for at in labels)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
 from truestep.rollouts.selection import has_advantage
-from truestep.types import Rollout, StepPlan, StepTotals
+from truestep.types import Rollout, StepPlan, StepTotals, sequences_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def make_plan(
 def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
     """Pack these documents into few micro-batches of near equal cost; ranks run those of like cost side by side."""
     bins = []
-    sequences = [sequence for document in documents for sequence in document.sequences]
+    sequences = sequences_of(documents)
     idle = [rule.skip_zero_advantage and not has_advantage(sequence) for sequence in sequences]
     for alike in (False, True):
         members = [index for index in range(len(sequences)) if idle[index] is alike]

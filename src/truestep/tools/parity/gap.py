@@ -18,7 +18,7 @@ from truestep.run.checkpoint.store import CheckpointStore
 from truestep.run.directory import RunDirectory
 from truestep.tools.parity.causes import Trial, Tried
 from truestep.tools.parity.sample import sample
-from truestep.types import Rollout
+from truestep.types import Rollout, sequences_of
 
 # The mean |log-ratio| by rounding alone, between two engines that compute the same model in the same dtype.
 NOISE = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -124,8 +124,7 @@ def _documents(config: Config, policy: Policy, count: int) -> list[Rollout]:
         return sampled
     if config.data.path is None:
         raise ParityError("parity needs rollouts with the sampler's log-probs (data.path), or a sampler to ask")
-    rollouts = read_documents(config, policy.vocabulary_size).rollouts
-    documents = [sequence for rollout in rollouts for sequence in rollout.sequences]
+    documents = sequences_of(read_documents(config, policy.vocabulary_size).rollouts)
     chosen = [document for document in documents if document.logprobs is not None and document.num_labels][:count]
     if not chosen:
         raise ParityError(f"no record of {config.data.path} has both labels and log-probs")
