@@ -6,61 +6,37 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import Any, Protocol
+from typing import Any
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
-from truestep.environments.rewards import RewardError
-from truestep.generate.decode import DecodeOptions, Request
+from truestep.environments.rewards import Rating, RewardError
+from truestep.generate.errors import BadAnswerError
+from truestep.generate.generator import Completion, DrawOptions, Generate, Generator, Request
+from truestep.generate.group_maker import awaited, seed_text
 from truestep.generate.groups import to_rollout
-from truestep.generate.rewarded import Rated, decode_rated
-from truestep.model.policy import Policy
 from truestep.rollouts.source import never
 from truestep.types import Rollout
 
 _EVALUATION_DRAWS = 2  # a random stream of its own, so that evaluation does not change the draws of training
 
 
-class EvaluationSampler(Protocol):
-    """Samples and rates the completions of an evaluation."""
-
-    def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        requests: Sequence[Request],
-        options: DecodeOptions,
-        rater: Rates,
-        asked_to_stop: Callable[[], bool],
-        documents_seen: int,
-    ) -> list[Rated]:
-        """Sample and rate one completion for each request. All ranks call this, and each gets all completions."""
-        ...
-
-
 @dataclass(frozen=True)
-class InProcessEvaluation:
-    """Samples the completions of an evaluation in process, with the policy."""
+class Rated:
+    """A completion, its text, and its reward or the reason why it has none."""
 
-    policy: Policy
-
-    def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        requests: Sequence[Request],
-        options: DecodeOptions,
-        rater: Rates,
-        asked_to_stop: Callable[[], bool],
-        documents_seen: int,
-    ) -> list[Rated]:
-        return decode_rated(self.policy, prompts, requests, options, rater, asked_to_stop)
+    completion: Completion
+    text: str
+    rating: Rating | RewardError
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    sampler: EvaluationSampler
+    generator: Generator
     prompts: Sequence[Prompt]
     rater: Rates
-    options: DecodeOptions  # of the sampled completions
+    options: DrawOptions  # of the sampled completions
+    read: Callable[[Sequence[int]], str]  # decodes a completion to the text that the reward gets
     samples_per_prompt: int
     seed: int
     pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k
@@ -97,18 +73,19 @@ class Evaluator:
 
     def _answer(
         self,
-        options: DecodeOptions,
+        options: DrawOptions,
         samples: int,
         step: int,
         documents_seen: int,
         asked_to_stop: Callable[[], bool],
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         prompts = [prompt for prompt in self.prompts for _ in range(samples)]
-        requests = [
-            Request(prompt.input_ids, (self.seed, _EVALUATION_DRAWS, step, number))
+        asked = [
+            (prompt, Request(prompt.input_ids, options, (self.seed, _EVALUATION_DRAWS, step, number)))
             for number, prompt in enumerate(prompts)
         ]
-        done = self.sampler(prompts, requests, options, self.rater, asked_to_stop, documents_seen)
+        self.generator.weights(documents_seen)
+        done = self.generator.map(asked, self._complete, asked_to_stop)
         if self.compare is not None and options.temperature > 0:
             self.compare(_documents(prompts, done, options.temperature, documents_seen), documents_seen)
         completions = [rated.completion for rated in done]
@@ -117,6 +94,18 @@ class Evaluator:
             "truncated_fraction": statistics.fmean(not completion.stopped for completion in completions),
         }
         return [_answered(prompt, rated) for prompt, rated in zip(prompts, done, strict=True)], measured
+
+    async def _complete(self, asked: tuple[Prompt, Request], generate: Generate) -> Rated:
+        prompt, request = asked
+        try:
+            completion = await generate(request)
+        except BadAnswerError as error:
+            return Rated(Completion([], [], stopped=False), "", RewardError(f"the server's answer is bad: {error}"))
+        text = self.read(completion.token_ids)
+        try:
+            return Rated(completion, text, await awaited(self.rater)(prompt, text, seed_text(request)))
+        except RewardError as error:
+            return Rated(completion, text, error)
 
     def _passes(self, rewards: Sequence[float | None]) -> dict[str, float]:
         """Estimate pass@k for k = 1, 2, 4, ... `rewards`: `samples_per_prompt` for each prompt, prompt after prompt."""
@@ -150,7 +139,7 @@ def _documents(
             rated.completion.logprobs,
             temperature=temperature,
             versions=[documents_seen] * len(rated.completion.token_ids),
-            metadata={"server": rated.server},
+            metadata={"server": rated.completion.server},
         )
         for number, (prompt, rated) in enumerate(zip(prompts, answers, strict=True))
         if rated.completion.token_ids

@@ -85,6 +85,8 @@ class Ranks:
     layout: RankLayout = field(default_factory=lambda: RankLayout(data_shard=1))
     host: dist.ProcessGroup | None = None  # gloo, all ranks, for objects and host tensors
     ahead: dist.ProcessGroup | None = None  # as `host`, for another thread that plans the next step
+    sampling: dist.ProcessGroup | None = None  # as `host`, for another thread that spreads requests of sampling
+    team: dist.ProcessGroup | None = None  # gloo, the ranks that compute with slices of the same weights
     mesh: DeviceMesh | None = None  # with the dimensions of MESH; None: one rank
     # The groups that this rank is in, by the names of GROUPS; `ends`: first and last rank of its pipeline; and `wires`.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -159,12 +161,13 @@ class Ranks:
         """Return one of `groups`, or None if this rank would be alone in it."""
         return self.groups.get(name)
 
-    def gather(self, value: T, ahead: bool = False) -> list[T]:
-        """Return the values of all ranks, in order, on every rank. `ahead`: use the group `ahead`."""
+    def gather(self, value: T, ahead: bool = False, sampling: bool = False) -> list[T]:
+        """Return the values of all ranks, in order, on every rank. `ahead`, `sampling`: use the group of that name."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.ahead if ahead else self.host)
+        group = self.ahead if ahead else self.sampling if sampling else self.host
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def gather_parts(self, value: T, ahead: bool = False) -> list[T]:
@@ -188,29 +191,18 @@ class Ranks:
             raise result[1]
         return result[0]
 
-    def spread(
-        self,
-        items: Sequence[T],
-        work: Callable[[Sequence[T]], Sequence[R]],
-        kind: Callable[[T], Hashable] | None = None,
-        cost: Callable[[T], float] = lambda item: 1.0,
-    ) -> list[R]:
-        """Divide items over the ranks by their cost, do the work, and return all results in order on every rank.
+    @property
+    def teams(self) -> list[list[int]]:
+        """The ranks that compute with slices of the same weights, together. Each team has all of the weights."""
+        return self.layout.groups(CUT)
 
-        Items of one kind stay together up to the cost of a fair share. Tensor ranks do the same work together, and the
-        first of them provides its results."""
-        if self.size == 1:
-            return list(work(items))
-        teams = self.layout.groups(CUT)
-        shares = divide([cost(item) for item in items], len(teams), kind and [kind(item) for item in items])
-        own = next(share for team, share in zip(teams, shares, strict=True) if self.rank in team)
-        done = self.gather(list(work([items[index] for index in own])))
-        results = {
-            index: result
-            for team, share in zip(teams, shares, strict=True)
-            for index, result in zip(share, done[team[0]], strict=True)
-        }
-        return [results[index] for index in range(len(items))]
+    def least_of_team(self, value: int) -> int:
+        """Return the minimum of the values of this rank's team."""
+        if self.team is None:
+            return value
+        least = torch.tensor(value)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.team)
+        return int(least)
 
     def sum_over(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """All-reduce a tensor over a group of ranks, in place."""
@@ -317,8 +309,14 @@ def _lay_out(layout: RankLayout, kind: str) -> Ranks:
     if kind == "cuda":
         for name in MESH:
             distributed_c10d._set_pg_timeout(_NO_CLOCK, mesh.get_group(name))
-    host, ahead = (dist.new_group(backend="gloo", timeout=_NO_CLOCK) for _ in range(2))
-    return Ranks(dist.get_rank(), layout, host, ahead, mesh, _groups(dist.get_rank(), layout, mesh))
+    host, ahead, sampling = (dist.new_group(backend="gloo", timeout=_NO_CLOCK) for _ in range(3))
+    team: dist.ProcessGroup | None = None
+    for members in layout.groups(CUT):
+        if len(members) > 1:  # every rank makes the groups of all teams
+            made = dist.new_group(members, backend="gloo", timeout=_NO_CLOCK)
+            team = made if dist.get_rank() in members else team
+    groups = _groups(dist.get_rank(), layout, mesh)
+    return Ranks(dist.get_rank(), layout, host, ahead, sampling, team, mesh, groups)
 
 
 def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

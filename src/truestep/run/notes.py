@@ -15,7 +15,7 @@ from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
 from truestep.files.whole import count_lines
-from truestep.generate.in_process import stop_ids
+from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
 from truestep.plan.advice import layout_of, most_of
 from truestep.plan.cost import plan_time

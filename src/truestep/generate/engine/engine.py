@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from truestep.generate.completions import Completion, DecodeOptions, Request
 from truestep.generate.engine.attend import PromptChunks, Rows, UnservedError, attend_rows, make_chunks, places_of
 from truestep.generate.engine.cache import PagedCache, page_bytes, pages_that_fit
 from truestep.generate.engine.device import Result, device_of
@@ -44,6 +43,7 @@ from truestep.generate.engine.rows import (
 from truestep.generate.engine.schedule import EngineStep, Row, Scheduler, Start
 from truestep.generate.engine.stops import StopTexts
 from truestep.generate.engine.team import Team, check
+from truestep.generate.generator import Completion, DrawOptions, Request
 from truestep.model.exact import exact_hidden, exactly
 from truestep.model.mixers.attention import PackedLayout
 from truestep.model.policy import Policy
@@ -69,7 +69,8 @@ class Limits:
 class Counts:
     """Counters of one session."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # computed
+    cached_tokens: int = 0  # tokens of prompts that were found in the cache
     drawn_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
@@ -81,7 +82,7 @@ class Counts:
 class _Open:
     """A completion in flight: its options, and its tokens so far."""
 
-    options: DecodeOptions
+    options: DrawOptions
     seed: tuple[int, ...]
     stops: StopTexts | None
     tokens: list[int] = field(default_factory=list)
@@ -139,6 +140,7 @@ class Session:
     def __init__(self, policy: Policy, engine: Engine, limits: Limits):
         self._policy, self._device, self._graphs, self._exact = policy, engine.device, engine.graphs, engine.exact
         self._team, self._slice = engine.team, engine.team.slice(policy.vocabulary_size)
+        self._longest = limits.longest
         place, page_size = self._device.place, self._device.page_size
         width = -(-limits.longest // page_size)
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
@@ -176,9 +178,14 @@ class Session:
     def busy(self) -> bool:
         return not self._scheduler.idle
 
-    def submit(self, number: int, request: Request, options: DecodeOptions) -> None:
-        """Submit a request. `step` returns its completion under this number."""
-        self._scheduler.submit(number, request.input_ids, options.max_new_tokens)
+    def takes(self, request: Request) -> bool:
+        """Tell whether the tables of pages have room for a request. If not, it needs another session."""
+        return len(request.token_ids) + request.options.max_new_tokens <= self._longest
+
+    def submit(self, number: int, request: Request) -> None:
+        """Submit a request, at any time. `step` returns its completion under this number."""
+        options = request.options
+        self._scheduler.submit(number, request.token_ids, options.max_new_tokens)
         stops = StopTexts(self._policy.tokenizer, options.stop) if options.stop else None
         self._open[number] = _Open(options, request.seed, stops)
         self._truncates = self._truncates or options.truncates
@@ -201,8 +208,13 @@ class Session:
         while len(self._flying) > (self._device.lag if plan else 0):
             done += self._collect(*self._flying.popleft())
         self.counts.prompt_tokens = self._scheduler.prompt_tokens
+        self.counts.cached_tokens = self._scheduler.cached_tokens
         self.counts.preemptions = self._scheduler.preemptions
         return done
+
+    def drawn(self, number: int) -> Sequence[int]:
+        """Return the tokens drawn so far of a completion that has not ended."""
+        return self._open[number].tokens if number in self._open else ()
 
     def close(self) -> None:
         """Free the KV cache."""

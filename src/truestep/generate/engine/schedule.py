@@ -1,9 +1,10 @@
 """Decides what each engine step computes: host code without tensors.
 
 A step prefills prompt chunks, starts completions whose prompts are prefilled, and decodes one token of every running
-completion. Equal prompts are prefilled once: their completions share the prompt's full pages, and each has its own copy
-of the last, partly filled page. When no page is free, the completion that started last is preempted: its pages are
-taken, and its prompt and tokens are prefilled again later.
+completion. Equal prompts that wait together are prefilled once: their completions share the prompt's full pages, and
+each has its own copy of the last, partly filled page. A prompt that begins with tokens of an earlier prompt or
+completion, such as the next turn of a conversation, starts from their pages (`pages`). When no page is available, the
+completion that started last is preempted: its pages are taken, and its prompt and tokens are prefilled again later.
 
 The device runs the steps in order, a step or two behind the host. So pages and slots may be reused as soon as the last
 step that uses them is planned.
@@ -13,6 +14,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from truestep.errors import TruestepError
+from truestep.generate.engine.pages import PagePool, digests_of
+
+# A prompt starts from pages of the cache if they hold at least a quarter of it: its prefill then has no CUDA graph.
+_LEAST_SHARED = 4
 
 
 class CacheError(TruestepError):
@@ -31,6 +36,7 @@ class Job:
     slot: int = -1  # -1: not running
     pages: list[int] = field(default_factory=list)
     length: int = 0  # tokens whose keys and values are in its pages
+    digests: list[bytes] = field(default_factory=list)  # of its full pages whose tokens the host knows
 
 
 @dataclass(eq=False)
@@ -43,6 +49,7 @@ class Prompt:
     done: int = 0  # tokens prefilled so far
     place: int = -1  # index of its last hidden state in the session's buffer; -1: none
     joinable: bool = False  # new jobs with the same prompt may share it
+    digests: list[bytes] | None = None  # of its full pages; None: not computed yet
 
     @property
     def ready(self) -> bool:
@@ -101,12 +108,11 @@ class Scheduler:
         """`together`: prefill starts once so many slots are free, or enough for all waiting completions, or nothing
         runs, because a prefill step has a fixed cost. `prompts_first`: up to so many prefill steps in a row run without
         decoding, because decoding few rows takes nearly as long as decoding many."""
-        self.page_size, self.pages, self.slots = page_size, pages, slots
+        self.page_size, self.slots = page_size, slots
         self._chunk_tokens, self._together, self._prompts_first = chunk_tokens, together, prompts_first
         self._waited = 0  # prefill steps in a row without decoding
         self._joining = False  # True while prefill goes on: until no prompt waits or no slot is free
-        self._free_pages = list(range(pages - 1, -1, -1))
-        self._references = [0] * pages
+        self._pool = PagePool(pages)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._free_places = list(range(slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # jobs that have not ended
@@ -118,6 +124,7 @@ class Scheduler:
         self._released_slots: list[int] = []
         self._released_places: list[int] = []
         self.prompt_tokens = 0  # computed so far
+        self.cached_tokens = 0  # tokens of prompts whose keys and values were found in the cache
         self.preemptions = 0
 
     @property
@@ -126,7 +133,7 @@ class Scheduler:
 
     @property
     def used_pages(self) -> int:
-        return self.pages - len(self._free_pages)
+        return self._pool.size - self._pool.available
 
     @property
     def num_running(self) -> int:
@@ -136,11 +143,11 @@ class Scheduler:
         if not prompt:
             raise CacheError("a prompt has no tokens: nothing predicts its first one")
         length = len(prompt) + most - 1  # nothing reads the last token's keys and values
-        if self._pages_for(length) > self.pages:
+        if self._pages_for(length) > self._pool.size:
             raise CacheError(
                 f"a prompt of {len(prompt)} tokens with {most} new ones is longer than the sampler's cache, which "
-                f"holds {self.pages * self.page_size} tokens: lower max_new_tokens, leave out long prompts or free "
-                "memory"
+                f"holds {self._pool.size * self.page_size} tokens: lower max_new_tokens, leave out long prompts or "
+                "free memory"
             )
         job = self._jobs[number] = Job(number, prompt, most)
         # `setdefault` hashes the prompt once; for a long prompt the hash is the most expensive part.
@@ -156,6 +163,7 @@ class Scheduler:
         if job is None:
             return False
         job.tokens.append(token)
+        self._register(job)
         if len(job.tokens) == job.most:
             self.end(number)
         elif job in self._unlearned and len(job.tokens) == job.drawn:
@@ -188,7 +196,7 @@ class Scheduler:
         self._free_slots += self._released_slots
         self._free_places += self._released_places
         self._released_slots, self._released_places = [], []
-        self._give_back(self._released)
+        self._pool.give_back(self._released)
         self._released = []
         if self._waited < self._prompts_first:
             self._plan_prompts(plan)
@@ -233,7 +241,7 @@ class Scheduler:
     def _take_page_for(self, job: Job) -> int | None:
         """Take a free page. If there is none, take the pages of a waiting prompt, or preempt the completion that
         started last. Return None if that was `job` itself."""
-        while not self._free_pages:
+        while not self._pool.available:
             holder = next((prompt for prompt in reversed(self._queue) if prompt.pages), None)
             if holder is not None:
                 self._reset(holder)
@@ -242,18 +250,20 @@ class Scheduler:
             self._preempt(last)
             if last is job:
                 return None
-        return self._take_page()
+        return self._pool.take()
 
-    def _take_page(self) -> int:
-        page = self._free_pages.pop()
-        self._references[page] = 1
-        return page
-
-    def _give_back(self, pages: list[int]) -> None:
-        for page in pages:
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free_pages.append(page)
+    def _register(self, job: Job) -> None:
+        """Register the page that a running completion has filled, if the token that the host has read last begins a new
+        page: keys and values of all tokens before it are in the cache."""
+        before, rest = divmod(len(job.prompt) + len(job.tokens) - 1, self.page_size)
+        if rest or len(job.digests) >= before or len(job.pages) < before:
+            return
+        first = len(job.digests) * self.page_size
+        last = job.digests[-1] if job.digests else b""
+        tokens = (*job.prompt[first:], *job.tokens[max(0, first - len(job.prompt)) : -1])
+        for page, digest in zip(job.pages[len(job.digests) :], digests_of(tokens, self.page_size, last), strict=False):
+            self._pool.register(page, digest)
+            job.digests.append(digest)
 
     def _retire(self, job: Job) -> None:
         """Release a job's slot and pages, for use from the next plan on."""
@@ -264,9 +274,9 @@ class Scheduler:
     def _preempt(self, job: Job) -> None:
         self.preemptions += 1
         self._running.remove(job)
-        self._give_back(job.pages)
+        self._pool.give_back(job.pages)
         self._free_slots.append(job.slot)
-        job.pages, job.slot, job.length = [], -1, 0
+        job.pages, job.slot, job.length, job.digests = [], -1, 0, []
         if len(job.tokens) == job.drawn:
             self._queue.appendleft(Prompt((*job.prompt, *job.tokens), deque([job])))
         else:
@@ -305,6 +315,8 @@ class Scheduler:
     def _plan_chunk(self, plan: EngineStep, prompt: Prompt, budget: int) -> int:
         """Plan the largest chunk of a prompt for which the step and the cache have room. Return the step's remaining
         token budget; 0 ends the step's prefill."""
+        if not prompt.done:
+            self._find(prompt)
         left = len(prompt.tokens) - prompt.done
         count = min(left, budget)
         if count < left <= self._chunk_tokens and budget < self._chunk_tokens:
@@ -312,19 +324,35 @@ class Scheduler:
         end = prompt.done + count
         needed = self._pages_for(end) - len(prompt.pages)
         # Running completions will need pages soon; without a reserve the new prompt would be preempted.
-        reserve = min(len(self._running), self.pages // 16)
-        if count == 0 or len(self._free_pages) < needed + reserve:
+        reserve = min(len(self._running), self._pool.size // 16)
+        if count == 0 or self._pool.available < needed + reserve:
             return 0
         if end == len(prompt.tokens):
             if not self._free_places:
                 return 0
             prompt.place = self._free_places.pop()
-        prompt.pages += [self._take_page() for _ in range(needed)]
+        prompt.pages += [self._pool.take() for _ in range(needed)]
+        assert prompt.digests is not None
+        full = slice(prompt.done // self.page_size, end // self.page_size)
+        for page, digest in zip(prompt.pages[full], prompt.digests[full], strict=True):
+            self._pool.register(page, digest)
         place = prompt.place if prompt.place >= 0 else None
         plan.chunks.append(PromptChunk(prompt.tokens[prompt.done : end], prompt.done, tuple(prompt.pages), place))
         prompt.done = end
         self.prompt_tokens += count
         return budget - count
+
+    def _find(self, prompt: Prompt) -> None:
+        """Let a prompt start from pages of the cache, if they hold enough of it. At least one token is computed: its
+        hidden state predicts the first new one."""
+        if prompt.digests is None:
+            prompt.digests = digests_of(prompt.tokens, self.page_size)
+        found = self._pool.find(prompt.digests[: (len(prompt.tokens) - 1) // self.page_size])
+        shared = len(found) * self.page_size
+        if shared * _LEAST_SHARED >= len(prompt.tokens):
+            self._pool.hold(found)
+            prompt.pages, prompt.done = found, shared
+            self.cached_tokens += shared
 
     def _start(self, plan: EngineStep, prompt: Prompt, take_over: bool = False) -> bool:
         """Start the jobs of a prefilled prompt. Return False if some of them have no slot or page yet. `take_over`: one
@@ -340,15 +368,16 @@ class Scheduler:
                 pages = prompt.pages[:full]
                 copy = None
                 if full < len(prompt.pages):
-                    if not self._free_pages:
+                    if not self._pool.available:
                         return False
-                    copy = (prompt.pages[full], self._take_page())
-                for page in pages:
-                    self._references[page] += 1
+                    copy = (prompt.pages[full], self._pool.take())
+                self._pool.hold(pages)
                 if copy is not None:
                     pages = [*pages, copy[1]]
             job = prompt.jobs.popleft()
+            assert prompt.digests is not None
             job.pages, job.slot, job.length = pages, self._free_slots.pop(), len(prompt.tokens)
+            job.digests = list(prompt.digests)
             plan.starts.append(Start(job, job.slot, job.pages, prompt.place, job.drawn, copy))
             job.drawn += 1
             if job.drawn == job.most:
@@ -365,7 +394,7 @@ class Scheduler:
 
     def _reset(self, prompt: Prompt) -> None:
         """Discard a prompt's pages and hidden state, for use in the current plan."""
-        self._give_back(prompt.pages)
+        self._pool.give_back(prompt.pages)
         if prompt.place >= 0:
             self._free_places.append(prompt.place)
         prompt.pages, prompt.done, prompt.place = [], 0, -1

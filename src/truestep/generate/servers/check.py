@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 
 from truestep.environments.prompts import Prompt
-from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
 from truestep.generate.servers.probe import TEMPERATURE, Gap
 from truestep.generate.servers.protocol import Description, InferenceServer
 

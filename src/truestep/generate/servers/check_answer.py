@@ -5,50 +5,63 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from truestep.generate.servers.errors import BadAnswerError
-from truestep.generate.servers.protocol import CompletionRequest, InferenceServer, ServerCompletion
+from truestep.generate.errors import BadAnswerError
+from truestep.generate.generator import Completion, DrawOptions, Request
+from truestep.generate.servers.protocol import InferenceServer
 
 
-async def complete(server: InferenceServer, request: CompletionRequest, version: int) -> list[ServerCompletion]:
+async def complete(
+    server: InferenceServer, request: Request, n: int, vocabulary_size: int, version: int
+) -> list[Completion]:
     """Request completions. The caller makes sure that weights of `version` sample all of them."""
-    return check_choices(await server.complete(request), request, version)
+    return check_choices(await server.complete(request, n), request, n, vocabulary_size, version)
 
 
 async def stream(
-    server: InferenceServer, request: CompletionRequest, version: Callable[[], int]
-) -> list[ServerCompletion]:
+    server: InferenceServer,
+    request: Request,
+    n: int,
+    vocabulary_size: int,
+    version: Callable[[], int],
+    on_tokens: Callable[[int, Sequence[int]], None] = lambda index, tokens: None,
+) -> list[Completion]:
     """Request completions as a stream. Each token gets the version that `version()` returns when the token arrives."""
     versions: defaultdict[int, list[int]] = defaultdict(list)
 
-    def on_tokens(index: int, tokens: int) -> None:
-        versions[index] += [version()] * tokens
+    def arrived(index: int, tokens: Sequence[int]) -> None:
+        versions[index] += [version()] * len(tokens)
+        on_tokens(index, tokens)
 
-    return check_choices(await server.stream(request, on_tokens), request, versions)
+    return check_choices(await server.stream(request, n, arrived), request, n, vocabulary_size, versions)
 
 
 def check_choices(
-    choices: Sequence[ServerCompletion], request: CompletionRequest, versions: Mapping[int, list[int]] | int
-) -> list[ServerCompletion]:
+    choices: Sequence[Completion],
+    request: Request,
+    n: int,
+    vocabulary_size: int,
+    versions: Mapping[int, list[int]] | int,
+) -> list[Completion]:
     """Check completions and return them with their tokens' versions. `versions`: one for all tokens, or a list for each
     completion's index."""
-    if len(choices) != request.n:
-        raise BadAnswerError(f"asked for {request.n} completions, got {len(choices)}")
+    if len(choices) != n:
+        raise BadAnswerError(f"asked for {n} completions, got {len(choices)}")
     return [
         choice
         if choice.aborted
-        else _checked(choice, request, versions if isinstance(versions, int) else versions[index])
+        else _checked(choice, request, vocabulary_size, versions if isinstance(versions, int) else versions[index])
         for index, choice in enumerate(choices)
     ]
 
 
-def _checked(choice: ServerCompletion, request: CompletionRequest, versions: list[int] | int) -> ServerCompletion:
+def _checked(choice: Completion, request: Request, vocabulary_size: int, versions: list[int] | int) -> Completion:
     tokens = choice.token_ids
     if not tokens:
         raise BadAnswerError("a completion without tokens")
     for token in tokens:
-        if type(token) is not int or not 0 <= token < request.vocabulary_size:
-            raise BadAnswerError(f"token id {token!r} is not in the vocabulary of {request.vocabulary_size}")
-    _check_end(choice, request)
+        if type(token) is not int or not 0 <= token < vocabulary_size:
+            raise BadAnswerError(f"token id {token!r} is not in the vocabulary of {vocabulary_size}")
+    _check_end(choice, request.options)
     _check_logprobs(choice.logprobs, len(tokens))
     token_versions = [versions] * len(tokens) if isinstance(versions, int) else versions
     if len(token_versions) != len(tokens):
@@ -56,19 +69,17 @@ def _checked(choice: ServerCompletion, request: CompletionRequest, versions: lis
     return replace(choice, logprobs=[float(value) for value in choice.logprobs], versions=token_versions)
 
 
-def _check_end(choice: ServerCompletion, request: CompletionRequest) -> None:
-    tokens = choice.token_ids
+def _check_end(choice: Completion, options: DrawOptions) -> None:
+    tokens, most = choice.token_ids, options.max_new_tokens
     inner = tokens[:-1] if choice.stopped else tokens
-    if any(token in request.stop_ids for token in inner):
+    if any(token in options.stop_ids for token in inner):
         raise BadAnswerError("a completion goes on after a stop token")
-    if choice.stopped and tokens[-1] not in request.stop_ids:
+    if choice.stopped and tokens[-1] not in options.stop_ids:
         raise BadAnswerError(f"finish_reason is stop, and the last token, {tokens[-1]}, is not a stop token")
-    if choice.stopped and len(tokens) > request.max_new_tokens:
-        raise BadAnswerError(f"{len(tokens)} tokens where {request.max_new_tokens} were asked for")
-    if not choice.stopped and len(tokens) != request.max_new_tokens:
-        raise BadAnswerError(
-            f"finish_reason is length after {len(tokens)} tokens where {request.max_new_tokens} were asked for"
-        )
+    if choice.stopped and len(tokens) > most:
+        raise BadAnswerError(f"{len(tokens)} tokens where {most} were asked for")
+    if not choice.stopped and len(tokens) != most:
+        raise BadAnswerError(f"finish_reason is length after {len(tokens)} tokens where {most} were asked for")
 
 
 def _check_logprobs(values: Sequence[float], count: int) -> None:

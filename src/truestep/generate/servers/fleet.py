@@ -7,14 +7,13 @@ A server that was restarted in the meantime serves its initial weights without s
 import asyncio
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from truestep.generate.servers import check_answer as answer
-from truestep.generate.servers.check import explain_raw
-from truestep.generate.servers.errors import (
+from truestep.generate.errors import (
     BadAnswerError,
     ForgottenError,
     ServerError,
@@ -22,13 +21,17 @@ from truestep.generate.servers.errors import (
     VoidedError,
     WeightsError,
 )
+from truestep.generate.generator import Completion, OnTokens, Request
+from truestep.generate.servers import check_answer as answer
+from truestep.generate.servers.check import explain_raw
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.probe import Expected, measure
-from truestep.generate.servers.protocol import CompletionRequest, InferenceServer, ServerCompletion
+from truestep.generate.servers.protocol import InferenceServer
 from truestep.process import progress
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
 _PATIENCE = 3  # attempts to reach a lost server after which its unconfirmed answers are void
+_SESSIONS = 65_536  # most conversations whose server is remembered
 _REMEMBERED = 4  # newest versions whose probe scores are kept
 _CLOSE_SECONDS = 10.0  # when the run ends, for paused servers to resume
 
@@ -80,9 +83,19 @@ class ServedCompletions:
     """The completions of one request. A later probe either confirms them or makes them void, once and for all."""
 
     server: Server
-    choices: list[ServerCompletion]
+    choices: list[Completion]
     confirmed: bool = False  # a probe has shown that their versions are right
     void: bool = False  # it is unknown which weights sampled them
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Equal requests that were made at once, and are sent as one."""
+
+    request: Request
+    on_tokens: OnTokens | None
+    callers: list[asyncio.Future[Completion]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
 
 
 class Signal:
@@ -106,6 +119,7 @@ class Fleet:
         self,
         servers: Sequence[InferenceServer],
         *,
+        vocabulary_size: int,
         pause: str,
         tolerance: float,
         rolling: bool = False,
@@ -115,30 +129,74 @@ class Fleet:
         self.servers = [Server(remote) for remote in servers]
         self.version: int | None = None  # version that every reachable server has
         self.last_progress = -math.inf  # on the loop's clock: the last completion or load; aborts do not count
-        self._pause, self._tolerance, self._rolling = pause, tolerance, rolling
+        self._vocabulary_size, self._pause, self._tolerance, self._rolling = vocabulary_size, pause, tolerance, rolling
         self._on_void, self._on_fatal = on_void, on_fatal
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
         self._changed = Signal()
+        self._batches: dict[object, _Batch] = {}  # of requests that are not sent yet
+        self._sessions: OrderedDict[str, Server] = OrderedDict()  # the server of each conversation, the oldest first
         self._tasks: set[asyncio.Task[None]] = set()  # publications and recoveries in flight, one server each
 
-    async def ask(self, request: CompletionRequest) -> ServedCompletions:
-        """Send a request to the server with the fewest completions in flight."""
-        server = await self._pick()
-        version, epoch = server.version, server.epoch
-        assert version is not None, "a server is opened with its first weights"
-        server.in_flight += request.n
-        server.served += request.n
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        """Complete a request. Requests for the same prompt that are made at once, as a group's are, are sent as one."""
+        loop, key = asyncio.get_running_loop(), (request.token_ids, request.options, request.session)
+        batch = self._batches.get(key) if on_tokens is None else None
+        if batch is None:
+            batch = _Batch(request, on_tokens)
+            if on_tokens is None:
+                self._batches[key] = batch
+            loop.call_soon(self._send, batch, key)
+        caller: asyncio.Future[Completion] = loop.create_future()
+        batch.callers.append(caller)
         try:
-            if self._pause == "keep":
-                choices = await answer.stream(server.remote, request, lambda: server.version or 0)
+            return await caller
+        finally:
+            if batch.task is not None and all(other.done() for other in batch.callers):
+                batch.task.cancel()  # nobody waits for the server's answer any more
+
+    def _send(self, batch: _Batch, key: object) -> None:
+        if self._batches.get(key) is batch:
+            del self._batches[key]
+        batch.callers = [caller for caller in batch.callers if not caller.done()]
+        if batch.callers:
+            batch.task = asyncio.get_running_loop().create_task(self._answer(batch))
+
+    async def _answer(self, batch: _Batch) -> None:
+        try:
+            served = await self.ask(batch.request, len(batch.callers), batch.on_tokens)
+        except Exception as error:
+            for caller in batch.callers:
+                if not caller.done():
+                    caller.set_exception(error)
+            return
+        for caller, choice in zip(batch.callers, served.choices, strict=True):
+            if not caller.done():
+                caller.set_result(replace(choice, server=served.server.url, answer=served))
+
+    async def ask(self, request: Request, n: int, on_tokens: OnTokens | None = None) -> ServedCompletions:
+        """Send a request for `n` completions to the server with the fewest in flight, or to the one that has the past
+        of its conversation."""
+        server = await self._pick(request.session)
+        version, epoch, size = server.version, server.epoch, self._vocabulary_size
+        assert version is not None, "a server is opened with its first weights"
+        server.in_flight += n
+        server.served += n
+        try:
+            if self._pause == "keep" or on_tokens is not None:
+
+                def arrived(index: int, tokens: Sequence[int]) -> None:
+                    if on_tokens is not None:
+                        on_tokens(tokens)
+
+                choices = await answer.stream(server.remote, request, n, size, lambda: server.version or 0, arrived)
             else:
-                choices = await answer.complete(server.remote, request, version)
+                choices = await answer.complete(server.remote, request, n, size, version)
         except UnreachableError as error:
             self._lose(server, error)
             raise
         finally:
-            server.in_flight -= request.n
+            server.in_flight -= n
             self._changed.set()
         if server.epoch != epoch:
             raise VoidedError
@@ -151,12 +209,20 @@ class Fleet:
         self.last_progress = asyncio.get_running_loop().time()
         progress.made("answers")
 
-    async def _pick(self) -> Server:
-        """Wait for an open server. Return the one with the fewest completions in flight, then with the fewest
-        served."""
+    async def _pick(self, session: str | None) -> Server:
+        """Wait for an open server. Return the one that has served the conversation, or the one with the fewest
+        completions in flight, then with the fewest served."""
         while not (ready := [server for server in self.servers if server.is_open]):
             await self._changed.wait()
-        return min(ready, key=lambda server: (server.in_flight, server.served))
+        found = self._sessions.get(session or "")
+        if found not in ready:
+            found = min(ready, key=lambda server: (server.in_flight, server.served))
+        if session is not None:
+            self._sessions[session] = found
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > _SESSIONS:
+                self._sessions.popitem(last=False)
+        return found
 
     async def publish(self, published: Published) -> None:
         """Publish new weights to every server that is not lost."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import httpx
 
 from truestep.files.bounded import MIB, RECORD, TooLargeError, load_json, too_long
-from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
 from truestep.generate.servers.protocol import Description, InferenceServer
 from truestep.text import printable
 

@@ -8,15 +8,14 @@ its weights: that is synchronous training.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import Rating
+from truestep.generate.group_maker import Group, GroupMaker, GroupOptions, Rate
 from truestep.generate.groups import HOPELESS, TRIES, explain_hopeless, prompt_of
-from truestep.generate.servers.fleet import Fleet, Published, Signal
-from truestep.generate.servers.group_maker import Group, GroupMaker, SamplingOptions
+from truestep.generate.servers.fleet import Fleet, Published, Server, Signal
 from truestep.rollouts.source import SourceError
 
 _POLL_SECONDS = 0.25  # between checks of lost servers and of stall_timeout while documents are awaited
@@ -40,13 +39,13 @@ class LookAhead:
         self,
         make_fleet: Callable[..., Fleet],
         prompts: Sequence[Prompt],
-        sampling: SamplingOptions,
+        sampling: GroupOptions,
         limit: StalenessLimit,
-        rate: Callable[[Prompt, str, str], Awaitable[Rating]],
+        rate: Rate,
         read: Callable[[Sequence[int]], str],
     ):
         self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail)
-        self.maker = GroupMaker(self.fleet, sampling, rate, read)
+        self.maker = GroupMaker(sampling, rate, read, self.fleet.note_progress)
         self._prompts, self._sampling, self._limit = prompts, sampling, limit
         self._next_number = 0
         self._restored: deque[int] = deque()  # numbers of groups that were open in the checkpoint: they come first
@@ -92,7 +91,7 @@ class LookAhead:
             self._drop_stale()
             self._admit()
             chosen = self._choose(wanted)
-            unconfirmed = {server for group in chosen for server in group.unconfirmed}
+            unconfirmed = {server for group in chosen for server in _unconfirmed(group)}
             if len(chosen) == wanted and not unconfirmed:
                 return self._hand_over(chosen)
             reachable = {server for server in unconfirmed if server.lost_at is None}
@@ -157,7 +156,7 @@ class LookAhead:
 
     def _start(self, group: Group) -> None:
         self._open[group.number] = group
-        task = asyncio.get_running_loop().create_task(self.maker.make(group))
+        task = asyncio.get_running_loop().create_task(self.maker.make(group, self.fleet.generate))
         self._tasks[group.number] = task
         task.add_done_callback(lambda done: self._ended(group, done))
 
@@ -212,7 +211,7 @@ class LookAhead:
     def _void(self) -> None:
         """Drop void completions, whose versions are unknown, and sample them again."""
         for group in self._open.values():
-            kept = [member for member in group.members if not member.answer.void]
+            kept = [member for member in group.members if not member.completion.answer.void]
             self.maker.counts["void"] += len(group.members) - len(kept)
             group.members = kept
         for group in [group for group in self._ready if len(group.members) < self._sampling.group_size]:
@@ -223,3 +222,9 @@ class LookAhead:
     def _fail(self, error: Exception) -> None:
         self._fatal = self._fatal or error
         self._changed.set()
+
+
+def _unconfirmed(group: Group) -> set[Server]:
+    """Return the servers that have not been probed since they answered."""
+    answers = [member.completion.answer for member in group.members]
+    return {answer.server for answer in answers if not answer.confirmed}

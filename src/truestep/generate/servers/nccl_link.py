@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from truestep.generate.servers.errors import UnreachableError
+from truestep.generate.errors import UnreachableError
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.publish.link import CHUNK, LinkError, Sender, Wire, join
 from truestep.publish.packed import Entry, update_info

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from truestep.environments.prompts import Prompt
-from truestep.generate.servers.errors import BadAnswerError
+from truestep.generate.errors import BadAnswerError
 from truestep.generate.servers.protocol import InferenceServer
 from truestep.model.policy import Policy
 from truestep.step.next_tokens import next_token_logprobs

@@ -3,52 +3,31 @@
 To use another kind of server, implement `InferenceServer` and name the class in `sampler.protocol`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from truestep.generate.servers.errors import BadAnswerError, ServerError
+from truestep.generate.errors import BadAnswerError, ServerError
+from truestep.generate.generator import Completion, Request
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.text import printable
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
-    """One request: `n` completions of a prompt."""
-
-    prompt: tuple[int, ...]
-    n: int
-    temperature: float
-    max_new_tokens: int
-    stop_ids: frozenset[int]
-    vocabulary_size: int
-
-    @property
-    def tokens(self) -> int:
-        """The most tokens of an answer; some servers repeat the prompt beside each completion."""
-        return self.n * (len(self.prompt) + self.max_new_tokens)
-
-    def check_size(self, index: object, tokens: int) -> None:
-        """Raise an error if a stream has a completion that was not requested, or more tokens than were requested."""
-        if index not in range(self.n) or tokens > self.max_new_tokens:
-            raise BadAnswerError(
-                f"the stream has {tokens} tokens of completion {printable(index, 20)}: asked for {self.n} completions "
-                f"of at most {self.max_new_tokens} tokens"
-            )
+def most_tokens(request: Request, n: int) -> int:
+    """Return the most tokens of an answer; some servers repeat the prompt beside each completion."""
+    return n * (len(request.token_ids) + request.options.max_new_tokens)
 
 
-@dataclass(frozen=True)
-class ServerCompletion:
-    """One completion. An aborted one has no tokens and is sampled again."""
-
-    token_ids: list[int]  # the stop token included
-    logprobs: list[float]  # of each token, at the requested temperature
-    stopped: bool  # by a stop token, and not by the length
-    aborted: bool = False
-    versions: list[int] = field(default_factory=list)  # of the weights for each token; the trainer fills them in
+def check_size(request: Request, n: int, index: object, tokens: int) -> None:
+    """Raise an error if a stream has a completion that was not requested, or more tokens than were requested."""
+    if index not in range(n) or tokens > request.options.max_new_tokens:
+        raise BadAnswerError(
+            f"the stream has {tokens} tokens of completion {printable(index, 20)}: asked for {n} completions of at "
+            f"most {request.options.max_new_tokens} tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -92,13 +71,16 @@ class InferenceServer(Protocol):
         """Convert a text to tokens; None where the server has no tokenizer."""
         return None
 
-    async def complete(self, request: CompletionRequest) -> list[ServerCompletion]:
-        """Sample exactly `request.n` completions at the temperature alone, without the model's default top_p or
-        top_k."""
+    async def complete(self, request: Request, n: int) -> list[Completion]:
+        """Sample exactly `n` completions of `request.token_ids`: at `request.options.temperature` alone, without the
+        model's default top_p or top_k, up to a token of `stop_ids` or `max_new_tokens`. A completion that was given up
+        for new weights is `aborted`."""
         ...
 
-    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[ServerCompletion]:
-        """Do as `complete`, and call `on_tokens(index, count)` when tokens arrive. For `sampler.pause: keep`."""
+    async def stream(
+        self, request: Request, n: int, on_tokens: Callable[[int, Sequence[int]], None]
+    ) -> list[Completion]:
+        """Do as `complete`, and call `on_tokens(index, token_ids)` when tokens arrive. For `sampler.pause: keep`."""
         raise ServerError(f"sampler.pause: keep needs a server that streams, which {self.advice.kind} does not")
 
     async def next_token(

@@ -13,14 +13,12 @@ import torch
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
-from truestep.environments.rewards import Rating
-from truestep.generate.completions import DecodeOptions, Request
-from truestep.generate.rewarded import Rated
+from truestep.generate.errors import ServerError
+from truestep.generate.generator import Generate
+from truestep.generate.group_maker import Group, GroupOptions, awaited
 from truestep.generate.servers.check import check_server
-from truestep.generate.servers.errors import ServerError
-from truestep.generate.servers.evaluation import ServerEvaluation
+from truestep.generate.servers.confirmed import confirmed_results
 from truestep.generate.servers.fleet import Fleet, Published
-from truestep.generate.servers.group_maker import Group, SamplingOptions
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.look_ahead import LookAhead, StalenessLimit
 from truestep.generate.servers.probe import Expected, make_probes
@@ -30,7 +28,8 @@ from truestep.process import progress
 from truestep.rollouts.source import Interrupted
 from truestep.types import Rollout
 
-_T = TypeVar("_T")
+T = TypeVar("T")
+R = TypeVar("R")
 _POLL_SECONDS = 0.5  # between questions whether the run was asked to stop
 _CLOSE_SECONDS = 30.0  # for a publication in flight: it must not leave a server paused
 
@@ -43,29 +42,16 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="sampler", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.submit(work).result()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-class AwaitedRewards:
-    """Rewards as coroutines, for the event loop."""
-
-    def __init__(self, rater: Rates, seed: int = 0):
-        self._rater, self._seed = rater, seed
-
-    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
-        return await asyncio.wrap_future(self._rater.submit(prompt, text, f"{self._seed} {name}"))
-
-    def close(self) -> None:
-        self._rater.close()
 
 
 class Servers:
@@ -79,8 +65,9 @@ class Servers:
         *,
         prompts: Sequence[Prompt],
         make_servers: Callable[[], Sequence[InferenceServer]],
-        rewards: AwaitedRewards,
-        sampling: SamplingOptions,
+        rewards: Rates,
+        sampling: GroupOptions,
+        vocabulary_size: int,
         limit: StalenessLimit,
         read: Callable[[Sequence[int]], str],  # decodes a completion's tokens to text
         publisher: Publisher,
@@ -90,7 +77,8 @@ class Servers:
         rolling: bool = False,  # servers get new weights one after another
         loop: LoopThread | None = None,  # None: a new one; tests pass one with a clock of its own
     ):
-        self._prompts, self._rewards, self._sampling, self._read = prompts, rewards, sampling, read
+        self._prompts, self._rewards, self._sampling = prompts, rewards, sampling
+        self._vocabulary_size = vocabulary_size
         self._publisher, self._send_from = publisher, send_from
         self._at_once = limit.concurrency
         self._loop = loop or LoopThread()
@@ -99,8 +87,15 @@ class Servers:
         try:
             servers, longest = self._loop.run(self._connect(make_servers))
             self.probes = make_probes(prompts, sampling.seed, longest - 1)
-            make_fleet = partial(Fleet, servers, pause=pause, tolerance=tolerance, rolling=rolling)
-            self.ahead = LookAhead(make_fleet, prompts, sampling, limit, rewards.rate, read)
+            make_fleet = partial(
+                Fleet,
+                servers,
+                vocabulary_size=vocabulary_size,
+                pause=pause,
+                tolerance=tolerance,
+                rolling=rolling,
+            )
+            self.ahead = LookAhead(make_fleet, prompts, sampling, limit, awaited(rewards), read)
         except BaseException:
             self._loop.close()
             raise
@@ -109,8 +104,8 @@ class Servers:
         self, make_servers: Callable[[], Sequence[InferenceServer]]
     ) -> tuple[Sequence[InferenceServer], int]:
         """Make and check the servers. Return them, and the longest context that all of them accept."""
-        needed = max(len(prompt.input_ids) for prompt in self._prompts) + self._sampling.max_new_tokens
-        servers, size = make_servers(), self._sampling.vocabulary_size
+        needed = max(len(prompt.input_ids) for prompt in self._prompts) + self._sampling.draw.max_new_tokens
+        servers, size = make_servers(), self._vocabulary_size
         try:
             lengths = []
             for server in servers:
@@ -128,7 +123,7 @@ class Servers:
                 '--weight-transfer-config \'{"backend": "nccl"}\''
             )
 
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a short coroutine in the event loop, and return its result."""
         return self._loop.run(work)
 
@@ -140,28 +135,24 @@ class Servers:
         ):
             return self._wait_for(self._loop.submit(self.ahead.collect(groups, documents_seen)), asked_to_stop)
 
-    def answer(
+    def map(
         self,
-        prompts: Sequence[Prompt],
-        requests: Sequence[Request],
-        options: DecodeOptions,
-        rater: Rates,
+        items: Sequence[T],
+        work: Callable[[T, Generate], Coroutine[Any, Any, R]],
         asked_to_stop: Callable[[], bool],
-    ) -> list[Rated]:
-        """Sample and rate one completion for each request with the current weights, for an evaluation."""
+    ) -> list[R]:
+        """Run `work` for all items with the current weights, and return its results. Work whose completions a later
+        probe does not confirm is done again."""
         self.wait_until_sent()
-
-        async def work() -> list[Rated]:
-            fleet, size = self.ahead.fleet, self._sampling.vocabulary_size
-            return await ServerEvaluation(fleet, options, size, rater, self._read, self._at_once).run(prompts, requests)
-
+        places = asyncio.Semaphore(self._at_once)
         with (
             progress.waiting_for("answers of the inference servers"),
             progress.working("sampling by the servers", "answers"),
         ):
-            return self._wait_for(self._loop.submit(work()), asked_to_stop)
+            whole = confirmed_results(self.ahead.fleet, items, work, places)
+            return self._wait_for(self._loop.submit(whole), asked_to_stop)
 
-    def _wait_for(self, collected: Future[_T], asked_to_stop: Callable[[], bool]) -> _T:
+    def _wait_for(self, collected: Future[T], asked_to_stop: Callable[[], bool]) -> T:
         while True:
             try:
                 return collected.result(_POLL_SECONDS)

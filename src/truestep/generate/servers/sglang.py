@@ -1,13 +1,14 @@
 """An SGLang server: the paths, bodies and status codes of SGLang's API."""
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.generator import Completion, Request
 from truestep.generate.servers.http import HttpServer
-from truestep.generate.servers.protocol import Advice, CompletionRequest, ServerCompletion
+from truestep.generate.servers.protocol import Advice, check_size, most_tokens
 from truestep.text import printable
 
 # Sampling without truncation or penalties, whatever the model's defaults are. `ignore_eos` stays off: with it SGLang
@@ -35,11 +36,13 @@ class Sglang(HttpServer):
     )
     hints: ClassVar[Mapping[int, str]] = {**HttpServer.hints, 404: "; is it SGLang 0.5.6 or later?"}
 
-    async def complete(self, request: CompletionRequest) -> list[ServerCompletion]:
-        answer = await self._post("/generate", self._body(request), tokens=request.tokens)
-        return read_answers(answer if isinstance(answer, list) else [answer], request)
+    async def complete(self, request: Request, n: int) -> list[Completion]:
+        answer = await self._post("/generate", self._body(request, n), tokens=most_tokens(request, n))
+        return read_answers(answer if isinstance(answer, list) else [answer], n)
 
-    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[ServerCompletion]:
+    async def stream(
+        self, request: Request, n: int, on_tokens: Callable[[int, Sequence[int]], None]
+    ) -> list[Completion]:
         answers: dict[int, dict[str, Any]] = {}
 
         def read_event(event: dict[str, Any]) -> None:
@@ -48,25 +51,26 @@ class Sglang(HttpServer):
             scored, count = meta.get("output_token_logprobs") or [], int(meta["completion_tokens"])
             # An event has all tokens so far or, with --incremental-streaming-output, those that are new.
             scored = scored if len(scored) == count else before + scored
-            request.check_size(index, len(scored))
-            on_tokens(index, len(scored) - len(before))
+            check_size(request, n, index, len(scored))
+            on_tokens(index, [pair[1] for pair in scored[len(before) :]])
             answers[index] = {"meta_info": meta | {"output_token_logprobs": scored}}
 
-        await self._events("/generate", self._body(request) | {"stream": True}, read_event, request.tokens)
+        body = self._body(request, n) | {"stream": True}
+        await self._events("/generate", body, read_event, most_tokens(request, n))
         indices = sorted(answers)
-        if indices != list(range(request.n)):
-            raise BadAnswerError(f"asked for {request.n} completions, got those of index {indices}")
-        return read_answers([answers[index] for index in indices], request)
+        if indices != list(range(n)):
+            raise BadAnswerError(f"asked for {n} completions, got those of index {indices}")
+        return read_answers([answers[index] for index in indices], n)
 
-    def _body(self, request: CompletionRequest) -> dict[str, Any]:
+    def _body(self, request: Request, n: int) -> dict[str, Any]:
         """Return a request's body. It has no seed: SGLang obeys one only with --enable-deterministic-inference."""
         return {
-            "input_ids": list(request.prompt),
+            "input_ids": list(request.token_ids),
             "sampling_params": {
-                "n": request.n,
-                "temperature": request.temperature,
-                "max_new_tokens": request.max_new_tokens,
-                "stop_token_ids": sorted(request.stop_ids),
+                "n": n,
+                "temperature": request.options.temperature,
+                "max_new_tokens": request.options.max_new_tokens,
+                "stop_token_ids": sorted(request.options.stop_ids),
                 **_PLAIN_SAMPLING,
             },
             "return_logprob": True,
@@ -117,21 +121,21 @@ class Sglang(HttpServer):
         await self._order("/continue_generation", {})
 
 
-def read_answers(answers: list[Any], request: CompletionRequest) -> list[ServerCompletion]:
+def read_answers(answers: list[Any], n: int) -> list[Completion]:
     """Read completions from the answers' JSON. Their tokens are checked later, by `check_answer.check_choices`."""
-    if len(answers) != request.n:
-        raise BadAnswerError(f"asked for {request.n} completions, got {len(answers)}")
+    if len(answers) != n:
+        raise BadAnswerError(f"asked for {n} completions, got {len(answers)}")
     return [_read(answer) for answer in answers]
 
 
-def _read(answer: Any) -> ServerCompletion:
+def _read(answer: Any) -> Completion:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict):
         raise BadAnswerError("a completion without meta_info")
     finish = meta.get("finish_reason")
     reason = finish.get("type") if isinstance(finish, dict) else finish
     if reason == "abort":
-        return ServerCompletion([], [], stopped=False, aborted=True)
+        return Completion([], [], stopped=False, aborted=True)
     if reason not in ("stop", "length"):
         shown = printable(repr(finish), 60)
         raise BadAnswerError(f"finish_reason is {shown}, neither stop nor length: the completion is not whole")
@@ -142,4 +146,4 @@ def _read(answer: Any) -> ServerCompletion:
     tokens = [pair[1] for pair in scored]
     if isinstance(ids, list) and ids != tokens:
         raise BadAnswerError("a completion's output_ids and the tokens of its log-probs differ")
-    return ServerCompletion(tokens, [pair[0] for pair in scored], stopped=reason == "stop")
+    return Completion(tokens, [pair[0] for pair in scored], stopped=reason == "stop")

@@ -1,11 +1,9 @@
 """The inference servers as all ranks use them: the first rank talks to them, and all ranks publish weights together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
-from truestep.environments.prompts import Prompt
-from truestep.environments.rater import Rates
-from truestep.generate.completions import DecodeOptions, Request
-from truestep.generate.rewarded import Rated
+from truestep.generate.generator import Generate
 from truestep.generate.servers.probe import expect
 from truestep.generate.servers.servers import Servers
 from truestep.generate.servers.weight_files import Publisher
@@ -15,10 +13,14 @@ from truestep.rollouts.shared import SharedSource
 from truestep.rollouts.source import Source, Taken
 from truestep.types import Rollout
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 
 class SharedServers(Observer):
-    """The servers on each rank. It publishes the policy's weights before the first request to the servers, and then
-    after each update. All ranks write their shards and score the probes together; no rank needs the whole model."""
+    """A `Generator`: the servers on each rank. It publishes the policy's weights before the first request to the
+    servers, and then after each update. All ranks write their shards and score the probes together; no rank needs the
+    whole model."""
 
     def __init__(self, servers: Servers | None, policy: Policy, publisher: Publisher):
         """Share `servers`, which is None on every rank but the first."""
@@ -48,19 +50,21 @@ class SharedServers(Observer):
         expected = expect(self._policy, self._probes, version)
         self._ranks.share(lambda: self._of_first_rank.send(weights, expected))
 
-    def answer(
+    @property
+    def generate(self) -> Generate:
+        return self._of_first_rank.ahead.fleet.generate
+
+    def weights(self, version: int) -> None:
+        self.ready(version)
+
+    def map(
         self,
-        prompts: Sequence[Prompt],
-        requests: Sequence[Request],
-        options: DecodeOptions,
-        rater: Rates,
+        items: Sequence[T],
+        work: Callable[[T, Generate], Coroutine[Any, Any, R]],
         asked_to_stop: Callable[[], bool],
-        documents_seen: int,
-    ) -> list[Rated]:
-        """Sample and rate one completion for each request with the current weights. Every rank gets all of them."""
-        self.ready(documents_seen)
-        asked = (prompts, requests, options, rater, asked_to_stop)
-        return self._ranks.share(lambda: self._of_first_rank.answer(*asked))
+    ) -> list[R]:
+        """Run `work` for all items on the first rank, with the current weights. Every rank gets all results."""
+        return self._ranks.share(lambda: self._of_first_rank.map(items, work, asked_to_stop))
 
     def arrived(self) -> list[Rollout]:
         """Return the completions to compare with the policy that arrived since the last call."""

@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from truestep.environments.prompts import Prompt
+from truestep.generate.group_maker import Group, GroupOptions
 from truestep.generate.groups import fingerprint, num_groups, refuse_other_groups, with_advantages
-from truestep.generate.servers.group_maker import Group, SamplingOptions
 from truestep.generate.servers.servers import Servers
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
@@ -23,7 +23,7 @@ class ServerSource(StillSource):
         servers: Servers,
         *,
         prompts: Sequence[Prompt],
-        sampling: SamplingOptions,
+        sampling: GroupOptions,
         advantage_rule: AdvantageRule | str,
         truncated: str = "keep",  # or mask
         replace_limit: int = 0,  # most groups that a step replaces because all their advantages are 0

@@ -3,17 +3,18 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from truestep.generate.servers.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.generate.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.generate.generator import Completion, Request
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.http import QUICK_SECONDS, HttpServer
 from truestep.generate.servers.nccl_link import Link
-from truestep.generate.servers.protocol import Advice, CompletionRequest, ServerCompletion
+from truestep.generate.servers.protocol import Advice, check_size, most_tokens
 from truestep.model.adapter_files import is_adapter
 from truestep.publish.nccl import NcclWire
 from truestep.text import printable
@@ -55,10 +56,13 @@ class Vllm(HttpServer):
     _link: Link | None = None  # None: not joined, or weights are not sent
     _adapter: str | None = None  # the name of the adapter that was loaded last; each version has another name
 
-    async def complete(self, request: CompletionRequest) -> list[ServerCompletion]:
-        return read_choices(await self._post("/v1/completions", self._body(request), tokens=request.tokens), request)
+    async def complete(self, request: Request, n: int) -> list[Completion]:
+        answer = await self._post("/v1/completions", self._body(request, n), tokens=most_tokens(request, n))
+        return read_choices(answer, request, n)
 
-    async def stream(self, request: CompletionRequest, on_tokens: Callable[[int, int], None]) -> list[ServerCompletion]:
+    async def stream(
+        self, request: Request, n: int, on_tokens: Callable[[int, Sequence[int]], None]
+    ) -> list[Completion]:
         choices: dict[int, dict[str, Any]] = {}
 
         def read_event(event: dict[str, Any]) -> None:
@@ -70,22 +74,23 @@ class Vllm(HttpServer):
                 choice["logprobs"]["token_logprobs"] += (piece.get("logprobs") or {}).get("token_logprobs") or []
                 for name in ("finish_reason", "prompt_token_ids"):
                     choice[name] = piece.get(name) or choice.get(name)
-                request.check_size(index, len(choice["token_ids"]))
-                on_tokens(index, len(tokens))
+                check_size(request, n, index, len(choice["token_ids"]))
+                on_tokens(index, tokens)
 
-        await self._events("/v1/completions", self._body(request) | {"stream": True}, read_event, request.tokens)
-        return read_choices({"choices": list(choices.values())}, request)
+        body = self._body(request, n) | {"stream": True}
+        await self._events("/v1/completions", body, read_event, most_tokens(request, n))
+        return read_choices({"choices": list(choices.values())}, request, n)
 
-    def _body(self, request: CompletionRequest) -> dict[str, Any]:
+    def _body(self, request: Request, n: int) -> dict[str, Any]:
         """Return a request's body. It has no seed: with one, vLLM's CPU engine dies if it prefills a prompt in
         chunks."""
         return {
             "model": self._adapter or self.model,
-            "prompt": list(request.prompt),
-            "n": request.n,
-            "temperature": request.temperature,
-            "max_tokens": request.max_new_tokens,
-            "stop_token_ids": sorted(request.stop_ids),
+            "prompt": list(request.token_ids),
+            "n": n,
+            "temperature": request.options.temperature,
+            "max_tokens": request.options.max_new_tokens,
+            "stop_token_ids": sorted(request.options.stop_ids),
             **_PLAIN_SAMPLING,
             "logprobs": 0,
             "return_token_ids": True,
@@ -266,15 +271,15 @@ class Vllm(HttpServer):
         await self._order("/resume", None, QUICK_SECONDS)
 
 
-def read_choices(answer: Any, request: CompletionRequest) -> list[ServerCompletion]:
+def read_choices(answer: Any, request: Request, n: int) -> list[Completion]:
     """Read completions from an answer's JSON, by index. Their tokens are checked later, by
     `check_answer.check_choices`."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise BadAnswerError("the answer has no list of choices")
     indices = sorted(_index(choice) for choice in choices)
-    if indices != list(range(request.n)):
-        raise BadAnswerError(f"asked for {request.n} completions, got those of index {indices}")
+    if indices != list(range(n)):
+        raise BadAnswerError(f"asked for {n} completions, got those of index {indices}")
     return [_read(choice, request) for choice in sorted(choices, key=_index)]
 
 
@@ -285,13 +290,13 @@ def _index(choice: dict[str, Any]) -> int:
     return index
 
 
-def _read(choice: dict[str, Any], request: CompletionRequest) -> ServerCompletion:
+def _read(choice: dict[str, Any], request: Request) -> Completion:
     echoed = choice.get("prompt_token_ids")
-    if echoed is not None and echoed != list(request.prompt):
+    if echoed is not None and echoed != list(request.token_ids):
         raise BadAnswerError("the completion is of another prompt: prompt_token_ids are not those that were sent")
     reason = choice.get("finish_reason")
     if reason == "abort":
-        return ServerCompletion([], [], stopped=False, aborted=True)
+        return Completion([], [], stopped=False, aborted=True)
     if reason not in ("stop", "length"):
         shown = printable(repr(reason), 60)
         raise BadAnswerError(f"finish_reason is {shown}, neither stop nor length: the completion is not whole")
@@ -300,4 +305,4 @@ def _read(choice: dict[str, Any], request: CompletionRequest) -> ServerCompletio
         raise BadAnswerError("a completion without token_ids: the server must obey return_token_ids (vLLM >= 0.10.2)")
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-    return ServerCompletion(tokens, values if isinstance(values, list) else [], stopped=reason == "stop")
+    return Completion(tokens, values if isinstance(values, list) else [], stopped=reason == "stop")

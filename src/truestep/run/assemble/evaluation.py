@@ -4,9 +4,11 @@ import dataclasses
 
 from truestep.config.schema import Config
 from truestep.environments.prompts import load_prompts
-from truestep.generate.decode import DecodeOptions
-from truestep.generate.evaluate import EvaluationSampler, Evaluator, InProcessEvaluation
-from truestep.generate.in_process import stop_ids
+from truestep.generate.engine.phase import EngineSettings
+from truestep.generate.engine.service import EngineGenerator
+from truestep.generate.evaluate import Evaluator
+from truestep.generate.generator import DrawOptions, Generator
+from truestep.generate.read import reader, stop_ids
 from truestep.generate.servers.shared import SharedServers
 from truestep.losses.objective import Denominator, Objective
 from truestep.model.policy import Policy
@@ -30,26 +32,28 @@ def make_evaluator(
     assert evaluation.prompts is not None
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
     held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
-    chosen: EvaluationSampler = InProcessEvaluation(policy)
+    generator: Generator
     if evaluation.servers:
         assert servers is not None
-        chosen = servers.answer
+        generator = servers
+    else:
+        exact = getattr(sampler, "exact", False)  # sampling and evaluation share one engine
+        settings = EngineSettings(rows=evaluation.batch_size, engine=evaluation.engine, exact=exact)
+        generator = EngineGenerator(policy, settings)
     return Evaluator(
-        sampler=chosen,
+        generator=generator,
         prompts=held_out[: evaluation.max_prompts],
         rater=raters.of(rewards),
-        options=DecodeOptions(
+        options=DrawOptions(
             temperature=evaluation.temperature,
-            top_p=evaluation.top_p,
             max_new_tokens=max_new_tokens,
-            batch_size=evaluation.batch_size,
             stop_ids=stop_ids(policy),
+            top_p=evaluation.top_p,
             top_k=evaluation.top_k,
             min_p=evaluation.min_p,
-            engine=evaluation.engine,
-            exact=getattr(sampler, "exact", False),  # sampling and evaluation share one engine
             stop=tuple(evaluation.stop or ()),
         ),
+        read=reader(policy),
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,
         pass_reward=evaluation.pass_reward,

@@ -4,7 +4,6 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,16 @@ from truestep.config.sections import (
     ServerSampler,
 )
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts
-from truestep.generate.decode import DecodeOptions
+from truestep.generate.engine.phase import EngineSettings
+from truestep.generate.engine.service import EngineGenerator
+from truestep.generate.generator import DrawOptions
+from truestep.generate.group_maker import GroupOptions
 from truestep.generate.groups import check_lengths
-from truestep.generate.in_process import InProcessSource, stop_ids
-from truestep.generate.servers.group_maker import SamplingOptions
+from truestep.generate.in_process import InProcessSource
+from truestep.generate.read import reader, stop_ids
 from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.protocol import InferenceServer
-from truestep.generate.servers.servers import AwaitedRewards, Servers
+from truestep.generate.servers.servers import Servers
 from truestep.generate.servers.shared import SharedServers, SharedServerSource
 from truestep.generate.servers.source import ServerSource
 from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
@@ -248,36 +250,40 @@ def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
     return load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size)
 
 
-def decode_options(sampler: InProcessSampler, policy: Policy) -> DecodeOptions:
-    return DecodeOptions(
+def draw_options(sampler: InProcessSampler, policy: Policy) -> DrawOptions:
+    return DrawOptions(
         temperature=sampler.temperature,
-        top_p=sampler.top_p,
         max_new_tokens=sampler.max_new_tokens,
-        batch_size=sampler.batch_size,
         stop_ids=stop_ids(policy),
+        top_p=sampler.top_p,
         top_k=sampler.top_k,
         min_p=sampler.min_p,
-        engine=sampler.engine,
-        exact=sampler.exact,
         stop=tuple(sampler.stop or ()),
     )
+
+
+def engine_settings(sampler: InProcessSampler) -> EngineSettings:
+    return EngineSettings(rows=sampler.batch_size, engine=sampler.engine, exact=sampler.exact)
+
+
+def _group_options(config: Config, draw: DrawOptions, check_share: float = 0.0) -> GroupOptions:
+    assert config.data.group_size is not None
+    stops = config.data.on_bad_record == "stop"
+    return GroupOptions(config.data.group_size, config.seed, draw, stop_at_rejected=stops, check_share=check_share)
 
 
 def _make_in_process_source(
     config: Config, sampler: InProcessSampler, policy: Policy, raters: Raters
 ) -> InProcessSource:
     rewards = sampler_rewards(config, policy.weights.ranks)
-    assert config.data.group_size is not None and rewards is not None
+    assert rewards is not None
     return InProcessSource(
-        policy=policy,
+        generator=EngineGenerator(policy, engine_settings(sampler)),
         prompts=read_prompts(sampler, policy),
         rater=raters.of(rewards),
-        options=decode_options(sampler, policy),
-        group_size=config.data.group_size,
+        options=_group_options(config, draw_options(sampler, policy)),
         advantage_rule=advantage_rule(config),
-        seed=config.seed,
         max_tokens=config.data.tokens_per_microbatch,
-        stop_at_rejected=config.data.on_bad_record == "stop",
         truncated=config.data.truncated,
         replace_limit=_replace_limit(config),
     )
@@ -329,25 +335,18 @@ def _make_server_source(
 ) -> tuple[ServerSource, Servers]:
     data, schedule = config.data, config.schedule
     rewards = sampler_rewards(config, policy.weights.ranks)
-    assert data.group_size is not None and rewards is not None
+    assert rewards is not None
     prompts = read_prompts(sampler, policy)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
-    sampling = SamplingOptions(
-        group_size=data.group_size,
-        seed=config.seed,
-        temperature=sampler.temperature,
-        max_new_tokens=sampler.max_new_tokens,
-        stop_ids=stop_ids(policy),
-        vocabulary_size=policy.vocabulary_size,
-        stop_at_rejected=data.on_bad_record == "stop",
-        check_share=sampler.check_share if sampler.max_staleness else 0.0,
-    )
+    draw = DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(policy))
+    sampling = _group_options(config, draw, sampler.check_share if sampler.max_staleness else 0.0)
     servers = Servers(
         prompts=prompts,
         make_servers=server_maker(sampler),
-        rewards=AwaitedRewards(raters.of(rewards), config.seed),
+        rewards=raters.of(rewards),
         sampling=sampling,
-        read=partial(policy.tokenizer.decode, skip_special_tokens=True),
+        vocabulary_size=policy.vocabulary_size,
+        read=reader(policy),
         limit=StalenessLimit(
             docs_per_step=schedule.docs_per_step,
             documents_per_take=schedule.docs_per_step * schedule.updates_per_batch,

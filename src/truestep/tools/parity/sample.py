@@ -7,14 +7,14 @@ from itertools import cycle, islice
 from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler, SamplerConfig, ServerSampler
 from truestep.environments.prompts import Prompt
-from truestep.generate.decode import Request, decode
+from truestep.generate.engine.service import EngineGenerator
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.generator import Completion, DrawOptions, Generate, Request, run_all
 from truestep.generate.groups import to_rollout
-from truestep.generate.in_process import stop_ids
+from truestep.generate.read import stop_ids
 from truestep.generate.servers.check_answer import complete
-from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.generate.servers.protocol import CompletionRequest
 from truestep.model.policy import Policy
-from truestep.run.assemble.sources import decode_options, read_prompts, server_maker
+from truestep.run.assemble.sources import draw_options, engine_settings, read_prompts, server_maker
 from truestep.types import Rollout
 
 
@@ -29,37 +29,38 @@ def sample(config: Config, sampler: SamplerConfig, policy: Policy, count: int) -
 def _sample_in_process(
     sampler: InProcessSampler, policy: Policy, prompts: Sequence[Prompt], seed: int
 ) -> list[Rollout]:
-    requests = [Request(prompt.input_ids, (seed, number)) for number, prompt in enumerate(prompts)]
-    completions = decode(policy, requests, decode_options(sampler, policy))
+    draw = draw_options(sampler, policy)
+    requests = [Request(prompt.input_ids, draw, (seed, number)) for number, prompt in enumerate(prompts)]
+
+    async def complete(request: Request, generate: Generate) -> Completion:
+        return await generate(request)
+
+    completions = EngineGenerator(policy, engine_settings(sampler)).map(requests, complete)
     return [
-        _rollout(number, prompt, completion.token_ids, completion.logprobs, sampler)
+        _rollout(number, prompt, completion, sampler)
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]
 
 
 async def _ask_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[Prompt]) -> list[Rollout]:
     servers = server_maker(sampler)()
-    ends = stop_ids(policy)
+    draw = DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(policy))
 
     async def ask(number: int, prompt: Prompt) -> Rollout | None:
         server = servers[number % len(servers)]
-        request = CompletionRequest(
-            prompt.input_ids, 1, sampler.temperature, sampler.max_new_tokens, ends, policy.vocabulary_size
-        )
         try:
-            (choice,) = await complete(server, request, 0)
+            (completion,) = await complete(server, Request(prompt.input_ids, draw), 1, policy.vocabulary_size, 0)
         except (UnreachableError, BadAnswerError) as error:
             raise ServerError(f"sampler.urls: {server.url} gave no completion: {error}") from error
-        return None if choice.aborted else _rollout(number, prompt, choice.token_ids, choice.logprobs, sampler)
+        return None if completion.aborted else _rollout(number, prompt, completion, sampler)
 
     try:
-        rollouts = await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts)))
+        rollouts = await run_all([ask(number, prompt) for number, prompt in enumerate(prompts)])
     finally:
         await asyncio.gather(*(server.close() for server in servers))
     return [rollout for rollout in rollouts if rollout is not None]
 
 
-def _rollout(
-    number: int, prompt: Prompt, token_ids: Sequence[int], logprobs: Sequence[float], sampler: SamplerConfig
-) -> Rollout:
-    return to_rollout(f"{prompt.id}-{number}", prompt, token_ids, logprobs, temperature=sampler.temperature)
+def _rollout(number: int, prompt: Prompt, completion: Completion, sampler: SamplerConfig) -> Rollout:
+    name, temperature = f"{prompt.id}-{number}", sampler.temperature
+    return to_rollout(name, prompt, completion.token_ids, completion.logprobs, temperature=temperature)

@@ -1,0 +1,121 @@
+"""Rounds in which ranks that sample tell each other of requests and completions.
+
+A thread of each rank exchanges what its rank has said since the last round with all others, again and again, so that no
+engine waits for another. Every rank gets the same rounds in the same order. One rank alone has its rounds at once.
+"""
+
+import asyncio
+import pickle
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from truestep.errors import TruestepError
+from truestep.generate.engine.dispatch import Key
+from truestep.generate.generator import Completion, Request
+from truestep.ranks.group import Ranks
+
+_ROUND_SECONDS = 0.02  # until the next round, where this rank has nothing to say
+
+
+@dataclass
+class News:
+    """What a rank says in a round."""
+
+    asked: list[tuple[Key, Request, bool]] = field(default_factory=list)  # true: its tokens are wanted as they come
+    cancelled: list[Key] = field(default_factory=list)
+    tokens: list[tuple[Key, list[int]]] = field(default_factory=list)  # new tokens of completions that are streamed
+    ended: list[tuple[Key, Completion | None]] = field(default_factory=list)  # None: the rank itself had asked
+    done: bool = False  # the rank's own work
+    error: Exception | None = None  # of the rank's own work
+
+    def add(self, news: "News") -> None:
+        self.asked += news.asked
+        self.cancelled += news.cancelled
+        self.tokens += news.tokens
+        self.ended += news.ended
+        self.done = news.done
+        self.error = self.error or news.error
+
+    @property
+    def urgent(self) -> bool:
+        return bool(self.asked or self.cancelled or self.tokens or self.ended or self.done or self.error)
+
+
+class Rounds:
+    """The rounds that this rank has received and not taken. It is used in one event loop."""
+
+    def __init__(self, ranks: Ranks, changed: asyncio.Event):
+        """`changed` is set when a round comes."""
+        self._ranks, self._changed, self._loop = ranks, changed, asyncio.get_running_loop()
+        self._received: deque[Sequence[News]] = deque()
+        self._next = News()  # what this rank says in the next round
+        self._lock = threading.Condition()
+        self._closed = False
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._received)
+
+    def say(self, news: News) -> None:
+        """Say something in the next round. The first call begins the rounds."""
+        if self._ranks.size == 1:
+            self._received.append([news])
+            return
+        with self._lock:
+            news.error = _sendable(news.error)
+            self._next.add(news)
+            self._lock.notify()
+        if self._thread is None:  # a daemon: where a rank is gone, its exchange never ends
+            self._thread = threading.Thread(target=self._exchange, name="sampling-rounds", daemon=True)
+            self._thread.start()
+
+    def take(self, count: int) -> list[Sequence[News]]:
+        """Take the next rounds. Raise an error if the exchange has failed."""
+        if self._failed is not None:
+            raise self._failed
+        return [self._received.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._lock.notify()
+
+    def _exchange(self) -> None:
+        while not self._closed:
+            with self._lock:
+                news, self._next = self._next, News(done=self._next.done)
+            try:
+                received = self._ranks.gather(news, sampling=True)
+            except Exception as error:
+                self._put(None, error)
+                return
+            self._put(received, None)
+            if all(each.done for each in received) or any(each.error for each in received):
+                return
+            with self._lock:
+                if not self._closed and not self._next.urgent:
+                    self._lock.wait(_ROUND_SECONDS)
+
+    def _put(self, received: Sequence[News] | None, error: Exception | None) -> None:
+        def put() -> None:
+            self._failed = error
+            if received is not None:
+                self._received.append(received)
+            self._changed.set()
+
+        try:
+            self._loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the event loop has ended
+            self._closed = True
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """Return an error that other ranks can read."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return TruestepError(f"{type(error).__name__}: {error}")
+    return error
