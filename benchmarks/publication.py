@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from truestep.generate.generator import DrawOptions, Request
 from truestep.generate.servers.probe import expect, measure
-from truestep.generate.servers.protocol import CompletionRequest
 from truestep.generate.servers.vllm import Vllm
 from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
 from truestep.model.loading.load import load_policy
@@ -59,7 +59,7 @@ async def parts(policy: Policy, given: argparse.Namespace, directory: Path) -> N
     server = Vllm(given.url, given.served_name, None, 600)
     publisher = Publisher(WeightsDirectory(directory), getattr(torch, given.dtype))
     prompts = tuple(tuple(range(3, 3 + length)) for length in (136, 200, 300))
-    request = CompletionRequest(prompts[0], 1, 1.0, 1, frozenset(), policy.vocabulary_size)
+    request = Request(prompts[0], DrawOptions(1.0, 1, frozenset()))
     rows: list[dict[str, float]] = []
     for version in range(given.repeat + 2):
         row: dict[str, float] = {}
@@ -81,7 +81,7 @@ async def parts(policy: Policy, given: argparse.Namespace, directory: Path) -> N
         part("pause: read and resumed")
         gap = await measure(server, known)
         part("probes scored by the server")
-        await server.complete(request)
+        await server.complete(request, 1)
         part("first new token")
         rows.append(row)
     publisher.close(finished=True)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.generate.servers.protocol import CompletionRequest, Description, InferenceServer, ServerCompletion
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.generator import Completion, Request
+from truestep.generate.servers.protocol import Description, InferenceServer
 
 
 class OwnServer(InferenceServer):
@@ -49,18 +50,18 @@ class OwnServer(InferenceServer):
         said = await self._do("describe")
         return Description((said["name"],), said["longest"], said["vocabulary"])
 
-    async def complete(self, request: CompletionRequest) -> list[ServerCompletion]:
+    async def complete(self, request: Request, n: int) -> list[Completion]:
+        options = request.options
         gives = await self._do(
             "sample",
-            prompt=request.prompt,
-            times=request.n,
-            heat=request.temperature,
-            most=request.max_new_tokens,
-            ends=sorted(request.stop_ids),
+            prompt=request.token_ids,
+            times=n,
+            heat=options.temperature,
+            most=options.max_new_tokens,
+            ends=sorted(options.stop_ids),
         )
         return [
-            ServerCompletion(one["tokens"], one["scores"], stopped=one["tokens"][-1] in request.stop_ids)
-            for one in gives
+            Completion(one["tokens"], one["scores"], stopped=one["tokens"][-1] in options.stop_ids) for one in gives
         ]
 
     async def next_token(

@@ -13,7 +13,7 @@ from doors.own_server import Process, serve
 from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
 from truestep.commands.cli import main
 from truestep.config.custom import CustomError
-from truestep.generate.servers.errors import ServerError
+from truestep.generate.errors import ServerError
 from truestep.tools.parity.gap import parity
 
 STEPS = 3

@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,18 @@ import numpy as np
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating, RewardError
-from truestep.generate.servers.errors import ServerError, UnreachableError
+from truestep.generate.errors import ServerError, UnreachableError
+from truestep.generate.generator import Completion, DrawOptions, Request
 from truestep.generate.servers.fleet import Published, Signal
 from truestep.generate.servers.probe import TEMPERATURE, Expected
-from truestep.generate.servers.protocol import CompletionRequest, Description, InferenceServer, ServerCompletion
+from truestep.generate.servers.protocol import Description, InferenceServer
 from truestep.types import Rollout
 
 VOCABULARY, STOP, STARTED_WITH = 1000, 0, 9999
 PROBES = ((3, 4, 5), (6, 7))
 LATENCY, PER_TOKEN, DOWN = 0.01, 0.1, 7.0  # seconds
 Fault = Exception | Callable[[], Awaitable[None]]
+Came = Callable[[int, Sequence[int]], None]  # tokens of a completion
 
 
 def scores(weights: int, temperature: float) -> np.ndarray:
@@ -79,7 +82,7 @@ class FakeServer(InferenceServer):
         self.up, self.paused, self.starts, self.aborts, self.running = True, False, 0, 0, 0
         self.description = Description((self.model,), 1000, VOCABULARY)
         self.faults: dict[str, deque[Fault]] = defaultdict(deque)  # what happens to the next calls of a name
-        self.spoil: Callable[[list[ServerCompletion]], list[ServerCompletion]] = lambda choices: choices
+        self.spoil: Callable[[list[Completion]], list[Completion]] = lambda choices: choices
         self.calls: list[str] = []
         self.sampled: dict[int, Sampled] = {}
         self.probes: list[tuple[int, int]] = []  # when each began, and of which weights
@@ -126,17 +129,17 @@ class FakeServer(InferenceServer):
         await self._call("describe")
         return self.description
 
-    async def complete(self, asked: CompletionRequest) -> list[ServerCompletion]:
+    async def complete(self, asked: Request, n: int) -> list[Completion]:
         await self._call("complete")
-        return await self._sample(asked, lambda index, tokens: None)
+        return await self._sample(asked, n, lambda index, tokens: None)
 
-    async def stream(self, asked: CompletionRequest, came: Callable[[int, int], None]) -> list[ServerCompletion]:
+    async def stream(self, asked: Request, n: int, came: Came) -> list[Completion]:
         await self._call("stream")
-        return await self._sample(asked, came)
+        return await self._sample(asked, n, came)
 
-    async def _sample(self, asked: CompletionRequest, came: Callable[[int, int], None]) -> list[ServerCompletion]:
+    async def _sample(self, asked: Request, n: int, came: Came) -> list[Completion]:
         starts, aborts = self.starts, self.aborts
-        numbers = [self.clock.tick() for _ in range(asked.n)]
+        numbers = [self.clock.tick() for _ in range(n)]
         self.sampled |= {number: Sampled(self.url, number) for number in numbers}
         lengths = [self._draw.randint(2, self.longest) for _ in numbers]
         tokens: list[list[int]] = [[] for _ in numbers]
@@ -154,23 +157,23 @@ class FakeServer(InferenceServer):
                 for index, number in enumerate(numbers):
                     at = len(tokens[index])
                     if at < lengths[index]:
-                        ends = at + 1 == lengths[index] < asked.max_new_tokens
+                        ends = at + 1 == lengths[index] < asked.options.max_new_tokens
                         tokens[index].append((10 + number // 900, 10 + number % 900, 5)[min(at, 2)])
                         if ends and at >= 2:
                             tokens[index][-1] = STOP
                         elif ends:
                             lengths[index] += 1
                         logprobs[index].append(-(1 + self.weights) / 16384)
-                        came(index, 1)
+                        came(index, tokens[index][-1:])
         finally:
             self.running -= 1
             self._changed.set()
         for number in numbers:
             self.sampled[number].ended = self.clock.tick()
         choices = [
-            ServerCompletion(some, values, stopped=some[-1] == STOP)
+            Completion(some, values, stopped=some[-1] == STOP)
             if len(some) == length
-            else ServerCompletion([], [], False, True)
+            else Completion([], [], stopped=False, aborted=True)
             for some, values, length in zip(tokens, logprobs, lengths, strict=True)
         ]
         return self.spoil(choices)
@@ -215,16 +218,48 @@ class FakeRewards:
 
     def __init__(self, fails: Callable[[str], str | None] = lambda text: None):
         self._fails, self.rated, self.closed = fails, 0, False
+        self.seeds: list[str] = []
 
-    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
+    def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
         self.rated += 1
-        await asyncio.sleep(0.3 * (self.rated % 3))
-        if reason := self._fails(text):
-            raise RewardError(reason)
-        return Rating(len(text) % 7)
+        self.seeds.append(seed)
+        future: Future[Rating] = Future()
+        seconds, rate = self._rates(prompt, completion)
+
+        def finish() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(rate())
+            except RewardError as error:
+                future.set_exception(error)
+
+        asyncio.get_running_loop().call_later(seconds, finish)
+        return future
+
+    def _rates(self, prompt: Prompt, completion: str) -> tuple[float, Callable[[], Rating]]:
+        """Return how long the reward takes, and what gives it then."""
+
+        def rate() -> Rating:
+            if reason := self._fails(completion):
+                raise RewardError(reason)
+            return Rating(len(completion) % 7)
+
+        return 0.3 * (self.rated % 3), rate
 
     def close(self) -> None:
         self.closed = True
+
+
+def asked(
+    token_ids: Sequence[int] = (3, 4),
+    *,
+    temperature: float = 1.0,
+    most: int = 6,
+    stops: Sequence[int] = (STOP,),
+    session: str | None = None,
+) -> Request:
+    return Request(tuple(token_ids), DrawOptions(temperature, most, frozenset(stops)), session=session)
 
 
 def read(tokens: Sequence[int]) -> str:

@@ -23,8 +23,9 @@ from server.fake import (
     weights_of,
 )
 from server.virtual import VirtualThread
+from truestep.generate.generator import DrawOptions
+from truestep.generate.group_maker import GroupOptions
 from truestep.generate.servers import shared
-from truestep.generate.servers.group_maker import SamplingOptions
 from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.servers import Servers
 from truestep.generate.servers.shared import SharedServers, SharedServerSource
@@ -79,12 +80,13 @@ class Run:
         self._put_aside: list[PutAside] = []
         self._policy: Any = SimpleNamespace(weights=SimpleNamespace(ranks=ALONE))
         with self._patched():
-            sampling = SamplingOptions(GROUP, self.seed, 0.8, 6, frozenset({0}), VOCABULARY, self.stop_at_rejected)
+            sampling = GroupOptions(GROUP, self.seed, DrawOptions(0.8, 6, frozenset({0})), self.stop_at_rejected)
             self.talking = Servers(
                 prompts=make_prompts(),
                 make_servers=lambda: self.servers,
                 rewards=self.rewards,
                 sampling=sampling,
+                vocabulary_size=VOCABULARY,
                 limit=StalenessLimit(STEP, STEP, self.max_staleness, self.concurrency, self.stall_timeout),
                 read=read,
                 publisher=self.weights,  # type: ignore[arg-type]

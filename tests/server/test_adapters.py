@@ -19,9 +19,9 @@ from server.models import make_model
 from server.runs import recorded, server_config
 from server.vllm_server import NAME, Starter, VllmServer
 from small_runs import quiet_trainer
-from truestep.generate.servers.errors import ForgottenError, ServerError
+from truestep.generate.errors import ForgottenError, ServerError
+from truestep.generate.generator import DrawOptions, Request
 from truestep.generate.servers.probe import expect, make_probes, measure
-from truestep.generate.servers.protocol import CompletionRequest
 from truestep.generate.servers.vllm import Vllm
 from truestep.generate.servers.weight_files import WeightsDirectory
 from truestep.model.adapter import AdapterSource
@@ -90,7 +90,7 @@ def test_two_adapters_on_one_server_score_as_their_trainers(served: Served, tmp_
             assert (await measure(servers[0], known[0])).expected < 1e-4
             served.server.post("/v1/unload_lora_adapter", {"lora_name": paths[1].name})
             with pytest.raises(ForgottenError, match="no longer knows the adapter"):
-                await servers[1].complete(CompletionRequest((3, 4), 1, 1.0, 2, frozenset(), 100))
+                await servers[1].complete(Request((3, 4), DrawOptions(1.0, 2, frozenset())), 1)
             await servers[1].load(paths[1])
             assert (await measure(servers[1], known[1])).expected < 1e-4
         finally:

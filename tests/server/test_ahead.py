@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from server.fake import STARTED_WITH, STOP, Clock, FakeRewards, FakeServer
+from server.fake import STARTED_WITH, STOP, Clock, FakeRewards, FakeServer, asked
 from server.sources import GROUP, STEP, FakeWeights, Run
 from server.virtual import run as run_virtually
 from truestep.environments.rewards import RewardError
-from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError, WeightsError
-from truestep.generate.servers.group_maker import Group, Member
-from truestep.generate.servers.protocol import CompletionRequest, Description, InferenceServer, ServerCompletion
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError, WeightsError
+from truestep.generate.generator import Completion
+from truestep.generate.group_maker import Group, Member
+from truestep.generate.servers.protocol import Description, InferenceServer
 from truestep.rollouts.source import Interrupted, SourceError
 
 
@@ -51,13 +52,13 @@ def test_two_servers_are_used_evenly() -> None:
 
 def test_no_more_groups_are_under_way_than_permitted() -> None:
     run = Run([FakeServer()], max_staleness=10 * STEP, concurrency=3)
-    asked = run.ahead.maker.make
+    make = run.ahead.maker.make
     most = 0
 
-    async def counted(group: Any) -> Any:
+    async def counted(group: Any, generate: Any) -> Any:
         nonlocal most
         most = max(most, len(run.ahead._tasks))
-        return await asked(group)
+        return await make(group, generate)
 
     run.ahead.maker.make = counted  # type: ignore[method-assign]
     run.run(5)
@@ -68,12 +69,10 @@ def test_no_more_groups_are_under_way_than_permitted() -> None:
 # ---- answers that cannot be used
 
 
-def spoil_once(
-    server: FakeServer, spoil: Callable[[list[ServerCompletion]], list[ServerCompletion]], times: int = 1
-) -> None:
+def spoil_once(server: FakeServer, spoil: Callable[[list[Completion]], list[Completion]], times: int = 1) -> None:
     left = [times]
 
-    def spoiled(choices: list[ServerCompletion]) -> list[ServerCompletion]:
+    def spoiled(choices: list[Completion]) -> list[Completion]:
         left[0] -= 1
         return spoil(choices) if left[0] >= 0 else choices
 
@@ -89,9 +88,7 @@ def spoil_once(
         (lambda choices: [replace(choices[0], token_ids=[STOP, *choices[0].token_ids[1:]]), choices[1]], "goes on af"),
     ],
 )
-def test_a_bad_answer_is_asked_for_again(
-    spoil: Callable[[list[ServerCompletion]], list[ServerCompletion]], said: str
-) -> None:
+def test_a_bad_answer_is_asked_for_again(spoil: Callable[[list[Completion]], list[Completion]], said: str) -> None:
     server = FakeServer()
     spoil_once(server, spoil)
     run = Run([server]).run(2)
@@ -104,7 +101,7 @@ def test_a_bad_answer_is_asked_for_again(
 
 def test_what_a_server_aborts_by_itself_is_asked_for_again_alone() -> None:
     server = FakeServer()
-    spoil_once(server, lambda choices: [ServerCompletion([], [], stopped=False, aborted=True), *choices[1:]], times=3)
+    spoil_once(server, lambda choices: [Completion([], [], stopped=False, aborted=True), *choices[1:]], times=3)
     run = Run([server]).run(2)
     assert run.ahead.maker.counts["aborted"] == 3 and not reasons(run)
     run.close()
@@ -113,7 +110,7 @@ def test_what_a_server_aborts_by_itself_is_asked_for_again_alone() -> None:
 def test_a_group_that_is_answered_badly_again_and_again_gives_way_to_the_next() -> None:
     server = FakeServer()
 
-    def cut_short(choices: list[ServerCompletion]) -> list[ServerCompletion]:
+    def cut_short(choices: list[Completion]) -> list[Completion]:
         return choices[:-1]
 
     run = Run([server], concurrency=1)
@@ -182,7 +179,7 @@ def test_what_is_no_exception_ends_the_run_too() -> None:
 
     run = Run([FakeServer()])
 
-    async def make(group: Any) -> Any:
+    async def make(group: Any, generate: Any) -> Any:
         raise Exit
 
     run.ahead.maker.make = make  # type: ignore[method-assign]
@@ -241,7 +238,8 @@ def test_completions_that_come_slowly_are_no_silence() -> None:
 def test_a_server_that_only_aborts_is_silent(pause: str) -> None:
     server = FakeServer()
     run = Run([server], pause=pause, stall_timeout=30.0).run(2)
-    start, server.spoil = run.thread.loop.now, lambda choices: [ServerCompletion([], [], False, True) for _ in choices]
+    aborted = Completion([], [], stopped=False, aborted=True)
+    start, server.spoil = run.thread.loop.now, lambda choices: [aborted for _ in choices]
     with pytest.raises(SourceError, match="no completion for 30 s .*: a is open with .* completions in flight"):
         run.run(2)
     assert run.thread.loop.now - start < 40
@@ -266,7 +264,7 @@ def test_rewards_that_come_slowly_are_no_silence() -> None:
     """A completion and its reward each take less than the patience, and more together."""
     server, rewards = FakeServer(), FakeRewards()
     run = Run([server], stall_timeout=10.0, concurrency=1, rewards=rewards)
-    rate = rewards.rate
+    rate = run.ahead.maker._rate
 
     async def slow(*asked: Any) -> float:
         await asyncio.sleep(8)
@@ -329,10 +327,10 @@ def test_what_is_voided_at_the_moment_when_its_group_ends_is_made_anew() -> None
     run = Run([FakeServer()])
     add = run.ahead.maker._add
 
-    async def voided_first(group: Any, answer: Any, first: int) -> Any:
-        problems = await add(group, answer, first)
+    def voided_first(group: Any, first: int, answers: Any) -> Any:
+        problems = add(group, first, answers)
         if group.number == 0 and not run.ahead.maker.counts["void"]:
-            run.ahead.fleet._void(answer.server)
+            run.ahead.fleet._void(answers[0].completion.answer.server)
             assert not group.members
         return problems
 
@@ -343,7 +341,7 @@ def test_what_is_voided_at_the_moment_when_its_group_ends_is_made_anew() -> None
 
 def test_an_answer_that_is_void_before_it_is_rated_is_asked_for_again() -> None:
     run = Run([FakeServer()])
-    rate = run.rewards.rate
+    rate = run.ahead.maker._rate
 
     async def voided_first(*asked: Any) -> float:
         if run.rewards.rated == 0:
@@ -361,8 +359,8 @@ def test_a_group_between_its_last_member_and_its_end_may_lose_one() -> None:
     make = run.ahead.maker.make
     lost: list[int] = []
 
-    async def loses_one(group: Any) -> Any:
-        reason = await make(group)
+    async def loses_one(group: Any, generate: Any) -> Any:
+        reason = await make(group, generate)
         if not lost:
             lost.append(group.number)
             group.members.pop()
@@ -378,8 +376,8 @@ def test_what_comes_too_late_is_dropped_and_its_prompt_has_another_chance() -> N
     run = Run([FakeServer()], pause="keep", max_staleness=STEP, busy=20.0)
     make = run.ahead.maker.make
 
-    async def late_once(group: Any) -> Any:
-        reason = await make(group)
+    async def late_once(group: Any, generate: Any) -> Any:
+        reason = await make(group, generate)
         await asyncio.sleep(100 if group.number == 0 and not group.num_drops else 0)
         return reason
 
@@ -397,8 +395,8 @@ def test_a_prompt_that_is_always_slow_is_waited_for_once_it_came_too_late() -> N
     run = Run([server], pause="keep", max_staleness=STEP, busy=20.0)
     make = run.ahead.maker.make
 
-    async def late(group: Any) -> Any:
-        reason = await make(group)
+    async def late(group: Any, generate: Any) -> Any:
+        reason = await make(group, generate)
         await asyncio.sleep(100 if group.number == 0 else 0)
         return reason
 
@@ -560,7 +558,7 @@ def test_a_server_that_cannot_stream_says_so() -> None:
 
     run_virtually(_tokenizes_nothing(Plain()))
     with pytest.raises(ServerError, match="sampler.pause: keep needs a server that streams, which an inference server"):
-        run_virtually(Plain().stream(CompletionRequest((1,), 1, 1.0, 1, frozenset(), 10), lambda index, tokens: None))
+        run_virtually(Plain().stream(asked((1,)), 1, lambda index, tokens: None))
 
 
 async def _tokenizes_nothing(server: FakeServer) -> None:
@@ -580,5 +578,6 @@ def test_a_run_that_ends_in_the_middle_of_a_sync_leaves_no_server_standing_still
 
 def test_a_group_is_as_old_as_its_oldest_token() -> None:
     nothing: Any = None
-    group = Group(0, nothing, [Member(nothing, versions, nothing) for versions in ([16, 24], [8, 24, 32], [24])])
+    drawn = [Completion([], [], stopped=True, versions=versions) for versions in ([16, 24], [8, 24, 32], [24])]
+    group = Group(0, nothing, [Member(nothing, completion) for completion in drawn])
     assert group.version == 8

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
+from truestep.generate.errors import BadAnswerError
+from truestep.generate.generator import Completion, DrawOptions, Request
 from truestep.generate.servers import vllm
 from truestep.generate.servers.check_answer import check_choices
-from truestep.generate.servers.errors import BadAnswerError
-from truestep.generate.servers.protocol import CompletionRequest, ServerCompletion
 
-ASKED = CompletionRequest(
-    prompt=(5, 6), n=2, temperature=1.0, max_new_tokens=3, stop_ids=frozenset({0, 1}), vocabulary_size=10
-)
+ASKED = Request((5, 6), DrawOptions(temperature=1.0, max_new_tokens=3, stop_ids=frozenset({0, 1})))
 GOOD: dict[str, Any] = {
     "choices": [
         {
@@ -37,8 +35,8 @@ GOOD: dict[str, Any] = {
 }
 
 
-def read_choices(answer: Any, asked: CompletionRequest, versions: dict[int, list[int]] | int) -> list[ServerCompletion]:
-    return check_choices(vllm.read_choices(answer, asked), asked, versions)
+def read_choices(answer: Any, asked: Request, versions: dict[int, list[int]] | int) -> list[Completion]:
+    return check_choices(vllm.read_choices(answer, asked, 2), asked, 2, 10, versions)
 
 
 def test_a_good_answer_is_read_in_the_order_of_its_indices() -> None:

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from server.test_wire import ASKED, ask, reply
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.generator import DrawOptions, Request
 from truestep.generate.servers import http as over_http
-from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.generate.servers.protocol import CompletionRequest
+from truestep.generate.servers.protocol import most_tokens
 from truestep.generate.servers.sglang import Sglang
 from truestep.generate.servers.vllm import Vllm
 
 MIB = 2**20
 Call = Callable[[Any], Coroutine[Any, Any, Any]]
 CALLS: dict[str, Call] = {
-    "complete": lambda server: server.complete(ASKED),
-    "stream": lambda server: server.stream(ASKED, lambda index, tokens: None),
+    "complete": lambda server: server.complete(ASKED, 1),
+    "stream": lambda server: server.stream(ASKED, 1, lambda index, tokens: None),
     "next_token": lambda server: server.next_token((5, 6), 0.7, 8),
     "describe": lambda server: server.describe(),
     "tokenize": lambda server: server.tokenize("text"),
@@ -160,18 +161,18 @@ def vllm_choice(index: int, tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("n", "tokens"), [(2, 4096), pytest.param(64, 8192, marks=pytest.mark.long)])
 def test_an_honest_large_answer_is_read(n: int, tokens: int) -> None:
-    request = CompletionRequest((150_000,) * 1000, n, 1.0, tokens, frozenset({0}), 200_000)
+    request = Request((150_000,) * 1000, DrawOptions(1.0, tokens, frozenset({0})))
     body = json.dumps({"choices": [vllm_choice(index, tokens) for index in range(n)]})
-    choices = ask(lambda server: server.complete(request), reply(body))
+    choices = ask(lambda server: server.complete(request, n), reply(body))
     assert [len(choice.logprobs) for choice in choices] == [tokens] * n
-    assert len(body) < over_http._size(request.tokens) / 2
+    assert len(body) < over_http._size(most_tokens(request, n)) / 2
 
 
 def test_an_honest_large_stream_is_read() -> None:
     tokens = 20_000
-    request = CompletionRequest((5, 6), 1, 1.0, tokens, frozenset({0}), 200_000)
+    request = Request((5, 6), DrawOptions(1.0, tokens, frozenset({0})))
     choice = vllm_choice(0, 1) | {"finish_reason": None, "prompt_token_ids": None}
     lines = f"data: {json.dumps({'choices': [choice]})}\r\n\r\n" * (tokens - 1)
     lines += f"data: {json.dumps({'choices': [choice | {'finish_reason': 'length'}]})}\n\ndata: [DONE]\n\n"
-    (read,) = ask(lambda server: server.stream(request, lambda index, tokens: None), reply(lines))
+    (read,) = ask(lambda server: server.stream(request, 1, lambda index, tokens: None), reply(lines))
     assert read.token_ids == [150_000] * tokens

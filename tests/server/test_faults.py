@@ -14,7 +14,7 @@ from server.conftest import Servers
 from server.proxy import Answer, Proxy, is_group
 from server.runs import completion, label_versions, recorded, server_config
 from small_runs import read_lines, tell
-from truestep.generate.servers.errors import ServerError
+from truestep.generate.errors import ServerError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
 

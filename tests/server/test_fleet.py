@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.fake import DOWN, STARTED_WITH, VOCABULARY, FakeServer, published
+from server.fake import DOWN, STARTED_WITH, VOCABULARY, FakeServer, asked, published
 from server.virtual import run
-from truestep.generate.servers.errors import (
+from truestep.generate.errors import (
     BadAnswerError,
     ForgottenError,
     ServerError,
@@ -19,9 +19,6 @@ from truestep.generate.servers.errors import (
     WeightsError,
 )
 from truestep.generate.servers.fleet import Fleet, ServedCompletions
-from truestep.generate.servers.protocol import CompletionRequest
-
-ASKED = CompletionRequest((3, 4), 2, 1.0, 6, frozenset({0}), VOCABULARY)
 
 
 class Watched:
@@ -29,7 +26,7 @@ class Watched:
 
     def __init__(self, *servers: FakeServer, **options: Any):
         self.voids, self.fatal = 0, list[Exception]()
-        given: dict[str, Any] = {"pause": "wait", "tolerance": 0.01} | options
+        given: dict[str, Any] = {"vocabulary_size": VOCABULARY, "pause": "wait", "tolerance": 0.01} | options
         self.fleet = Fleet(servers, on_void=self._void, on_fatal=self.fatal.append, **given)
         self.known = self.fleet.servers
 
@@ -45,7 +42,7 @@ class Watched:
 
 
 async def answered(watched: Watched) -> ServedCompletions:
-    return await watched.fleet.ask(ASKED)
+    return await watched.fleet.ask(asked(), 2)
 
 
 def test_requests_go_to_the_server_that_has_least_to_do() -> None:
@@ -407,10 +404,10 @@ def test_weights_are_made_ready_while_completions_run() -> None:
         running: list[int] = []
 
         async def prepare() -> None:
-            asked = watched.later(answered(watched))  # it is open, and takes requests
+            under_way = watched.later(answered(watched))  # it is open, and takes requests
             await asyncio.sleep(0.2)
             running.append(server.running)
-            assert not asked.done() and watched.known[0].is_open and not server.paused
+            assert not under_way.done() and watched.known[0].is_open and not server.paused
 
         server.prepare = prepare  # type: ignore[method-assign]
         await watched.fleet.publish(published(8))

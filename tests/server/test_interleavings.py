@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from server.fake import STARTED_WITH, Clock, FakeRewards, FakeServer
 from server.sources import GROUP, STEP, FakeWeights, Run
-from truestep.generate.servers.errors import BadAnswerError, UnreachableError
-from truestep.generate.servers.protocol import ServerCompletion
+from truestep.generate.errors import BadAnswerError, UnreachableError
+from truestep.generate.generator import Completion
 
 _MOST = 30  # troubles in the life of a trainer; servers that are never well would train nothing
 
@@ -60,7 +60,8 @@ class Trouble:
         server.faults[self._draw.choice(("complete", "stream", "next_token"))].append(BadAnswerError("nonsense"))
 
     async def abort(self, server: FakeServer) -> None:
-        spoil, server.spoil = server.spoil, lambda choices: [ServerCompletion([], [], False, True), *choices[1:]]
+        aborted = Completion([], [], stopped=False, aborted=True)
+        spoil, server.spoil = server.spoil, lambda choices: [aborted, *choices[1:]]
         await asyncio.sleep(0.5)
         server.spoil = spoil
 

@@ -13,7 +13,7 @@ from server.linked_server import BY_LINK, VllmByGloo
 from server.models import make_model
 from server.runs import recorded, server_config
 from server.vllm_server import LINKED, NAME, VllmServer
-from truestep.generate.servers.errors import ServerError
+from truestep.generate.errors import ServerError
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
 from truestep.head.logits import HeadSettings

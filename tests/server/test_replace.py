@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +21,11 @@ class Rewards(FakeRewards):
         super().__init__()
         self.equal, self.slow, self.drawn = equal, slow, 0
 
-    async def rate(self, prompt: Prompt, text: str, name: str) -> Rating:
+    def _rates(self, prompt: Prompt, completion: str) -> tuple[float, Callable[[], Rating]]:
         number = int(prompt.id.removeprefix("p"))
         self.drawn += 1
-        drawn = float(self.drawn)
-        await asyncio.sleep(500.0 if number in self.slow else 0.1 * number)
-        return Rating(1.0 if number in self.equal else drawn)
+        rating = Rating(1.0 if number in self.equal else float(self.drawn))
+        return 500.0 if number in self.slow else 0.1 * number, lambda: rating
 
 
 def prompt_number(document: Any) -> int:

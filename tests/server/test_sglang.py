@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from server.runs import Recorder, label_versions, server_config
 from server.sglang_server import FakeSglang, serving
 from server.vllm_server import NAME
 from small_runs import quiet_trainer, read_lines
-from truestep.generate.servers.errors import BadAnswerError, ServerError, UnreachableError
-from truestep.generate.servers.protocol import CompletionRequest
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.generator import DrawOptions, Request
 from truestep.generate.servers.sglang import Sglang, read_answers
 
 
@@ -36,8 +36,8 @@ def ask(url: str, call: Callable[[Sglang], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(main())
 
 
-def request(n: int = 3, stops: frozenset[int] = frozenset({0})) -> CompletionRequest:
-    return CompletionRequest((3, 4, 5), n, 0.8, 12, stops, 40)
+def request(stops: frozenset[int] = frozenset({0})) -> Request:
+    return Request((3, 4, 5), DrawOptions(0.8, 12, stops))
 
 
 @pytest.mark.parametrize(("pause", "staleness"), [("wait", 0), ("keep", 32), ("abort", 32)])
@@ -67,22 +67,22 @@ def test_weights_that_were_not_loaded_are_found(model: Path, tmp_path: Path) -> 
 def test_a_stream_counts_each_token_once(incremental: bool, model: Path) -> None:
     fake = FakeSglang(model, NAME)
     fake.incremental = incremental
-    came: dict[int, int] = {}
+    came: dict[int, list[int]] = {}
 
-    def count(index: int, tokens: int) -> None:
-        came[index] = came.get(index, 0) + tokens
+    def count(index: int, tokens: Sequence[int]) -> None:
+        came[index] = [*came.get(index, []), *tokens]
 
     for n in (1, 3):
         came.clear()
         with serving(fake) as url:
-            choices = ask(url, lambda client, n=n: client.stream(request(n), count))
-        assert [len(choice.token_ids) for choice in choices] == [came[index] for index in range(n)]
+            choices = ask(url, lambda client, n=n: client.stream(request(), n, count))
+        assert [choice.token_ids for choice in choices] == [came[index] for index in range(n)]
         assert all(len(choice.token_ids) == len(choice.logprobs) for choice in choices)
 
 
 def test_completions_end_at_the_trainers_stop_tokens(model: Path) -> None:
     with serving(FakeSglang(model, NAME)) as url:
-        choices = ask(url, lambda client: client.complete(request(8, frozenset(range(0, 40, 2)))))
+        choices = ask(url, lambda client: client.complete(request(frozenset(range(0, 40, 2))), 8))
         assert any(choice.stopped for choice in choices)
         for choice in choices:
             assert choice.stopped == (choice.token_ids[-1] % 2 == 0)
@@ -113,7 +113,7 @@ def test_completions_that_are_aborted_have_no_tokens(model: Path) -> None:
     fake = FakeSglang(model, NAME)
 
     async def abort(client: Sglang) -> Any:
-        under_way = asyncio.create_task(client.complete(CompletionRequest((3,), 2, 0.8, 500, frozenset(), 40)))
+        under_way = asyncio.create_task(client.complete(Request((3,), DrawOptions(0.8, 500, frozenset())), 2))
         while not fake._running:
             await asyncio.sleep(0.001)
         await client.pause("abort")
@@ -140,14 +140,14 @@ def test_completions_that_are_aborted_have_no_tokens(model: Path) -> None:
 )
 def test_an_answer_that_must_not_become_a_document(answer: Any, said: str) -> None:
     with pytest.raises(BadAnswerError, match=said):
-        read_answers([answer], request(1))
+        read_answers([answer], 1)
     with pytest.raises(BadAnswerError, match="asked for 2 completions, got 1"):
-        read_answers([answer], request(2))
+        read_answers([answer], 2)
 
 
 def test_a_server_that_is_gone() -> None:
     with pytest.raises(UnreachableError, match="/generate"):
-        ask("http://127.0.0.1:9", lambda client: client.complete(request()))
+        ask("http://127.0.0.1:9", lambda client: client.complete(request(), 3))
 
 
 def test_numbers_are_those_of_torch(model: Path) -> None:

@@ -21,8 +21,8 @@ from server.proxy import Answer, Proxy
 from server.runs import label_versions, recorded, score, server_config
 from server.vllm_server import NAME, VllmServer
 from small_runs import tokenised_model
+from truestep.generate.errors import ServerError
 from truestep.generate.servers import weight_files as sync
-from truestep.generate.servers.errors import ServerError
 from truestep.generate.servers.probe import expect, measure
 from truestep.generate.servers.vllm import Vllm
 from truestep.head.logits import HeadSettings

@@ -20,9 +20,10 @@ from server.fake import FakeServer, expected, make_prompts
 from server.virtual import run
 from truestep.environments.process import WorkerOptions
 from truestep.environments.rater import Rater
-from truestep.generate.servers.errors import BadAnswerError
+from truestep.generate.errors import BadAnswerError
+from truestep.generate.group_maker import awaited
 from truestep.generate.servers.probe import expect, make_probes, measure
-from truestep.generate.servers.servers import AwaitedRewards, LoopThread
+from truestep.generate.servers.servers import LoopThread
 from truestep.generate.servers.weight_files import WeightsDirectory
 from truestep.model.loading.load import load_policy
 
@@ -119,18 +120,19 @@ def test_a_probe_that_is_answered_with_nonsense_shows_nothing(answer: dict[int, 
 
 def test_rewards_are_waited_for_beside_the_loop() -> None:
     loop = LoopThread()
-    rewards = AwaitedRewards(Rater(WorkerOptions("server.rewards:word_reward", 60.0, 2**30), 1))
+    rater = Rater(WorkerOptions("server.rewards:word_reward", 60.0, 2**30), 1)
+    rate = awaited(rater)
 
     async def name() -> str:
         return threading.current_thread().name
 
     prompt = make_prompts()[0]
 
-    async def rate() -> list[float]:
-        return await asyncio.gather(rewards.rate(prompt, "a b", "0-0"), rewards.rate(prompt, "a a", "0-1"))
+    async def both() -> list[float]:
+        return await asyncio.gather(rate(prompt, "a b", "0-0"), rate(prompt, "a a", "0-1"))
 
     try:
-        assert loop.run(name()) == "sampler" and loop.run(rate()) == [0.2, 0.1]
+        assert loop.run(name()) == "sampler" and loop.run(both()) == [0.2, 0.1]
     finally:
         loop.close()
-        rewards.close()
+        rater.close()

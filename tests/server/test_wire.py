@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from truestep.generate.servers.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.generate.errors import BadAnswerError, ForgottenError, ServerError, UnreachableError
+from truestep.generate.generator import DrawOptions, Request
 from truestep.generate.servers.http import HttpServer
-from truestep.generate.servers.protocol import CompletionRequest
 from truestep.generate.servers.vllm import Vllm
 
-ASKED = CompletionRequest((5, 6), 1, 1.0, 3, frozenset({0}), 10)
+ASKED = Request((5, 6), DrawOptions(1.0, 3, frozenset({0})))
 TOKEN = 'data: {"choices": [{"index": 0, "token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}\n\n'
 LAST = TOKEN.replace("[7]", "[0]").replace('"index": 0', '"index": 0, "finish_reason": "stop"')
 
@@ -64,11 +64,11 @@ def ask(
 
 
 def complete(vllm: Vllm) -> Any:
-    return vllm.complete(ASKED)
+    return vllm.complete(ASKED, 1)
 
 
 def stream(vllm: Vllm) -> Any:
-    return vllm.stream(ASKED, lambda index, tokens: None)
+    return vllm.stream(ASKED, 1, lambda index, tokens: None)
 
 
 @pytest.mark.parametrize("call", [complete, stream])
@@ -163,9 +163,9 @@ def test_an_adapter_gets_a_name_of_its_own_and_one_that_is_forgotten_is_known(tm
         names = []
         for adapter in adapters:
             await vllm.load(adapter)
-            names.append(vllm._body(ASKED)["model"])
+            names.append(vllm._body(ASKED, 1)["model"])
         with pytest.raises(ForgottenError, match="no longer knows the adapter second"):
-            await vllm.complete(ASKED)
+            await vllm.complete(ASKED, 1)
         return names
 
     # What is loaded is answered in words; the one before is taken away, whether the server still knows it or not.
