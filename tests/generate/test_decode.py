@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from completing import Asked, Completion, How, decode
 from selection import long_except
 from tiny import KINDS, VOCABULARY, make_model
-from truestep.generate.decode import Completion, DecodeOptions, Request, decode
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import CrossEntropy
 from truestep.losses.objective import Denominator, Objective
@@ -32,15 +32,15 @@ LENGTHS = (3, 17, 1, 9, 12)
 NEW = 12  # with a sliding window of 5, most of what is decoded has left its prompt's window
 
 
-def options(**changes: Any) -> DecodeOptions:
+def options(**changes: Any) -> How:
     usual = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": NEW, "batch_size": 64, "stop_ids": frozenset()}
-    return DecodeOptions(**(usual | changes))
+    return How(**(usual | changes))
 
 
-def requests(lengths: Sequence[int] = LENGTHS) -> list[Request]:
+def requests(lengths: Sequence[int] = LENGTHS) -> list[Asked]:
     generator = np.random.default_rng(3)
     return [
-        Request(tuple(generator.integers(0, VOCABULARY, length).tolist()), (7, number))
+        Asked(tuple(generator.integers(0, VOCABULARY, length).tolist()), (7, number))
         for number, length in enumerate(lengths)
     ]
 
@@ -50,7 +50,7 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 def packed_logprobs(
-    policy: Policy, asked: Sequence[Request], answers: Sequence[Completion], temperature: float
+    policy: Policy, asked: Sequence[Asked], answers: Sequence[Completion], temperature: float
 ) -> list[np.ndarray]:
     """Of the completions' tokens, by the forward pass and the head that training uses, all documents in one pack."""
     rollouts = []
@@ -136,7 +136,7 @@ def test_draws_depend_on_neither_batch_size_nor_company(kind: str, tiny_model: M
 def test_the_same_prompt_is_answered_by_its_seed_alone(tiny_model: Model) -> None:
     policy = load_policy(tiny_model("qwen3"))
     prompt = requests((6,))[0].input_ids
-    asked = [Request(prompt, (1, 0)), Request(prompt, (1, 1)), Request(prompt, (1, 0))]
+    asked = [Asked(prompt, (1, 0)), Asked(prompt, (1, 1)), Asked(prompt, (1, 0))]
     first, other, again = tokens_of(decode(policy, asked, options()))
     assert first == again
     assert first != other
@@ -216,7 +216,7 @@ def test_two_tokens_are_drawn_from_their_joint_distribution(temperature: float, 
         p = (model(texts).logits[:, -2:] / temperature).softmax(-1).numpy()
     joint = np.stack([nucleus(p[0, 0], top_p)[token] * nucleus(p[token, 1], top_p) for token in range(vocabulary)])
     assert (joint > 0).sum() > (20 if top_p == 1.0 else 2)
-    asked = [Request(prompt, (11, number)) for number in range(draws)]
+    asked = [Asked(prompt, (11, number)) for number in range(draws)]
     answers = decode(
         load_policy(directory), asked, options(temperature=temperature, top_p=top_p, max_new_tokens=2, batch_size=2000)
     )

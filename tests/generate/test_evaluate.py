@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from completing import Asked, How, decode
 from plain_rewards import digit_reward, failing_reward
 from raters import DirectRater, NumberedRater
 from small_runs import sort_prompts, word_model, write_lines
 from truestep.environments.prompts import load_prompts
-from truestep.generate.decode import DecodeOptions, Request, decode
-from truestep.generate.evaluate import Evaluator, InProcessEvaluation, pass_at
-from truestep.generate.in_process import stop_ids
-from truestep.generate.rewarded import completion_text
+from truestep.generate.engine.service import EngineGenerator
+from truestep.generate.evaluate import Evaluator, pass_at
+from truestep.generate.read import reader, stop_ids
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 
@@ -27,15 +27,20 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return load_policy(word_model(tmp_path_factory.mktemp("evaluate") / "model"))
 
 
+def how(policy: Policy) -> How:
+    return How(1.0, 1.0, 6, 3, stop_ids(policy))
+
+
 def make_evaluator(policy: Policy, directory: Path, count: int = 5, **changes: Any) -> Evaluator:
     usual: dict[str, Any] = {
         "prompts": load_prompts(write_lines(directory / "held_out.jsonl", sort_prompts(count)), policy.tokenizer),
         "rater": DirectRater(digit_reward),
-        "options": DecodeOptions(1.0, 1.0, 6, 3, stop_ids(policy)),
+        "options": how(policy).draw,
+        "read": reader(policy),
         "samples_per_prompt": 3,
         "seed": 0,
     }
-    return Evaluator(sampler=InProcessEvaluation(policy), **(usual | changes))
+    return Evaluator(generator=EngineGenerator(policy, how(policy).settings), **(usual | changes))
 
 
 def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Policy, tmp_path: Path) -> None:
@@ -92,10 +97,10 @@ def test_examples_are_the_greedy_answers(policy: Policy, tmp_path: Path) -> None
     line = evaluator.run(0, 0)
     greedy = decode(
         policy,
-        [Request(prompt.input_ids, (0,)) for prompt in evaluator.prompts],
-        DecodeOptions(0.0, 1.0, 6, 64, stop_ids(policy)),
+        [Asked(prompt.input_ids, (0,)) for prompt in evaluator.prompts],
+        How(0.0, 1.0, 6, 64, stop_ids(policy)),
     )
-    texts = [completion_text(policy, completion) for completion in greedy]
+    texts = [reader(policy)(completion.token_ids) for completion in greedy]
     assert [example["completion"] for example in line["examples"]] == texts[:8]
     assert [example["prompt"] for example in line["examples"]] == [prompt.prompt for prompt in evaluator.prompts[:8]]
     assert [example["reward"] for example in line["examples"]] == [digit_reward("", text) for text in texts[:8]]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from completing import How, in_process_source
 from plain_rewards import digit_reward, failing_reward, one_reward
 from raters import DirectRater, NumberedRater
 from small_runs import (
@@ -31,10 +32,10 @@ from small_runs import (
 from truestep.environments.prompts import load_prompts
 from truestep.environments.rater import FailingRewardError
 from truestep.environments.rewards import RewardError
-from truestep.generate import in_process
-from truestep.generate.decode import DecodeOptions
+from truestep.generate import group_maker
 from truestep.generate.engine.engine import engine_of
-from truestep.generate.in_process import InProcessSource, stop_ids
+from truestep.generate.in_process import InProcessSource
+from truestep.generate.read import stop_ids
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
@@ -56,13 +57,13 @@ def make_source(policy: Policy, directory: Path, count: int = 5, **changes: Any)
     prompts = load_prompts(write_lines(directory / "prompts.jsonl", sort_prompts(count)), policy.tokenizer)
     usual: dict[str, Any] = {
         "rater": DirectRater(digit_reward),
-        "options": DecodeOptions(0.7, 1.0, 6, 64, stop_ids(policy)),
+        "how": How(0.7, 1.0, 6, 64, stop_ids(policy)),
         "group_size": 4,
         "advantage_rule": "group_mean",
         "seed": 3,
         "max_tokens": 64,
     }
-    return InProcessSource(policy=policy, prompts=prompts, **(usual | changes))
+    return in_process_source(policy, prompts=prompts, **(usual | changes))
 
 
 def same(first: Rollout, second: Rollout) -> bool:
@@ -295,11 +296,11 @@ def test_on_policy_every_ratio_is_one(
     policy = load_policy(tiny_tokenised(kind), head=HeadSettings(fp32=True))
     generator = np.random.default_rng(0)
     records = [{"prompt": " ".join(generator.choice(WORDS, length))} for length in (2, 9, 5, 14)]
-    source = InProcessSource(
-        policy=policy,
+    source = in_process_source(
+        policy,
+        How(temperature, 0.95, 10, 7, stop_ids(policy)),
         prompts=load_prompts(write_lines(tmp_path / "prompts.jsonl", records), policy.tokenizer),
         rater=DirectRater(word_reward),
-        options=DecodeOptions(temperature, 0.95, 10, 7, stop_ids(policy)),
         group_size=4,
         advantage_rule="group_normalized",
         seed=0,
@@ -408,7 +409,7 @@ def test_the_engine_can_be_left_out(engine: bool, tmp_path: Path, monkeypatch: p
         asked.append(policy)
         return engine_of(policy, exact)
 
-    monkeypatch.setattr("truestep.generate.decode.engine_of", seen)
+    monkeypatch.setattr("truestep.generate.engine.phase.engine_of", seen)
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(4))
     config = sampled_config(
         word_model(tmp_path / "model"),
@@ -451,13 +452,13 @@ def test_log_probs_that_are_not_the_policys_are_said_once(tmp_path: Path, monkey
         word_model(tmp_path / "model"), write_lines(tmp_path / "prompts.jsonl", sort_prompts(8)), tmp_path / "run"
     )
     assert "not the policy's" not in said(config)
-    honest = in_process.to_rollout
+    honest = group_maker.to_rollout
 
     def halved(*arguments: Any, **options: Any) -> Any:
         rollout = honest(*arguments, **options)
         return dataclasses.replace(rollout, logprobs=rollout.logprobs / 2)
 
-    monkeypatch.setattr(in_process, "to_rollout", halved)
+    monkeypatch.setattr(group_maker, "to_rollout", halved)
     console = " ".join(said(config.changed({"checkpoint.directory": str(tmp_path / "wrong")})).split())
     assert console.count("Its log-probs are not the policy's") == 1, console
     assert "warning: the sampler: " in console and "They are the policy's times 0.5" in console

@@ -37,8 +37,8 @@ from small_runs import (
 from truestep.commands.cli import main
 from truestep.config.custom import CustomError
 from truestep.files import bounded
-from truestep.generate import decode, groups
-from truestep.generate.engine import draw
+from truestep.generate import groups
+from truestep.generate.engine import draw, phase
 from truestep.generate.servers import probe
 from truestep.losses.label_losses import LabelLoss, LabelTerm
 from truestep.losses.labels import Labels
@@ -391,7 +391,7 @@ FIGURES = [
     ("memory", f"the first of a fixed ladder that fits {search.ROOM:.0%} of its memory"),
     ("terminal", f"The time left is that of the last {terminal_run._TIMED} steps"),
     ("memory", f"Compiled layers keep {activations._COMPILED:.0%} of that"),
-    ("engine", f"at most {decode._ROWS['cuda']:,} on a GPU and {decode._ROWS['cpu']} on a CPU"),
+    ("engine", f"at most {phase._ROWS['cuda']:,} on a GPU and {phase._ROWS['cpu']} on a CPU"),
     ("engine", f"a block of {draw.BLOCK} tokens is drawn first"),
     ("sampling", f"prompts of up to {max(probe._LENGTHS)} tokens"),
     ("sampling", f"at temperature {probe.TEMPERATURE}"),

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from completing import decode
 from generate.engine.test_engine import options, requests
 from ranks.cases import on_ranks
 from ranks.updates import options_of, set_gradients
 from scoring import write_records
 from tiny import make_records
 from truestep.config.schema import Config
-from truestep.generate.decode import decode
 from truestep.model.loading.load import load_policy
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import join

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from completing import Asked, Completion, How, decode
 from generate.engine.test_engine import options, requests, run, same
 from generate.engine.test_gpu_path import in_graphs, replay
 from plain_rewards import letter_reward
@@ -22,15 +23,15 @@ from small_runs import read_lines, sort_prompts, tokenised_model, without_times,
 from tiny import make_model
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating
-from truestep.generate import decode as decode_module
-from truestep.generate.completions import Completion, DecodeOptions, Request
-from truestep.generate.decode import decode, decode_here
 from truestep.generate.engine import engine as engine_module
+from truestep.generate.engine import plain as plain_module
 from truestep.generate.engine.attend import UnservedError
 from truestep.generate.engine.engine import Engine, Limits, engine_of
 from truestep.generate.engine.graphs import Graphs
+from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.engine.team import DisagreementError
-from truestep.generate.rewarded import decode_rated
+from truestep.generate.evaluate import Evaluator
+from truestep.generate.read import reader
 from truestep.model.fast import compiled
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
@@ -49,10 +50,10 @@ FULL = options(max_new_tokens=14)
 BATCHES = options(stop_ids=ENDS, batch_size=3, engine=False)
 
 
-def asked() -> list[Request]:
+def asked() -> list[Asked]:
     """Seven prompts, longer and shorter than a page and than a window, and three that share one of them."""
     some = requests((3, 21, 1, 9, 12, 2, 5))
-    return some + [Request(some[1].input_ids, (8, number)) for number in range(3)]
+    return some + [Asked(some[1].input_ids, (8, number)) for number in range(3)]
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Case:
     """A model, how it is sampled, and what one process gives."""
 
     model: Path
-    how: DecodeOptions
+    how: How
     expected: list[Completion]
 
 
-def cases(model: Path, *hows: DecodeOptions) -> list[Case]:
+def cases(model: Path, *hows: How) -> list[Case]:
     policy = load_policy(model)
-    return [Case(model, how, decode_here(policy, asked(), how)) for how in hows]
+    return [Case(model, how, decode(policy, asked(), how)) for how in hows]
 
 
 def joined(**parallel: int) -> Ranks:
@@ -171,7 +172,7 @@ def survive(model: Path, expected: list[Completion]) -> None:
     each = sum(layer.numbers for layer in engine.layers) * 4 * engine.device.page_size
     with engine.session(policy, Limits(6, 35, cache_bytes=(9 if ranks.first else 5) * each)) as session:
         for number, request in enumerate(asked()):
-            session.submit(number, request, FULL)
+            session.submit(number, request.request(FULL))
         done = dict(session.step())
         for number in {2, 4} - set(done):
             session.cancel(number)
@@ -188,7 +189,7 @@ def test_a_full_cache_is_survived_and_completions_are_cancelled(tiny_model: Mode
     on_ranks(2, survive, case.model, case.expected)
 
 
-def draw_otherwise(model: Path, how: DecodeOptions) -> None:
+def draw_otherwise(model: Path, how: How) -> None:
     """The last rank draws another token for one row of the fifth step."""
     ranks = joined(tensor=2)
     policy = load_policy(model, ranks=ranks)
@@ -203,14 +204,14 @@ def draw_otherwise(model: Path, how: DecodeOptions) -> None:
             drawn.tokens[1] = (drawn.tokens[1] + 1) % policy.vocabulary_size
         return drawn
 
-    engine.device.draw = decode_module.draw = planted
+    engine.device.draw = plain_module.draw = planted
     with pytest.raises(DisagreementError, match=r"parallel\.tensor: .* drew different tokens"):
         decode(policy, asked(), how)
     assert len(calls) == 5
 
 
 @pytest.mark.parametrize("how", long_except([FULL, BATCHES], FULL))
-def test_ranks_that_draw_different_tokens_are_found_out(how: DecodeOptions, tiny_model: Model) -> None:
+def test_ranks_that_draw_different_tokens_are_found_out(how: How, tiny_model: Model) -> None:
     """On every rank, at the step in which it happens."""
     on_ranks(2, draw_otherwise, tiny_model("llama"), how)
 
@@ -267,13 +268,23 @@ def rate_and_be_stopped(model: Path) -> None:
     """Both ranks get all rewards. Then one is asked to stop while its rewards are computed, and both know."""
     ranks = joined(tensor=2)
     policy = load_policy(model, ranks=ranks)
-    prompts = [Prompt(str(number), "w1", {}, request.input_ids) for number, request in enumerate(asked())]
-    rated = decode_rated(policy, prompts, asked(), PLAIN, DirectRater(letter_reward), never)
-    assert [float(each.rating) for each in rated] == [letter_reward("", each.text) for each in rated]
-    assert ranks.gather([each.text for each in rated]) == [[each.text for each in rated]] * 2
+    prompts = [Prompt(str(number), "w1", {}, each.input_ids) for number, each in enumerate(asked())]
+    draw, generator = PLAIN.draw, EngineGenerator(policy, PLAIN.settings)
+
+    def evaluate(rater: DirectRater, asked_to_stop: Callable[[], bool]) -> dict[str, Any]:
+        read = reader(policy)
+        evaluator = Evaluator(generator, prompts, rater, draw, read, samples_per_prompt=2, seed=1, examples=10)
+        return evaluator.run(0, 0, asked_to_stop)
+
+    line = evaluate(DirectRater(letter_reward), never)
+    assert [each["reward"] for each in line["examples"]] == [
+        letter_reward("", each["completion"]) for each in line["examples"]
+    ]
+    assert len(line["examples"]) == len(prompts)
+    assert ranks.gather(line["examples"]) == [line["examples"]] * 2
     rater = DirectRater(letter_reward) if ranks.first else NeverRates(letter_reward)
     with pytest.raises(Interrupted):
-        decode_rated(policy, prompts, asked(), PLAIN, rater, lambda: not ranks.first)
+        evaluate(rater, lambda: not ranks.first)
 
 
 def test_rewards_are_computed_once_and_a_stop_reaches_every_rank(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def _mask(patch: pytest.MonkeyPatch) -> None:
         mask[int(mask.argmax())] = mask.sum() == 1
         return replace(rollout, loss_mask=mask)
 
-    patch.setattr("truestep.generate.in_process.to_rollout", to_rollout)
+    patch.setattr("truestep.generate.group_maker.to_rollout", to_rollout)
 
 
 def _baseline(patch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from completing import Asked, Completion, How, decode, decode_plainly
 from generate.engine.plain_loop import PlainLoop
 from tiny import VOCABULARY
-from truestep.generate.completions import Completion, DecodeOptions, Request
-from truestep.generate.decode import decode_here, decode_plainly
 from truestep.generate.engine import engine as engine_module
 from truestep.generate.engine.draw import DrawRows, draw, key_of
 from truestep.generate.engine.engine import Engine, Limits, Session, engine_of
@@ -31,15 +30,15 @@ Model = Callable[[str], Path]
 FAMILIES = ("llama", "qwen3", "qwen3_tied", "gemma2", "granite")
 
 
-def options(**changes: Any) -> DecodeOptions:
+def options(**changes: Any) -> How:
     usual = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 12, "batch_size": None, "stop_ids": frozenset()}
-    return DecodeOptions(**(usual | changes))
+    return How(**(usual | changes))
 
 
-def requests(lengths: Sequence[int], seed: int = 3) -> list[Request]:
+def requests(lengths: Sequence[int], seed: int = 3) -> list[Asked]:
     generator = np.random.default_rng(seed)
     return [
-        Request(tuple(generator.integers(0, VOCABULARY, length).tolist()), (7, number))
+        Asked(tuple(generator.integers(0, VOCABULARY, length).tolist()), (7, number))
         for number, length in enumerate(lengths)
     ]
 
@@ -72,7 +71,7 @@ def test_tokens_are_those_of_a_plain_loop(kind: str, how: dict[str, Any], tiny_m
     engine_for(policy)
     asked = requests((3, 17, 1, 17, 9))
     stops = frozenset([4, 9])
-    for request, answer in zip(asked, decode_here(policy, asked, options(**how, stop_ids=stops)), strict=True):
+    for request, answer in zip(asked, decode(policy, asked, options(**how, stop_ids=stops)), strict=True):
         tokens, logprobs, cut = loop.sample(request.input_ids, request.seed, 12, stop_ids=stops, **how)
         assert answer.token_ids == tokens
         assert answer.stopped == (tokens[-1] in stops)
@@ -87,7 +86,7 @@ def test_tokens_are_those_of_a_plain_loop(kind: str, how: dict[str, Any], tiny_m
 def test_truncated_draws_are_those_of_a_plain_loop(cut: dict[str, Any], tiny_model: Model) -> None:
     policy, loop = load_policy(tiny_model("llama")), PlainLoop(tiny_model("llama"))
     asked = requests((4, 8, 2))
-    for one in (decode_here, decode_plainly):
+    for one in (decode, decode_plainly):
         for request, answer in zip(asked, one(policy, asked, options(temperature=1.3, **cut)), strict=True):
             tokens, logprobs, left = loop.sample(request.input_ids, request.seed, 12, temperature=1.3, **cut)
             assert answer.token_ids == tokens
@@ -100,18 +99,18 @@ def test_a_plain_batch_draws_the_same(kind: str, tiny_model: Model) -> None:
     policy = load_policy(tiny_model(kind))
     asked = requests((3, 17, 1, 9))
     how = options(stop_ids=frozenset(range(5)))
-    for mine, theirs in zip(decode_here(policy, asked, how), decode_plainly(policy, asked, how), strict=True):
+    for mine, theirs in zip(decode(policy, asked, how), decode_plainly(policy, asked, how), strict=True):
         same(mine, theirs)
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Model) -> tuple[Policy, list[Request], list[Completion]]:
+def alone(tiny_model: Model) -> tuple[Policy, list[Asked], list[Completion]]:
     """A policy with windows, requests some of which share their prompts, and their completions one by one."""
     policy = load_policy(tiny_model("gemma2"))
     asked = requests((3, 21, 1, 9, 12, 2, 5, 8))
-    asked += [Request(asked[number].input_ids, (8, number)) for number in (1, 1, 3)]
+    asked += [Asked(asked[number].input_ids, (8, number)) for number in (1, 1, 3)]
     ends = options(max_new_tokens=14, stop_ids=frozenset(range(3)))
-    return policy, asked, [decode_here(policy, [request], ends)[0] for request in asked]
+    return policy, asked, [decode(policy, [request], ends)[0] for request in asked]
 
 
 @given(
@@ -132,7 +131,7 @@ def test_company_changes_nothing(
     pages: int,
     chunk: int,
     lag: int,
-    alone: tuple[Policy, list[Request], list[Completion]],
+    alone: tuple[Policy, list[Asked], list[Completion]],
 ) -> None:
     """Requests come in any order and at any time, leave early, in a cache that may be too small for them together, in
     chunks, and the host learns of draws late."""
@@ -150,7 +149,7 @@ def test_company_changes_nothing(
             clock = 0
             while waiting or session.busy:
                 while waiting and (waiting[0][1] <= clock or not session.busy):
-                    session.submit(waiting[0][0], asked[waiting[0][0]], ends)
+                    session.submit(waiting[0][0], asked[waiting[0][0]].request(ends))
                     waiting.pop(0)
                 for number in [number for number, at in left.items() if at <= clock]:
                     session.cancel(number)
@@ -165,13 +164,13 @@ def test_company_changes_nothing(
     assert set(range(11)) - set(cancel) <= set(done)
 
 
-def test_a_full_cache_is_survived(alone: tuple[Policy, list[Request], list[Completion]]) -> None:
+def test_a_full_cache_is_survived(alone: tuple[Policy, list[Asked], list[Completion]]) -> None:
     policy, asked, expected = alone
     engine = engine_for(policy)
     each = sum(layer.numbers for layer in engine.layers) * 4 * engine.device.page_size
     with engine.session(policy, Limits(6, 35, cache_bytes=5 * each)) as session:
         for number, request in enumerate(asked):
-            session.submit(number, request, options(max_new_tokens=14, stop_ids=frozenset(range(3))))
+            session.submit(number, request.request(options(max_new_tokens=14, stop_ids=frozenset(range(3)))))
         done = run(session)
         assert session.counts.pages == 4
         assert session.counts.preemptions > 0
@@ -186,25 +185,25 @@ def test_a_prompt_longer_than_the_cache_is_named(tiny_model: Model) -> None:
     (long,) = requests((60,))
     with engine.session(policy, Limits(2, 72, cache_bytes=3 * each)) as session:
         with pytest.raises(CacheError, match="prompt of 60 tokens with 12 new ones .* holds 32 tokens"):
-            session.submit(0, long, options())
-        session.submit(1, requests((4,))[0], options())
+            session.submit(0, long.request(options()))
+        session.submit(1, requests((4,))[0].request(options()))
         assert len(run(session)[1].token_ids) == 12
 
 
 def test_a_groups_prompt_is_computed_once(tiny_model: Model) -> None:
     policy = load_policy(tiny_model("qwen3"))
     (one,) = requests((37,))
-    group = [Request(one.input_ids, (5, number)) for number in range(8)]
+    group = [Asked(one.input_ids, (5, number)) for number in range(8)]
     with engine_for(policy).session(policy, Limits(8, 50)) as session:
         for number, request in enumerate(group):
-            session.submit(number, request, options())
+            session.submit(number, request.request(options()))
         done = run(session)
         assert session.counts.prompt_tokens == 37
         # Two full pages of the prompt are shared; each has its own after them.
         assert session.counts.most_pages <= 2 + 1 + 8 * 2
     assert len({tuple(completion.token_ids) for completion in done.values()}) == 8
     for number, request in enumerate(group):
-        same(done[number], decode_here(policy, [request], options())[0])
+        same(done[number], decode(policy, [request], options())[0])
 
 
 def test_as_many_prompts_as_there_are_rows_are_computed_in_one_step(tiny_model: Model) -> None:
@@ -212,7 +211,7 @@ def test_as_many_prompts_as_there_are_rows_are_computed_in_one_step(tiny_model: 
     policy = load_policy(tiny_model("llama"))
     with engine_for(policy).session(policy, Limits(64, 16)) as session:
         for number, request in enumerate(requests([6] * 64)):
-            session.submit(number, request, options(max_new_tokens=10))
+            session.submit(number, request.request(options(max_new_tokens=10)))
         assert len(run(session)) == 64
         assert session.counts.steps == 10
 
@@ -245,7 +244,7 @@ def test_completions_are_handed_over_as_soon_as_each_ends(tiny_model: Model) -> 
     asked = requests((3, 4, 5, 6))
     before = progress.amounts().get("tokens", 0)
     seen: list[tuple[int, Completion, float]] = []
-    completions = decode_here(
+    completions = decode(
         policy,
         asked,
         options(max_new_tokens=30, stop_ids=frozenset(range(0, VOCABULARY, 12))),
@@ -263,7 +262,7 @@ def test_the_engine_goes_with_its_policy_and_the_cache_with_its_phase(tiny_model
     policy = load_policy(tiny_model("llama"))
     engine = weakref.ref(engine_for(policy))
     with engine_for(policy).session(policy, Limits(2, 20)) as session:
-        session.submit(0, requests((3,))[0], options(max_new_tokens=4))
+        session.submit(0, requests((3,))[0].request(options(max_new_tokens=4)))
         run(session)
         assert session.cache is not None
         cache = weakref.ref(session.cache.keys[0])
@@ -281,10 +280,10 @@ def test_a_thousand_phases_leave_nothing_behind(tiny_model: Model) -> None:
     policy = load_policy(tiny_model("llama"))
     asked = requests((3, 9))
     for _ in range(100):
-        decode_here(policy, asked, options(max_new_tokens=2))
+        decode(policy, asked, options(max_new_tokens=2))
     before = resident()
     for _ in range(1000):
-        decode_here(policy, asked, options(max_new_tokens=2))
+        decode(policy, asked, options(max_new_tokens=2))
     assert (resident() - before) * 4096 < 8 * 2**20
 
 
@@ -293,12 +292,12 @@ def test_a_model_that_keeps_other_state_is_sampled_plainly_and_the_reason_is_sai
 ) -> None:
     policy = load_policy(tiny_model("llama"))
     asked = requests((3, 9, 5))
-    expected = decode_here(load_policy(tiny_model("llama")), asked, options())
+    expected = decode(load_policy(tiny_model("llama")), asked, options())
     policy.model.base_model.layers[1].self_attn.layer_idx = 0
     assert "attends more than once in layer 0" in str(engine_of(policy))
     policy.model.base_model.layers[1].self_attn.layer_idx = 1
     assert caplog.text.count("sampled without the engine") == 1
-    for mine, theirs in zip(decode_here(policy, asked, options()), expected, strict=True):
+    for mine, theirs in zip(decode(policy, asked, options()), expected, strict=True):
         same(mine, theirs)
     assert caplog.text.count("sampled without the engine") == 1
 
@@ -313,7 +312,7 @@ def test_bfloat16_stays_near_float32(tiny_model: Model) -> None:
     engine_for(policy)
     asked = requests((3, 17, 9))
     loop = PlainLoop(tiny_model("qwen3_tied"))
-    for request, answer in zip(asked, decode_here(policy, asked, options()), strict=True):
+    for request, answer in zip(asked, decode(policy, asked, options()), strict=True):
         ids = [*request.input_ids, *answer.token_ids]
         for at, logprob in enumerate(answer.logprobs, len(request.input_ids)):
             z = torch.from_numpy(loop.logits(ids[:at]))

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from completing import Asked, Completion, How, decode
 from selection import long_except
 from tiny import VOCABULARY
-from truestep.generate.completions import Completion, DecodeOptions, Request
-from truestep.generate.decode import decode_here
 from truestep.generate.engine import engine as engine_module
 from truestep.generate.engine import exact as engine_exact
 from truestep.generate.engine.engine import Engine, Limits, engine_of
@@ -28,20 +27,20 @@ from truestep.types import Rollout
 
 Model = Callable[[str], Path]
 FAMILIES = ("llama", "qwen3", "qwen3_tied", "gemma2", "granite")
-OPTIONS = DecodeOptions(0.7, 1.0, 14, None, frozenset([3, 8]), exact=True)
+OPTIONS = How(0.7, 1.0, 14, None, frozenset([3, 8]), exact=True)
 
 
-def requests() -> list[Request]:
+def requests() -> list[Asked]:
     """Prompts of uneven lengths, one of them a group's, and one longer than the chunks below."""
     generator = np.random.default_rng(3)
     asked = [
-        Request(tuple(generator.integers(0, VOCABULARY, length).tolist()), (7, number))
+        Asked(tuple(generator.integers(0, VOCABULARY, length).tolist()), (7, number))
         for number, length in enumerate((3, 17, 1, 45, 9, 16))
     ]
-    return asked + [Request(asked[1].input_ids, (8, number)) for number in range(2)]
+    return asked + [Asked(asked[1].input_ids, (8, number)) for number in range(2)]
 
 
-def trained(policy: Policy, asked: Sequence[Request], answers: Sequence[Completion]) -> list[np.ndarray]:
+def trained(policy: Policy, asked: Sequence[Asked], answers: Sequence[Completion]) -> list[np.ndarray]:
     """Training's log-probs of completions, in two micro-batches."""
     documents = []
     for number, (request, answer) in enumerate(zip(asked, answers, strict=True)):
@@ -53,14 +52,14 @@ def trained(policy: Policy, asked: Sequence[Request], answers: Sequence[Completi
     return [found[number].numpy() for number in numbers]
 
 
-def equal(policy: Policy, asked: Sequence[Request], answers: Sequence[Completion]) -> bool:
+def equal(policy: Policy, asked: Sequence[Asked], answers: Sequence[Completion]) -> bool:
     return all(
         np.array_equal(np.array(answer.logprobs, dtype=right.dtype), right)
         for answer, right in zip(answers, trained(policy, asked, answers), strict=True)
     )
 
 
-def in_company(policy: Policy, asked: Sequence[Request], limits: Limits) -> tuple[list[Completion], Any]:
+def in_company(policy: Policy, asked: Sequence[Asked], limits: Limits) -> tuple[list[Completion], Any]:
     """Submit half of the requests, and each of the others some steps later."""
     engine = engine_of(policy, exact=True)
     assert isinstance(engine, Engine)
@@ -68,12 +67,12 @@ def in_company(policy: Policy, asked: Sequence[Request], limits: Limits) -> tupl
     with engine.session(policy, limits) as session:
         waiting = list(range(len(asked)))
         for number in waiting[: len(asked) // 2]:
-            session.submit(number, asked[number], OPTIONS)
+            session.submit(number, asked[number].request(OPTIONS))
         waiting = waiting[len(asked) // 2 :]
         while session.busy or waiting:
             if (waiting and session.counts.steps % 3 == 2) or not session.busy:
                 number = waiting.pop(0)
-                session.submit(number, asked[number], OPTIONS)
+                session.submit(number, asked[number].request(OPTIONS))
             done |= dict(session.step())
         return [done[number] for number in range(len(asked))], session.counts
 
@@ -96,7 +95,7 @@ def checked_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_samplers_logprobs_are_trainings(kind: str, dtype: str, tiny_model: Model) -> None:
     policy = load_policy(tiny_model(kind), dtype=dtype, head=HeadSettings(fp32=kind != "qwen3"))
     asked = requests()
-    answers = decode_here(policy, asked, OPTIONS)
+    answers = decode(policy, asked, OPTIONS)
     assert equal(policy, asked, answers)
     assert {answer.stopped for answer in answers} == {True, False}
     # Few rows at a time, long prompts in chunks, late joins, and a cache so small that completions begin again.
@@ -117,7 +116,7 @@ def test_long_documents_too(kind: str, tiny_model: Model) -> None:
     generator = np.random.default_rng(5)
     lengths = 8178, 30, 7001
     asked = [
-        Request(tuple(generator.integers(0, VOCABULARY, length).tolist()), (9, number))
+        Asked(tuple(generator.integers(0, VOCABULARY, length).tolist()), (9, number))
         for number, length in enumerate(lengths)
     ]
     answers, counts = in_company(policy, asked, Limits(4, 8192, chunk_tokens=1000))
@@ -129,13 +128,13 @@ def test_without_it_bfloat16_differs(tiny_model: Model) -> None:
     """The comparison can fail."""
     policy = load_policy(tiny_model("llama"), dtype="bfloat16", head=HeadSettings(fp32=True))
     asked = requests()
-    assert not equal(policy, asked, decode_here(policy, asked, replace(OPTIONS, exact=False)))
+    assert not equal(policy, asked, decode(policy, asked, replace(OPTIONS, exact=False)))
 
 
 def test_it_stays_near_what_is_sampled_without_it(tiny_model: Model) -> None:
     policy = load_policy(tiny_model("gemma2"), head=HeadSettings(fp32=True))
     asked = requests()
-    exact, plain = (decode_here(policy, asked, replace(OPTIONS, exact=which)) for which in (True, False))
+    exact, plain = (decode(policy, asked, replace(OPTIONS, exact=which)) for which in (True, False))
     for mine, theirs in zip(exact, plain, strict=True):
         assert mine.token_ids == theirs.token_ids
         np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
@@ -144,7 +143,7 @@ def test_it_stays_near_what_is_sampled_without_it(tiny_model: Model) -> None:
 def test_truncated_draws_have_both_logprobs(tiny_model: Model) -> None:
     policy = load_policy(tiny_model("llama"), dtype="bfloat16", head=HeadSettings(fp32=True))
     asked = requests()
-    answers = decode_here(policy, asked, replace(OPTIONS, top_k=4))
+    answers = decode(policy, asked, replace(OPTIONS, top_k=4))
     assert equal(policy, asked, answers)
     for answer in answers:
         assert answer.truncated_logprobs is not None
@@ -172,4 +171,4 @@ def test_a_model_that_it_cannot_compute_is_refused_by_name(tiny_model: Model, ca
     own = norm.forward
     norm.forward = lambda hidden: own(hidden) + 0 * hidden.mean(-2, keepdim=True)
     with caplog.at_level(logging.WARNING), pytest.raises(InexactError, match="another dimension than the last"):
-        decode_here(policy, requests(), OPTIONS)
+        decode(policy, requests(), OPTIONS)

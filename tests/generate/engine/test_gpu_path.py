@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from completing import Asked, How, decode
 from interpreted import use
 from selection import long_except
 from tiny import VOCABULARY
-from truestep.generate.completions import DecodeOptions, Request
-from truestep.generate.decode import decode_here
 from truestep.generate.engine import engine as engine_module
 from truestep.generate.engine.cache import store
 from truestep.generate.engine.device import Result
@@ -105,15 +104,15 @@ def test_kernels_and_replays_draw_the_same(
 ) -> None:
     generator = np.random.default_rng(5)
     lengths = (3, 17, 1)
-    asked = [Request(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate(lengths)]
-    how = DecodeOptions(0.9, cut.get("top_p", 1.0), 5, 2, frozenset(range(6)))
-    expected = decode_here(load_policy(tiny_model(kind)), asked, how)
+    asked = [Asked(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate(lengths)]
+    how = How(0.9, cut.get("top_p", 1.0), 5, 2, frozenset(range(6)))
+    expected = decode(load_policy(tiny_model(kind)), asked, how)
     policy = load_policy(tiny_model(kind))
     found = engine_of(policy)
     assert isinstance(found, Engine)
     as_on_a_gpu(found)
     for phase in range(2):
-        for mine, theirs in zip(decode_here(policy, asked, how), expected, strict=True):
+        for mine, theirs in zip(decode(policy, asked, how), expected, strict=True):
             assert mine.token_ids == theirs.token_ids
             np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
         if phase == 0:
@@ -133,9 +132,9 @@ def test_prompts_that_are_replayed_draw_the_same(
     """The kernel that attends within all documents is stood for by one that reads where they end when it runs."""
     generator = np.random.default_rng(5)
     lengths = (30, 47, 1, 9, 60, 12, 3, 200, 8, 17)
-    asked = [Request(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate(lengths)]
-    how = DecodeOptions(0.9, 1.0, 3, 3, frozenset())
-    expected = decode_here(load_policy(tiny_model(kind)), asked, how)
+    asked = [Asked(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate(lengths)]
+    how = How(0.9, 1.0, 3, 3, frozenset())
+    expected = decode(load_policy(tiny_model(kind)), asked, how)
     policy = load_policy(tiny_model(kind))
     found = engine_of(policy)
     assert isinstance(found, Engine)
@@ -155,7 +154,7 @@ def test_prompts_that_are_replayed_draw_the_same(
     monkeypatch.setattr(attention, "is_fused", lambda *_: True)
     monkeypatch.setattr(attention, "_varlen", by_segments)
     for _ in range(2):
-        for mine, theirs in zip(decode_here(policy, asked, how), expected, strict=True):
+        for mine, theirs in zip(decode(policy, asked, how), expected, strict=True):
             assert mine.token_ids == theirs.token_ids
             np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
     prompts = [key for key in replays if key[0] == "prompts"]
@@ -172,13 +171,13 @@ def test_exact_kernels_and_replays_find_trainings_logprobs(
     use("kernels", monkeypatch)
     monkeypatch.setattr(engine_module, "make_exact", lambda *_: None)  # it has a test of its own
     generator = np.random.default_rng(5)
-    asked = [Request(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate((3, 17, 1))]
+    asked = [Asked(tuple(generator.integers(0, VOCABULARY, n).tolist()), (n, at)) for at, n in enumerate((3, 17, 1))]
     policy = load_policy(tiny_model(kind), head=HeadSettings(fp32=True))
     found = engine_of(policy, exact=True)
     assert isinstance(found, Engine)
     as_on_a_gpu(found)
     for _ in range(2):  # a second phase has its cache elsewhere
-        answers = decode_here(policy, asked, DecodeOptions(1.0, 1.0, 5, 2, frozenset(range(6)), exact=True))
+        answers = decode(policy, asked, How(1.0, 1.0, 5, 2, frozenset(range(6)), exact=True))
         documents = []
         for number, (one, answer) in enumerate(zip(asked, answers, strict=True)):
             ids = np.array([*one.input_ids, *answer.token_ids])
@@ -194,13 +193,13 @@ def test_weights_that_moved_make_graphs_anew(tiny_model: Model, replays: list[tu
     found = engine_of(policy)
     assert isinstance(found, Engine)
     as_on_a_gpu(found)
-    asked = [Request((1, 2, 3), (1,))]
-    how = DecodeOptions(1.0, 1.0, 4, None, frozenset())
-    decode_here(policy, asked, how)
+    asked = [Asked((1, 2, 3), (1,))]
+    how = How(1.0, 1.0, 4, None, frozenset())
+    decode(policy, asked, how)
     before = len(replays)
     weight = policy.model.base_model.norm.weight
     weight.data = weight.data.clone()
-    decode_here(policy, asked, how)
+    decode(policy, asked, how)
     assert len(replays) == 2 * before
 
 
@@ -211,16 +210,16 @@ def test_without_graphs_steps_run_one_by_one(
         raise RuntimeError("capture is not permitted")
 
     policy = load_policy(tiny_model("llama"))
-    asked = [Request((1, 2, 3), (1,)), Request((4,), (2,))]
-    how = DecodeOptions(1.0, 1.0, 4, None, frozenset())
-    expected = decode_here(policy, asked, how)
+    asked = [Asked((1, 2, 3), (1,)), Asked((4,), (2,))]
+    how = How(1.0, 1.0, 4, None, frozenset())
+    expected = decode(policy, asked, how)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(Graphs, "_capture", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     found = engine_of(policy)
     assert isinstance(found, Engine)
     as_on_a_gpu(found)
-    assert [one.token_ids for one in decode_here(policy, asked, how)] == [one.token_ids for one in expected]
+    assert [one.token_ids for one in decode(policy, asked, how)] == [one.token_ids for one in expected]
     assert caplog.text.count("computes rows without CUDA graphs") == 1
     assert "capture is not permitted" in caplog.text
 
@@ -230,18 +229,18 @@ def test_layers_of_a_kind_are_compiled_once(tiny_model: Model, monkeypatch: pyte
     counter = CompileCounter()
     monkeypatch.setattr(compiled, "BACKEND", counter)
     generator = np.random.default_rng(5)
-    asked = [Request(tuple(generator.integers(0, VOCABULARY, 4 + n).tolist()), (n,)) for n in range(9)]
-    how = DecodeOptions(1.0, 1.0, 4, None, frozenset())
+    asked = [Asked(tuple(generator.integers(0, VOCABULARY, 4 + n).tolist()), (n,)) for n in range(9)]
+    how = How(1.0, 1.0, 4, None, frozenset())
     policy = load_policy(tiny_model("qwen3"))
-    expected = decode_here(policy, asked, how)
+    expected = decode(policy, asked, how)
     found = engine_of(policy)
     assert isinstance(found, Engine)
     found.device.compiles = True
-    assert [one.token_ids for one in decode_here(policy, asked, how)] == [one.token_ids for one in expected]
+    assert [one.token_ids for one in decode(policy, asked, how)] == [one.token_ids for one in expected]
     made = counter.frame_count
     parts = "before attention, after it, the layer's beginning and its end, what turns heads, and the last norm"
     assert made == 6, parts
-    decode_here(policy, asked[3:], how)
+    decode(policy, asked[3:], how)
     assert counter.frame_count == made
     assert policy.model.base_model.layers[0].forward.__func__ is type(policy.model.base_model.layers[0]).forward
     torch._dynamo.reset()

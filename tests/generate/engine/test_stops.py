@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from completing import Asked, How, decode, decode_plainly
 from small_runs import tokenised_model
-from truestep.generate.completions import DecodeOptions, Request
-from truestep.generate.decode import decode_here, decode_plainly
 from truestep.generate.engine.stops import StopTexts
 from truestep.model.loading.load import load_policy
 from truestep.ranks.group import divide
@@ -17,14 +16,14 @@ from truestep.ranks.group import divide
 
 def test_a_text_ends_a_completion_across_tokens(tmp_path: Path) -> None:
     policy = load_policy(tokenised_model(tmp_path / "model", "llama"))
-    asked = [Request((5, 9, 14), (1, 2))]
-    how = DecodeOptions(1.0, 1.0, 20, None, frozenset())
-    whole = decode_here(policy, asked, how)[0].token_ids
+    asked = [Asked((5, 9, 14), (1, 2))]
+    how = How(1.0, 1.0, 20, None, frozenset())
+    whole = decode(policy, asked, how)[0].token_ids
     text = policy.tokenizer.decode(whole[5:7])
     cut = text[1:]  # begins within one token and ends within the next
     assert " " in cut
     ends = next(at for at in range(1, 21) if cut in policy.tokenizer.decode(whole[:at], skip_special_tokens=True))
-    for one in (decode_here, decode_plainly):
+    for one in (decode, decode_plainly):
         stopped = one(policy, asked, dataclasses.replace(how, stop=(cut, "never seen")))[0]
         assert stopped.token_ids == whole[:ends], "the ids as they were drawn"
         assert stopped.stopped

@@ -142,6 +142,7 @@ class _Mapping:
         self._news = News()
         self._rounds = Rounds(self._ranks, self._changed)
         self._start = self._last_end = time.perf_counter()
+        self._asked_at = time.monotonic()  # when it was asked last whether the run was asked to stop
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function in the event loop, from another thread."""
@@ -268,13 +269,12 @@ class _Mapping:
         """Wait for requests, or for other ranks, while nothing is computed."""
         seconds = _POLL_SECONDS if self._team.size == 1 else _TEAM_POLL_SECONDS
         what = progress.OTHER_RANKS if task.done() else "rewards"
-        asked = time.monotonic()
         with progress.waiting_for(what), progress.working("rating", "rewards"):
             while not self._changed.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), seconds)
-                if not task.done() and time.monotonic() - asked >= _POLL_SECONDS:
-                    asked = time.monotonic()
+                if not task.done() and time.monotonic() - self._asked_at >= _POLL_SECONDS:
+                    self._asked_at = time.monotonic()
                     if self._asked_to_stop():
                         self._news.error = Interrupted()
                         return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from truestep.generate.errors import BadAnswerError
-from truestep.generate.generator import Completion, DrawOptions, Request
+from truestep.generate.generator import Completion, DrawOptions, OnTokens, Request
 from truestep.generate.servers.protocol import InferenceServer
 
 
@@ -23,16 +23,29 @@ async def stream(
     n: int,
     vocabulary_size: int,
     version: Callable[[], int],
-    on_tokens: Callable[[int, Sequence[int]], None] = lambda index, tokens: None,
+    on_tokens: OnTokens | None = None,  # only for n = 1
 ) -> list[Completion]:
     """Request completions as a stream. Each token gets the version that `version()` returns when the token arrives."""
     versions: defaultdict[int, list[int]] = defaultdict(list)
+    errors: list[Exception] = []  # of `on_tokens`
 
     def arrived(index: int, tokens: Sequence[int]) -> None:
+        _check_ids(tokens, vocabulary_size)
         versions[index] += [version()] * len(tokens)
-        on_tokens(index, tokens)
+        if on_tokens is not None and tokens:
+            try:
+                on_tokens(tokens)
+            except Exception as error:
+                errors.append(error)
+                raise
 
-    return check_choices(await server.stream(request, n, arrived), request, n, vocabulary_size, versions)
+    try:
+        choices = await server.stream(request, n, arrived)
+    except BadAnswerError:
+        if errors:  # it was taken for an answer that cannot be read
+            raise errors[0] from None
+        raise
+    return check_choices(choices, request, n, vocabulary_size, versions)
 
 
 def check_choices(
@@ -58,15 +71,19 @@ def _checked(choice: Completion, request: Request, vocabulary_size: int, version
     tokens = choice.token_ids
     if not tokens:
         raise BadAnswerError("a completion without tokens")
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocabulary_size:
-            raise BadAnswerError(f"token id {token!r} is not in the vocabulary of {vocabulary_size}")
+    _check_ids(tokens, vocabulary_size)
     _check_end(choice, request.options)
     _check_logprobs(choice.logprobs, len(tokens))
     token_versions = [versions] * len(tokens) if isinstance(versions, int) else versions
     if len(token_versions) != len(tokens):
         raise BadAnswerError(f"{len(tokens)} tokens, of which {len(token_versions)} came with a version")
     return replace(choice, logprobs=[float(value) for value in choice.logprobs], versions=token_versions)
+
+
+def _check_ids(tokens: Sequence[int], vocabulary_size: int) -> None:
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocabulary_size:
+            raise BadAnswerError(f"token id {token!r} is not in the vocabulary of {vocabulary_size}")
 
 
 def _check_end(choice: Completion, options: DrawOptions) -> None:

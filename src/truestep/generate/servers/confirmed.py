@@ -1,4 +1,4 @@
-"""Work with completions of servers that a later probe has confirmed, for evaluation."""
+"""Work with completions of servers that a later probe has confirmed, as `Generator.map` runs it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,17 +24,22 @@ async def confirmed_results(
 ) -> list[R]:
     """Run `work` for all items. Each result is of completions that a later probe has confirmed, or is made again."""
     results: dict[int, R] = {}
+
+    async def attempt(index: int) -> None:
+        try:
+            results[index] = await work(items[index], used[index].generate)
+        except Exception:
+            if not used[index].lost:
+                raise
+
     missing = list(range(len(items)))
     while missing:
         used = {index: _Recorder(fleet, places) for index in missing}
-        made = await run_all([work(items[index], used[index].generate) for index in missing])
-        results |= dict(zip(missing, made, strict=True))
+        await run_all([attempt(index) for index in missing])
         await fleet.confirm(
             {answer.server for each in used.values() for answer in each.answers if not answer.confirmed}
         )
-        missing = [
-            index for index, each in used.items() if any(answer.void or not answer.confirmed for answer in each.answers)
-        ]
+        missing = [index for index, each in used.items() if not each.all_confirmed]
     return [results[index] for index in range(len(items))]
 
 
@@ -44,20 +49,36 @@ class _Recorder:
     def __init__(self, fleet: Fleet, places: asyncio.Semaphore):
         self._fleet, self._places = fleet, places
         self.answers: list[ServedCompletions] = []
+        self.lost = False  # a stream was lost behind some of its tokens: the work begins again
+
+    @property
+    def all_confirmed(self) -> bool:
+        return not self.lost and all(answer.confirmed and not answer.void for answer in self.answers)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
-        failures = 0
+        failures, streamed = 0, False
+
+        def pass_on(tokens: Sequence[int]) -> None:
+            nonlocal streamed
+            streamed = True
+            assert on_tokens is not None
+            on_tokens(tokens)
+
         while True:
             try:
                 async with self._places:
-                    completion = await self._fleet.generate(request, on_tokens)
-            except (UnreachableError, VoidedError):
-                await asyncio.sleep(_RETRY_SECONDS)
-            except BadAnswerError:
-                failures += 1
-                if failures == TRIES:
-                    raise
-            else:
+                    completion = await self._fleet.generate(request, None if on_tokens is None else pass_on)
                 if not completion.aborted:
                     self.answers.append(completion.answer)
                     return replace(completion, answer=None)
+                problem: Exception = VoidedError()
+            except (UnreachableError, VoidedError) as error:
+                problem = error
+                await asyncio.sleep(_RETRY_SECONDS)
+            except BadAnswerError as error:
+                failures, problem = failures + 1, error
+                if failures == TRIES or streamed:
+                    raise
+            if streamed:  # the caller has tokens that are of no completion
+                self.lost = True
+                raise problem

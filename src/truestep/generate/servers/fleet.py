@@ -23,6 +23,7 @@ from truestep.generate.errors import (
 )
 from truestep.generate.generator import Completion, OnTokens, Request
 from truestep.generate.servers import check_answer as answer
+from truestep.generate.servers.batches import Batches
 from truestep.generate.servers.check import explain_raw
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.probe import Expected, measure
@@ -88,16 +89,6 @@ class ServedCompletions:
     void: bool = False  # it is unknown which weights sampled them
 
 
-@dataclass(eq=False)
-class _Batch:
-    """Equal requests that were made at once, and are sent as one."""
-
-    request: Request
-    on_tokens: OnTokens | None
-    callers: list[asyncio.Future[Completion]] = field(default_factory=list)
-    task: asyncio.Task[None] | None = None
-
-
 class Signal:
     """An event that wakes the tasks that wait for it now, and is not set for later ones (an edge, not a level)."""
 
@@ -134,49 +125,25 @@ class Fleet:
         self._published: dict[int, Published] = {}
         self._current: Published | None = None
         self._changed = Signal()
-        self._batches: dict[object, _Batch] = {}  # of requests that are not sent yet
+        self._batches = Batches(self._choices)
         self._sessions: OrderedDict[str, Server] = OrderedDict()  # the server of each conversation, the oldest first
         self._tasks: set[asyncio.Task[None]] = set()  # publications and recoveries in flight, one server each
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
-        """Complete a request. Requests for the same prompt that are made at once, as a group's are, are sent as one."""
-        loop, key = asyncio.get_running_loop(), (request.token_ids, request.options, request.session)
-        batch = self._batches.get(key) if on_tokens is None else None
-        if batch is None:
-            batch = _Batch(request, on_tokens)
-            if on_tokens is None:
-                self._batches[key] = batch
-            loop.call_soon(self._send, batch, key)
-        caller: asyncio.Future[Completion] = loop.create_future()
-        batch.callers.append(caller)
-        try:
-            return await caller
-        finally:
-            if batch.task is not None and all(other.done() for other in batch.callers):
-                batch.task.cancel()  # nobody waits for the server's answer any more
+        """Complete a request. Equal requests that are made at once are sent as one."""
+        return await self._batches.generate(request, on_tokens)
 
-    def _send(self, batch: _Batch, key: object) -> None:
-        if self._batches.get(key) is batch:
-            del self._batches[key]
-        batch.callers = [caller for caller in batch.callers if not caller.done()]
-        if batch.callers:
-            batch.task = asyncio.get_running_loop().create_task(self._answer(batch))
-
-    async def _answer(self, batch: _Batch) -> None:
-        try:
-            served = await self.ask(batch.request, len(batch.callers), batch.on_tokens)
-        except Exception as error:
-            for caller in batch.callers:
-                if not caller.done():
-                    caller.set_exception(error)
-            return
-        for caller, choice in zip(batch.callers, served.choices, strict=True):
-            if not caller.done():
-                caller.set_result(replace(choice, server=served.server.url, answer=served))
+    async def _choices(self, request: Request, n: int, on_tokens: OnTokens | None) -> list[Completion]:
+        served = await self.ask(request, n, on_tokens)
+        return [replace(choice, server=served.server.url, answer=served) for choice in served.choices]
 
     async def ask(self, request: Request, n: int, on_tokens: OnTokens | None = None) -> ServedCompletions:
         """Send a request for `n` completions to the server with the fewest in flight, or to the one that has the past
         of its conversation."""
+        if request.options.truncates or request.options.stop:
+            raise ServerError(
+                "inference servers draw at a temperature alone: without top_p, top_k, min_p and stop texts"
+            )
         server = await self._pick(request.session)
         version, epoch, size = server.version, server.epoch, self._vocabulary_size
         assert version is not None, "a server is opened with its first weights"
@@ -184,12 +151,7 @@ class Fleet:
         server.served += n
         try:
             if self._pause == "keep" or on_tokens is not None:
-
-                def arrived(index: int, tokens: Sequence[int]) -> None:
-                    if on_tokens is not None:
-                        on_tokens(tokens)
-
-                choices = await answer.stream(server.remote, request, n, size, lambda: server.version or 0, arrived)
+                choices = await answer.stream(server.remote, request, n, size, lambda: server.version or 0, on_tokens)
             else:
                 choices = await answer.complete(server.remote, request, n, size, version)
         except UnreachableError as error:
@@ -214,7 +176,7 @@ class Fleet:
         completions in flight, then with the fewest served."""
         while not (ready := [server for server in self.servers if server.is_open]):
             await self._changed.wait()
-        found = self._sessions.get(session or "")
+        found = None if session is None else self._sessions.get(session)
         if found not in ready:
             found = min(ready, key=lambda server: (server.in_flight, server.served))
         if session is not None:
@@ -397,7 +359,8 @@ class Fleet:
         return "; ".join(map(str, self.servers))
 
     async def close(self) -> None:
-        """Cancel publications and recoveries, which resume paused servers, and close the connections."""
+        """Cancel requests, publications and recoveries, which resume paused servers, and close the connections."""
+        await self._batches.close()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
