@@ -13,9 +13,10 @@ import json
 import time
 from collections.abc import Sequence
 
+from truestep.generate.servers.group_maker import Group, GroupMaker, SamplingOptions
+
 from truestep.environments.prompts import Prompt
 from truestep.generate.servers.fleet import Fleet
-from truestep.generate.servers.group_maker import Group, GroupMaker, SamplingOptions
 from truestep.generate.servers.vllm import Vllm
 
 VOCABULARY = 1000

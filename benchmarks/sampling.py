@@ -11,6 +11,7 @@ done, and one that fails says so and ends nothing else.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import logging
@@ -27,9 +28,11 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from truestep.generate.completions import Completion, DecodeOptions, Request
-from truestep.generate.decode import decode_here, decode_plainly
 from truestep.generate.engine.engine import Counts, Engine, Limits, Session, engine_of
+from truestep.generate.engine.pages import PagePool
+from truestep.generate.engine.phase import EngineSettings
+from truestep.generate.engine.service import EngineGenerator
+from truestep.generate.generator import Completion, DrawOptions, Generate, Request
 from truestep.head.logits import HeadSettings
 from truestep.model.mixers import attention
 from truestep.model.policy import ModelFacts, Policy
@@ -79,11 +82,20 @@ def sized(name: str) -> Policy:
 def requests(count: int, length: int, group: int = 1, vocabulary: int = VOCABULARY) -> list[Request]:
     generator = np.random.default_rng(1)
     prompts = [tuple(generator.integers(0, vocabulary, length).tolist()) for _ in range(-(-count // group))]
-    return [Request(prompts[number // group], (3, number)) for number in range(count)]
+    return [Request(prompts[number // group], options(1), (3, number)) for number in range(count)]
 
 
-def options(new: int) -> DecodeOptions:
-    return DecodeOptions(1.0, 1.0, new, None, frozenset())
+def options(new: int, temperature: float = 1.0) -> DrawOptions:
+    return DrawOptions(temperature, new, frozenset())
+
+
+def complete(
+    policy: Policy, asked: Sequence[Request], draw: DrawOptions, settings: EngineSettings | None = None
+) -> list[Completion]:
+    async def work(request: Request, generate: Generate) -> Completion:
+        return await generate(replace(request, options=draw))
+
+    return EngineGenerator(policy, settings).map(asked, work)
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -120,13 +132,13 @@ def sample(
     """The seconds until the first token is known and until all are, and what was done."""
     engine = engine_of(policy)
     assert isinstance(engine, Engine), engine
-    longest = max(len(request.input_ids) + new for request, new in zip(asked, lengths, strict=True))
+    longest = max(len(request.token_ids) + new for request, new in zip(asked, lengths, strict=True))
     torch.cuda.synchronize()
     start = time.perf_counter()
     first = 0.0
     with engine.session(policy, Limits(min(rows, len(asked)), longest)) as session:
         for number, (request, new) in enumerate(zip(asked, lengths, strict=True)):
-            session.submit(number, request, options(new))
+            session.submit(number, replace(request, options=options(new)))
         while session.busy:
             session.step()
             if not first and session.counts.drawn_tokens >= len(asked):
@@ -166,10 +178,13 @@ def check_float32() -> None:
                 parameter.normal_(0, 0.06)
     report_engine(policy)
     generator = np.random.default_rng(2)
-    asked = [Request(tuple(generator.integers(0, 5003, n).tolist()), (9, n)) for n in (1, 30, 63, 64, 65, 200, 700, 64)]
+    asked = [
+        Request(tuple(generator.integers(0, 5003, n).tolist()), options(1), (9, n))
+        for n in (1, 30, 63, 64, 65, 200, 700, 64)
+    ]
     for temperature in (0.0, 1.0):
-        how = replace(options(100), temperature=temperature)
-        mine, plain = decode_here(policy, asked, how), decode_plainly(policy, asked, how)
+        how = options(100, temperature)
+        mine, plain = complete(policy, asked, how), complete(policy, asked, how, EngineSettings(engine=False))
         same = sum(a.token_ids == b.token_ids for a, b in zip(mine, plain, strict=True))
         worst = worst_difference(policy, asked, mine, temperature or 1.0)
         print(
@@ -179,9 +194,9 @@ def check_float32() -> None:
 
 
 def logprobs_of_training(policy: Policy, request: Request, answer: Completion, temperature: float) -> torch.Tensor:
-    ids = np.array([*request.input_ids, *answer.token_ids])
+    ids = np.array([*request.token_ids, *answer.token_ids])
     with torch.no_grad():
-        hidden = policy.hidden(pack_tokens([ids], 1))[len(request.input_ids) - 1 : -1]
+        hidden = policy.hidden(pack_tokens([ids], 1))[len(request.token_ids) - 1 : -1]
         z = (hidden.float() @ policy.head_weight.float().T) / temperature
         tokens = torch.tensor(answer.token_ids, device=z.device)
         return z.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1).cpu()
@@ -229,7 +244,7 @@ def main_case(policy: Policy, rates: Rates, quick: bool, rows: int = 256, prompt
 
 def generate(policy: Policy, rate: float, quick: bool) -> None:
     asked = requests(256, 128)
-    ids = torch.tensor([request.input_ids for request in asked], device=PLACE)
+    ids = torch.tensor([request.token_ids for request in asked], device=PLACE)
     new = 96 if quick else 256
     with torch.no_grad(), policy.plain_attention():
         how = {"attention_mask": torch.ones_like(ids), "do_sample": True, "pad_token_id": 0, "top_k": 0}
@@ -241,7 +256,7 @@ def generate(policy: Policy, rate: float, quick: bool) -> None:
 
 def continuous(policy: Policy, rate: float, quick: bool) -> None:
     """Transformers' own continuous batching, of the same requests."""
-    asked = [list(request.input_ids) for request in requests(256, 128)]
+    asked = [list(request.token_ids) for request in requests(256, 128)]
     new = 64 if quick else 256
     how = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
     with torch.no_grad(), attention.using(policy.model, "sdpa"):
@@ -259,10 +274,10 @@ def exact_case(policy: Policy, quick: bool) -> None:
     new = 64 if quick else 256
     asked = requests(256, 128)
     for exact in (False, True):
-        how = replace(options(new), exact=exact)
+        how = EngineSettings(exact=exact)
         made, _ = timed(lambda how=how: engine_of(policy, how.exact))
-        took = min(timed(lambda how=how: decode_here(policy, asked, how))[0] for _ in range(2))
-        answers = decode_here(policy, asked, how)
+        took = min(timed(lambda how=how: complete(policy, asked, options(new), how))[0] for _ in range(2))
+        answers = complete(policy, asked, options(new), how)
         pairs = zip(asked, answers, strict=True)
         documents = [
             Rollout(str(number), np.array([*one.input_ids, *other.token_ids]), np.arange(128 + new) >= 128)
@@ -304,7 +319,7 @@ def half_way(policy: Policy, rows: int, prompt: int, new: int) -> Iterator[Sessi
     assert isinstance(engine, Engine)
     with engine.session(policy, Limits(rows, prompt + new)) as session:
         for number, request in enumerate(requests(rows, prompt)):
-            session.submit(number, request, options(new))
+            session.submit(number, replace(request, options=options(new)))
         for _ in range(new // 2):
             session.step()
         yield session
@@ -325,7 +340,7 @@ def breakdown(policy: Policy, rows: int = 256, prompt: int = 128, new: int = 256
     with half_way(policy, rows, prompt, new) as session:
         took, kernels = profiled(session, 30)
         host = time.perf_counter()
-        plan = session._schedule.plan()
+        plan = session._scheduler.plan()
         session._lines(plan.rows, len(plan.rows), session._tables.shape[1])
         host = time.perf_counter() - host
     for event in kernels:
@@ -347,13 +362,13 @@ def joins(policy: Policy) -> None:
     assert isinstance(engine, Engine)
     with engine.session(policy, Limits(256, 1024)) as session:
         for number, request in enumerate(requests(240, 128)):
-            session.submit(number, request, options(800))
+            session.submit(number, replace(request, options=options(800)))
         for _ in range(20):
             session.step()
         plain, _ = timed(lambda: [session.step() for _ in range(10)])
         for at in range(3):
             for number, request in enumerate(requests(16, 128)):
-                session.submit(1000 * at + 1000 + number, request, options(12))
+                session.submit(1000 * at + 1000 + number, replace(request, options=options(12)))
             torch.cuda.synchronize()
             start = time.perf_counter()
             session.step()
@@ -398,9 +413,58 @@ def groups_case(policy: Policy) -> None:
         print(f"128 prompts of 2,048, {name}: all first tokens after {first:.2f} s, {counts.prompt_tokens:,} computed")
 
 
+def turns_case(policy: Policy, conversations: int = 64, turns: int = 8, prompt: int = 2048, new: int = 100) -> None:
+    """Conversations of several turns at once. Each turn goes on from the tokens before; or all is computed again."""
+    generator = np.random.default_rng(6)
+    prompts = [tuple(generator.integers(0, VOCABULARY, prompt).tolist()) for _ in range(conversations)]
+    said = generator.integers(0, VOCABULARY, (conversations, turns, 20)).tolist()  # what others say between turns
+    draw, longest = options(new), prompt + turns * (new + 20)
+    plain = PagePool.find
+    for keeps in (False, True, False, True):
+        PagePool.find = plain if keeps else lambda self, digests: []  # type: ignore[method-assign]
+        service = EngineGenerator(policy, EngineSettings(rows=conversations, longest=longest))
+
+        async def talk(number: int, generate: Generate) -> int:
+            ids = prompts[number]
+            for turn in range(turns):
+                answer = await generate(Request(ids, draw, (number, turn), session=str(number)))
+                ids = (*ids, *answer.token_ids, *said[number][turn])
+            return turns * new
+
+        took, drawn = timed(lambda service=service, talk=talk: service.map(range(conversations), talk))
+        spent = service.spent
+        needed = conversations * (prompt + (turns - 1) * (new + 20))
+        print(
+            f"{conversations} conversations of {turns} turns of {new} behind {prompt}, "
+            f"{'cache kept' if keeps else 'all computed again'}: {took:.2f} s, {sum(drawn) / took:,.0f} tokens/s; "
+            f"{spent.prompt_tokens:,} prompt tokens computed ({spent.prompt_tokens / needed:.3f} of the new ones), "
+            f"{spent.cached_tokens:,} found",
+            flush=True,
+        )
+    PagePool.find = plain  # type: ignore[method-assign]
+
+
+def arrivals_case(policy: Policy, count: int = 1024, rows: int = 256, new: int = 256) -> None:
+    """Requests that come at random times, as fast as the engine can serve them, against all at once."""
+    asked, draw = requests(count, 128), options(new)
+    span = 0.0
+    for at_random in (False, False, True, True):
+        delays = np.random.default_rng(7).uniform(0, 0.8 * span, count)
+        service = EngineGenerator(policy, EngineSettings(rows=rows))
+
+        async def come(number: int, generate: Generate, delays: np.ndarray = delays) -> int:
+            if delays[number]:
+                await asyncio.sleep(float(delays[number]))
+            return len((await generate(replace(asked[number], options=draw))).token_ids)
+
+        took, made = timed(lambda service=service, come=come: service.map(range(count), come))
+        span = span if at_random else took
+        print(f"{count} requests {'at random times' if at_random else 'at once'}: {sum(made) / took:,.0f} tokens/s")
+
+
 def bfloat16_case(policy: Policy) -> None:
     asked = requests(16, 128)
-    answers = decode_here(policy, asked, options(128))
+    answers = complete(policy, asked, options(128))
     ratios = torch.cat(
         [
             (logprobs_of_training(policy, request, answer, 1.0) - torch.tensor(answer.logprobs)).exp()
@@ -488,6 +552,12 @@ def main() -> None:
     with section("groups", given.only, limit) as wanted:
         if wanted:
             groups_case(policy)
+    with section("turns", given.only, limit) as wanted:
+        if wanted:
+            turns_case(policy)
+    with section("arrivals", given.only, limit) as wanted:
+        if wanted:
+            arrivals_case(policy)
     del policy
     for name, case in (("0.6B", (256, 128, 256)), ("8B", (128, 1024, 512))):
         with section(name, given.only, limit) as wanted:

@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fits import made_up
-from sampling import SIZES, VOCABULARY, Rates, half_way, options, profiled, requests
+from sampling import SIZES, VOCABULARY, Rates, complete, half_way, options, profiled, requests
 from transformers import Qwen3Config
 
-from truestep.generate.decode import decode
 from truestep.generate.engine.engine import Engine, engine_of
 from truestep.model.loading import load
 from truestep.model.policy import Policy
@@ -72,7 +71,7 @@ def measure(layout: str, given: argparse.Namespace, ranks: Ranks, rates: Rates) 
         torch.cuda.synchronize()
         dist.barrier(group=ranks.host)
         start = time.perf_counter()
-        found = decode(policy, asked, options(given.new))
+        found = complete(policy, asked, options(given.new))
         torch.cuda.synchronize()
         dist.barrier(group=ranks.host)
         seconds.append(time.perf_counter() - start)

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface
 
 from truestep.generate.engine.cache import LayerShape, PagedCache, store
-from truestep.model.mixers.attention import PackedLayout, make_layout, packed_attention
+from truestep.model.mixers.attention import PackedLayout, attend_to_past, make_layout, packed_attention
 
 NAME = "truestep_paged"
 _SCORES_BYTES = 256 * 2**20  # most memory for attention scores, or for gathered keys
@@ -32,6 +32,16 @@ class ChunkSpan:
     pages: torch.Tensor | None  # pages of the prompt up to the chunk's end; None: the chunk begins its prompt
 
 
+@dataclass(frozen=True)
+class Past:
+    """All later chunks of a pass together, with the tokens before them, for the fused kernel."""
+
+    pages: torch.Tensor  # [Y] page of each token of the prompts, up to the ends of the chunks
+    offsets: torch.Tensor  # [Y]
+    bounds: tuple[torch.Tensor, torch.Tensor]  # cumulative lengths of the chunks, and of what they attend to
+    longest: tuple[int, int]
+
+
 @dataclass
 class PromptChunks:
     """A prefill pass over prompt chunks."""
@@ -44,6 +54,7 @@ class PromptChunks:
     later: list[ChunkSpan]  # chunks that attend to earlier tokens in the cache, too
     layout: PackedLayout | None  # of the chunks in `whole`; None: there are none
     store: Callable[..., None] = store
+    past: Past | None = None  # of the chunks in `later`; None: they attend one by one, in plain torch
 
 
 @dataclass
@@ -140,18 +151,23 @@ def _attend_chunks(
             packed_layout=chunks.layout,
         )
         outputs.append(first)
-    for chunk in chunks.later:
+    if chunks.past is not None and softcap is None:
+        past, first_later = chunks.past, chunks.later[0].first
+        k, v = (pool[past.pages, :, past.offsets] for pool in (keys, values))
+        q = query[0, :, first_later:].transpose(0, 1)
+        outputs.append(attend_to_past(q, k, v, past.bounds, past.longest, scale, window)[None])
+    for chunk in chunks.later if chunks.past is None or softcap is not None else ():
         assert chunk.pages is not None
         end = chunk.start + chunk.count
         # [P, K, page, E] -> [K, end, E]
         k, v = (pool.index_select(0, chunk.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
         q = query[0, :, chunk.first : chunk.first + chunk.count]
-        outputs.append(_see_earlier(q, k, v, chunk.start, scale, window, softcap).transpose(0, 1)[None])
+        outputs.append(see_earlier(q, k, v, chunk.start, scale, window, softcap).transpose(0, 1)[None])
     # `cat` would copy a single output; `detach`, since compiled layers would be recompiled for a view.
     return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _see_earlier(
+def see_earlier(
     q: torch.Tensor,  # [Q, X, E]
     k: torch.Tensor,  # [K, N, E]
     v: torch.Tensor,  # [K, N, E]
@@ -160,6 +176,7 @@ def _see_earlier(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:  # [Q, X, E]
+    """Attend from the tokens behind the first `start` to these and all before, in plain torch."""
     grouped = q.unflatten(0, (k.shape[0], -1))
     positions = torch.arange(k.shape[1], device=q.device)
     step = max(1, _SCORES_BYTES // (4 * q.shape[0] * k.shape[1]))
@@ -222,9 +239,10 @@ def make_chunks(
     spans: list[tuple[int, int, tuple[int, ...]]],
     send: Callable[[np.ndarray], torch.Tensor],
     store: Callable[..., None] = store,
+    fused: bool = False,
 ) -> PromptChunks:
     """Make a prefill pass. `spans`: for each chunk its start in the prompt, its number of tokens, and the prompt's
-    pages up to its end; chunks that begin a prompt come first."""
+    pages up to its end; chunks that begin a prompt come first. `fused`: later chunks attend by the fused kernel."""
     whole: list[ChunkSpan] = []
     later: list[ChunkSpan] = []
     first = 0
@@ -242,7 +260,20 @@ def make_chunks(
     positions, pages, offsets = places_of(spans, cache.page_size)
     sent = send(np.stack([pages, offsets]))
     # The positions are sent as a tensor of their own: compiled layers would be recompiled for a view.
-    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store)
+    past = make_past(spans[len(whole) :], cache.page_size, send) if fused and later else None
+    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store, past)
+
+
+def make_past(
+    spans: list[tuple[int, int, tuple[int, ...]]], page_size: int, send: Callable[[np.ndarray], torch.Tensor]
+) -> Past:
+    """Describe chunks, with all tokens before them, for the fused kernel. `spans` as in `make_chunks`."""
+    _, pages, offsets = places_of([(0, start + count, own) for start, count, own in spans], page_size)
+    counts = [count for _, count, _ in spans]
+    ends = [start + count for start, count, _ in spans]
+    queries, keys = (send(np.cumsum([0, *lengths], dtype=np.int32)) for lengths in (counts, ends))
+    sent = send(np.stack([pages, offsets]))
+    return Past(sent[0], sent[1], (queries, keys), (max(counts), max(ends)))
 
 
 def places_of(

@@ -49,6 +49,7 @@ class Device:
     store: Callable[..., None] = store
     copy: Callable[[torch.Tensor, torch.Tensor], None] = copy  # between host and device memory
     graphs: bool = False  # decode steps use CUDA graphs
+    past: bool = False  # chunks behind earlier tokens attend by the fused kernel
     fused: bool = False  # prefill steps use CUDA graphs, too: one kernel attends within all prompts
     # Torch does not know that a copy kernel still uses pinned memory. So the tensors of the last copies are kept alive:
     # a step makes two copies, and the host has waited for a step before it begins the one `lag` + 1 later.

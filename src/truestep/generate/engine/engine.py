@@ -261,7 +261,7 @@ class Session:
             there, exact = chunks_pass(self.cache, spans, self._device.send, self._device.store)
             hidden = exact_hidden(self._policy.model, self._device.send(ids), there, exact)
         if hidden is None:
-            step = make_chunks(self.cache, spans, self._device.send, self._device.store)
+            step = make_chunks(self.cache, spans, self._device.send, self._device.store, self._device.past)
             hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
         last = [(end, chunk.place) for end, chunk in zip(ends, chunks, strict=True) if chunk.place is not None]
         if last:

@@ -219,8 +219,8 @@ class _Mapping:
             for news in round_:
                 self._take(news)
             if errors := [news.error for news in round_ if news.error is not None]:
-                if task.done():  # an error of its own
-                    return True
+                if task.done():
+                    task.result()  # raises an error of its own
                 raise errors[0]
             if all(news.done for news in round_):
                 return True

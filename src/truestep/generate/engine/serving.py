@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from truestep.generate.engine.attend import Rows, attend_rows
+from truestep.generate.engine.attend import Rows, attend_rows, see_earlier
 from truestep.generate.engine.cache import LayerShape, PagedCache
 from truestep.generate.engine.device import Device
 from truestep.generate.engine.draw import DrawRows, Slice, Truncation, draw
@@ -17,6 +17,7 @@ from truestep.gpu.self_test import serves
 from truestep.head.logits import HeadSettings
 from truestep.model.fast.fused_products import noting
 from truestep.model.mixers import attention
+from truestep.model.mixers.attention import attend_to_past
 from truestep.model.policy import Policy
 
 _LENGTHS = (1, 63, 64, 65, 700, 1500)
@@ -34,6 +35,7 @@ def serve_with_kernels(
 
         fused = all(attention.is_fused(device.place, dtype, layer.softcap) for layer in layers)
         device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True, fused=fused)
+        device = replace(device, past=fused and _right("chunks", lambda: check_past(device.place, dtype, layers)))
     if policy.exchange is not None:
         policy.exchange.connect(device.place, dtype)
     if team.all(_right("draw", lambda: check_draw(device.place, policy.head, team.slice(_VOCABULARY)))):
@@ -97,6 +99,37 @@ def check_attention(
         expected = attend_rows(rows, 0, q, k, v, *how).float()
         worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
         if not worst <= (1e-4 if dtype == torch.float32 else 3e-2):
+            return f"{layer}: off by {worst:.0e}"
+    return None
+
+
+def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerShape]) -> str | None:
+    """Compare the fused kernel with plain torch for chunks behind earlier tokens. Return what is wrong for a layer, or
+    None."""
+    generator = torch.Generator().manual_seed(0)
+    starts, counts = (64, 300, 1), (1, 150, 77)
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    bounds = [torch.tensor([0, *each], device=place).cumsum(0, dtype=torch.int32) for each in (counts, lengths)]
+    for layer in dict.fromkeys(layers):
+        q, k, v = (
+            torch.randn(total, heads, size, generator=generator).to(place, dtype)
+            for total, heads, size in (
+                (sum(counts), layer.queries, layer.key_size),
+                (sum(lengths), layer.heads, layer.key_size),
+                (sum(lengths), layer.heads, layer.value_size),
+            )
+        )
+        how = (layer.key_size**-0.5, layer.window)
+        found = attend_to_past(q, k, v, (bounds[0], bounds[1]), (max(counts), max(lengths)), *how).float()
+        parts = zip(q.split(counts), k.split(lengths), v.split(lengths), starts, strict=True)
+        expected = torch.cat(
+            [
+                see_earlier(*(each.transpose(0, 1) for each in tensors), start, *how, None).transpose(0, 1)
+                for *tensors, start in parts
+            ]
+        ).float()
+        worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
+        if not worst <= 3e-2:
             return f"{layer}: off by {worst:.0e}"
     return None
 

@@ -73,7 +73,7 @@ def _checked(choice: Completion, request: Request, vocabulary_size: int, version
         raise BadAnswerError("a completion without tokens")
     _check_ids(tokens, vocabulary_size)
     _check_end(choice, request.options)
-    _check_logprobs(choice.logprobs, len(tokens))
+    check_logprobs(choice.logprobs, len(tokens))
     token_versions = [versions] * len(tokens) if isinstance(versions, int) else versions
     if len(token_versions) != len(tokens):
         raise BadAnswerError(f"{len(tokens)} tokens, of which {len(token_versions)} came with a version")
@@ -99,7 +99,7 @@ def _check_end(choice: Completion, options: DrawOptions) -> None:
         raise BadAnswerError(f"finish_reason is length after {len(tokens)} tokens where {most} were asked for")
 
 
-def _check_logprobs(values: Sequence[float], count: int) -> None:
+def check_logprobs(values: Sequence[float], count: int) -> None:
     if len(values) != count:
         raise BadAnswerError(f"{count} tokens and {len(values) or 'no'} log-probs")
     for value in values:

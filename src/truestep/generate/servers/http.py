@@ -24,13 +24,15 @@ _SHOWN = 64 * 1024  # bytes of an error message that are read
 _KEY_HINT = "; set sampler.api_key_env to the variable that holds its key"
 
 
-class HttpServer(InferenceServer):
-    """Base class of inference servers that speak HTTP. A subclass adds its own paths and bodies."""
+class HttpClient:
+    """Requests to one address. Answers are bounded and uncompressed, and redirects are not followed."""
 
-    hints: ClassVar[Mapping[int, str]] = {401: _KEY_HINT, 403: _KEY_HINT}  # appended to error messages, by status
+    hints: ClassVar[Mapping[int, str]] = {}  # appended to error messages, by status
+    setting: ClassVar[str] = ""  # begins error messages: the option that names the address
+    kind = "a server"  # in error messages
 
-    def __init__(self, url: str, model: str, api_key: str | None, timeout: float):
-        self.url, self.model, self._timeout = url.rstrip("/").removesuffix("/v1"), model, timeout
+    def __init__(self, url: str, api_key: str | None, timeout: float):
+        self.url, self._timeout = url.rstrip("/").removesuffix("/v1"), timeout
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=_IDENTITY | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
@@ -41,26 +43,6 @@ class HttpServer(InferenceServer):
 
     async def close(self) -> None:
         await self._http.aclose()
-
-    async def describe(self) -> Description:
-        await self._get("/health", QUICK_SECONDS)
-        models = await self._get("/v1/models", QUICK_SECONDS)
-        listed = models.get("data") if isinstance(models, dict) else None
-        entries = listed if isinstance(listed, list) else ()
-        named = {str(entry.get("id")): entry for entry in entries if isinstance(entry, dict)}
-        return Description(tuple(named), named.get(self.model, {}).get("max_model_len"))
-
-    async def tokenize(self, text: str) -> list[int] | None:
-        asked = {"model": self.model, "prompt": text}
-        answer = await self._post("/tokenize", asked, QUICK_SECONDS, tokens=len(text.encode()))
-        return answer.get("tokens") if isinstance(answer, dict) else None
-
-    async def _lives(self) -> bool:
-        try:
-            await self._get("/health", QUICK_SECONDS)
-        except (UnreachableError, ServerError):
-            return False
-        return True
 
     async def _get(self, path: str, timeout: float) -> Any:
         return await self._json("GET", path, None, timeout)
@@ -121,7 +103,7 @@ class HttpServer(InferenceServer):
                     try:
                         read(event)
                     except (AttributeError, TypeError) as error:
-                        raise BadAnswerError(f"an event of the stream is not in {self.advice.kind}'s format") from error
+                        raise BadAnswerError(f"an event of the stream is not in {self.kind}'s format") from error
         raise UnreachableError(f"{path}: the stream ended early")
 
     async def _check(self, path: str, response: httpx.Response) -> None:
@@ -136,7 +118,7 @@ class HttpServer(InferenceServer):
         self._check_status(path, response.status_code, said[:_SHOWN].decode(errors="replace"))
         moved = printable(response.headers.get("Location", "elsewhere"))
         raise ServerError(
-            f"sampler.urls: {self.url}{path} answered {response.status_code} and points to {moved}, which is not "
+            f"{self.setting}{self.url}{path} answered {response.status_code} and points to {moved}, which is not "
             "followed: give the address of the server itself"
         )
 
@@ -147,7 +129,38 @@ class HttpServer(InferenceServer):
         problem = f"{path} answered {status}: {printable(text)}"
         if status >= 500 or status in _BUSY:
             raise UnreachableError(problem)
-        raise ServerError(f"sampler.urls: {self.url}{problem}{self.hints.get(status, '')}")
+        raise ServerError(f"{self.setting}{self.url}{problem}{self.hints.get(status, '')}")
+
+
+class HttpServer(HttpClient, InferenceServer):
+    """Base class of inference servers that speak HTTP. A subclass adds its own paths and bodies."""
+
+    hints: ClassVar[Mapping[int, str]] = {401: _KEY_HINT, 403: _KEY_HINT}
+    setting: ClassVar[str] = "sampler.urls: "
+
+    def __init__(self, url: str, model: str, api_key: str | None, timeout: float):
+        super().__init__(url, api_key, timeout)
+        self.model, self.kind = model, self.advice.kind
+
+    async def describe(self) -> Description:
+        await self._get("/health", QUICK_SECONDS)
+        models = await self._get("/v1/models", QUICK_SECONDS)
+        listed = models.get("data") if isinstance(models, dict) else None
+        entries = listed if isinstance(listed, list) else ()
+        named = {str(entry.get("id")): entry for entry in entries if isinstance(entry, dict)}
+        return Description(tuple(named), named.get(self.model, {}).get("max_model_len"))
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        asked = {"model": self.model, "prompt": text}
+        answer = await self._post("/tokenize", asked, QUICK_SECONDS, tokens=len(text.encode()))
+        return answer.get("tokens") if isinstance(answer, dict) else None
+
+    async def _lives(self) -> bool:
+        try:
+            await self._get("/health", QUICK_SECONDS)
+        except (UnreachableError, ServerError):
+            return False
+        return True
 
 
 def _size(tokens: int) -> int:

@@ -230,6 +230,33 @@ def _varlen(
     return attend(q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
 
 
+def attend_to_past(
+    q: torch.Tensor,  # [X, Q, E] the last tokens of each sequence
+    k: torch.Tensor,  # [Y, K, E] all tokens of each sequence
+    v: torch.Tensor,  # [Y, K, E]
+    bounds: tuple[torch.Tensor, torch.Tensor],  # cumulative lengths of the queries and of the keys, int32
+    longest: tuple[int, int],
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:  # [X, Q, E]
+    """Attend from the last tokens of packed sequences to these and all before, by the fused kernel, without
+    gradients."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    attend: Any = varlen_attn  # its options differ between torch versions
+    known = _known_options(varlen_attn)
+    if q.shape[1] != k.shape[1] and "enable_gqa" not in known and not _shares_heads(q.device, q.dtype, q.shape[2]):
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    options: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and "enable_gqa" in known else {}
+    if "window_size" in known:
+        options["window_size"] = (-1 if window is None or window >= longest[1] else window - 1, 0)
+    elif window is not None and window < longest[1]:
+        raise NotImplementedError("the fused kernel of this torch has no windows")
+    else:
+        options["is_causal"] = True
+    return attend(q.contiguous(), k, v, *bounds, *longest, scale=scale, **options)
+
+
 def _in_lines(tensor: torch.Tensor) -> bool:
     """Tell whether the kernel can read a tensor without a copy: token-major, each head contiguous, 16-byte aligned."""
     *outer, inner = tensor.stride()
