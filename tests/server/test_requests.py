@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from server.fake import STARTED_WITH, VOCABULARY, Clock, FakeServer, asked, published
+from server.sources import Run
 from server.test_fleet import Watched
 from server.virtual import run
 from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError, VoidedError
@@ -17,6 +18,7 @@ from truestep.generate.generator import Completion, Generate, run_all
 from truestep.generate.groups import TRIES
 from truestep.generate.servers import fleet as fleets
 from truestep.generate.servers.confirmed import confirmed_results
+from truestep.rollouts.source import Interrupted
 
 
 async def opened(*servers: FakeServer, **options: Any) -> Watched:
@@ -454,3 +456,56 @@ def test_no_more_requests_of_the_work_are_in_flight_than_permitted() -> None:
         assert 0 < most <= 3
 
     run(main())
+
+
+# ---- as all ranks use it
+
+
+def test_servers_redo_work_whose_answers_became_void() -> None:
+    """Between its completions and the probe a server is restarted, and has weights that nobody sent."""
+    life = Run([FakeServer("a"), FakeServer("b", clock=Clock(5000))]).run(1)
+    done: list[int] = []
+
+    async def work(item: int, generate: Generate) -> Completion:
+        completion = await generate(asked((3, item)))
+        done.append(item)
+        if len(done) == 4:
+            life.servers[1].weights = STARTED_WITH
+        return completion
+
+    with life._patched():
+        life.shared.weights(life.seen)
+        completions = life.shared.map(range(4), work, lambda: False)
+    assert 4 < len(done) < 8 and set(done) == set(range(4)), "that of one server alone"
+    made_by = {round(-value * 16384) - 1 for completion in completions for value in completion.logprobs}
+    assert [life.weights.versions[number] for number in made_by] == [life.seen] and STARTED_WITH not in made_by
+    life.run(1)
+    life.close()
+
+
+def test_new_weights_are_waited_for_before_work_begins() -> None:
+    life = Run([FakeServer()], busy=0.0).run(1)
+    life.servers[0].faults["load"].append(lambda: asyncio.sleep(20))
+
+    async def work(item: int, generate: Generate) -> Completion:
+        return await generate(asked())
+
+    with life._patched():
+        life.shared.publish(8)
+        (completion,) = life.shared.map([0], work, lambda: False)
+    assert set(completion.versions) == {8}
+    life.close()
+
+
+def test_work_that_is_interrupted_leaves_nothing_running() -> None:
+    life = Run([FakeServer()]).run(1)
+
+    async def work(item: int, generate: Generate) -> Completion:
+        return await generate(asked((3, item)))
+
+    life.servers[0].faults["complete"] += [life.servers[0].hang] * 20
+    start = life.thread.loop.now
+    with pytest.raises(Interrupted):
+        life.shared.map(range(4), work, lambda: life.thread.loop.now > start + 5)
+    life.close(finished=False)  # it looks that no task is left
+    assert not life.servers[0].running

@@ -18,6 +18,7 @@ from truestep.text import keep_secret, printable
 T = TypeVar("T")
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds before an overloaded or unreachable server is asked again
+_LONGEST_WAIT = 300.0  # seconds, whatever the server says
 _AS_ID = "token_id:"  # what a token's name begins with, by return_tokens_as_token_ids
 _KEY_HINT = "; it needs the right api_key"
 
@@ -73,11 +74,11 @@ class OpenAiUrl(HttpClient):
             choice = _Choice(request, on_tokens)
             try:
                 await self._events("/v1/completions", body | {"stream": True}, choice.read, most)
-            except (UnreachableError, BadAnswerError):
+            except (UnreachableError, BadAnswerError) as error:
                 if choice.error is not None:  # it was taken for an answer that cannot be read
                     raise choice.error from None
-                if choice.token_ids:  # the caller has tokens of it: they cannot be taken back
-                    raise _StreamLostError(f"{self.url}: the stream ended early") from None
+                if choice.token_ids and isinstance(error, UnreachableError):  # the caller has tokens of it
+                    raise _StreamLostError(f"{self.url}: {error}, behind {len(choice.token_ids)} tokens") from error
                 raise
             return self._checked(choice)
 
@@ -116,8 +117,8 @@ class OpenAiUrl(HttpClient):
         """Make an attempt, and others while the server is overloaded or out of reach, with growing delays."""
         delay, problem = _FIRST_DELAY, f"no answer within {self._timeout:g} s"
         async with self._places:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._timeout):
+            try:
+                async with asyncio.timeout(self._timeout) as limit:
                     while True:
                         try:
                             return await attempt()
@@ -128,6 +129,9 @@ class OpenAiUrl(HttpClient):
                             asked = error.seconds if isinstance(error, _BusyError) else 0.0
                         await asyncio.sleep(max(asked, delay * random.uniform(0.5, 1.0)))  # not all at the same moment
                         delay = min(2 * delay, _LONGEST_DELAY)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
         raise UnreachableError(f"{self.url}: {problem} (asked for {self._timeout:g} s)")
 
     def _body(self, request: Request) -> dict[str, Any]:
@@ -138,7 +142,7 @@ class OpenAiUrl(HttpClient):
             "temperature": options.temperature,
             "max_tokens": options.max_new_tokens,
             "top_p": options.top_p,
-            "logprobs": 0,
+            "logprobs": 1,  # some servers take 0 for none
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # for servers that do not know the option above
         }
@@ -174,8 +178,9 @@ class OpenAiUrl(HttpClient):
         try:
             await super()._check(path, response)
         except UnreachableError as error:
-            with contextlib.suppress(ValueError):
-                raise _BusyError(str(error), float(response.headers.get("Retry-After", ""))) from error
+            said = response.headers.get("Retry-After", "")
+            if said.isascii() and said.isdigit():  # or it is a date
+                raise _BusyError(str(error), min(float(said), _LONGEST_WAIT)) from error
             raise
 
 

@@ -1,4 +1,4 @@
-"""Inference servers: sampling, evaluation, and publication of weights.
+"""Inference servers: completions, and publication of weights.
 
 protocol          the interface of a server
 http              HTTP, JSON and server-sent events
@@ -7,14 +7,13 @@ servers           the event loop in which the first rank talks to all servers
 shared            the servers as all ranks use them
 source            a source whose documents the servers sample
 look_ahead        groups that are sampled ahead of the trainer, within max_staleness
-group_maker       requests and rewards of one group
+batches           equal requests that are made at once, sent as one
+confirmed         work that is done again where its completions are not confirmed
 fleet             load balancing, publication of weights, recovery of lost servers
 check             checks of a server when the run starts
 probe             fixed prompts that trainer and server both score, to compare their weights
 check_answer      checks of a server's answer before it becomes documents
-errors            errors of servers, by what is done about them
 weight_files      publication by a directory that the servers read
 host_copies       copies of the weights in host memory, for publication by NCCL
 nccl_link         sends weights from host memory to a server's GPUs
-evaluation        completions of held-out prompts
 """

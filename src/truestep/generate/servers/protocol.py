@@ -22,10 +22,10 @@ def most_tokens(request: Request, n: int) -> int:
 
 
 def check_size(request: Request, n: int, index: object, tokens: int) -> None:
-    """Raise an error if a stream has a completion that was not requested, or more tokens than were requested."""
+    """Raise an error if an answer has a completion that was not requested, or more tokens than were requested."""
     if index not in range(n) or tokens > request.options.max_new_tokens:
         raise BadAnswerError(
-            f"the stream has {tokens} tokens of completion {printable(index, 20)}: asked for {n} completions of at "
+            f"the answer has {tokens} tokens of completion {printable(index, 20)}: asked for {n} completions of at "
             f"most {request.options.max_new_tokens} tokens"
         )
 
