@@ -58,6 +58,7 @@ BLOCKS = {
     ("docs/objectives.md", "from dataclasses"): "tests/doors/test_objective_of_the_docs.py",
     ("docs/objectives.md", "def by_turns"): "tests/rollouts/test_advantage_rules.py",
     ("docs/rollouts.md", '{"id": "e7/1"'): "tests/rollouts/test_sequences.py",
+    ("docs/sampling.md", "import asyncio"): "tests/server/test_openai.py",
     ("docs/python.md", "def rollouts(start"): "a sketch; tests/api/test_objects.py has sources that run",
     ("docs/rollouts.md", "connection.xadd"): "tests/stream/test_redis.py",
     ("docs/adapters.md", "from peft"): "tests/model/test_adapter.py",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pages import ROOT, read_page
 from server.address import Address, as_json, listening, stream
 from server.fake import asked
 from server.fake_vllm import FakeVllm
@@ -351,3 +352,22 @@ def test_requests_of_a_prompt_are_each_a_request() -> None:
 
     completions, address = call(both, answer())
     assert len(completions) == len(address.asked) == 2
+
+
+@pytest.mark.parametrize(("replied", "rewarded"), [("Yes.", 1.0), (" no", 0.0)])
+def test_the_reward_of_the_page_asks_a_judge(replied: str, rewarded: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = read_page((ROOT / "docs/sampling.md").read_text(encoding="utf-8"), Path("docs/sampling.md"))
+    (block,) = (block for block in page.of("python") if block.text.startswith("import asyncio"))
+    names: dict[str, Any] = {}
+    exec(compile(block.text, "docs/sampling.md", "exec"), names)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+
+    async def main() -> float:
+        async with listening(said(replied)) as address:
+            monkeypatch.setenv("JUDGE_URL", f"{address.url}/v1")
+            reward: float = await asyncio.to_thread(names["reward"], "2 + 2", "4", answer="4")
+            ((_, headers, body),) = address.asked
+            assert headers["authorization"] == f"bearer {KEY}" and "2 + 2" in body["messages"][0]["content"]
+            return reward
+
+    assert asyncio.run(main()) == rewarded
