@@ -13,7 +13,8 @@ import json
 import time
 from collections.abc import Sequence
 
-from truestep.generate.servers.group_maker import Group, GroupMaker, SamplingOptions
+from truestep.generate.generator import DrawOptions
+from truestep.generate.group_maker import Group, GroupMaker, GroupOptions
 
 from truestep.environments.prompts import Prompt
 from truestep.generate.servers.fleet import Fleet
@@ -51,18 +52,18 @@ async def measure(group: int, tokens: int, seconds: float) -> tuple[int, float]:
     answers = {"group": answer(group, tokens)}
     server = await asyncio.start_server(lambda r, w: serve(r, w, answers), "127.0.0.1", 0)
     client = Vllm(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m", None, 60)
-    fleet = Fleet([client], pause="wait", tolerance=1, on_void=lambda: None, on_fatal=print)
+    fleet = Fleet([client], vocabulary_size=VOCABULARY, pause="wait", tolerance=1, on_void=lambda: None, on_fatal=print)
     (only,) = fleet.servers
     only.version, only.is_open = 0, True
-    options = SamplingOptions(group, 0, 1.0, tokens, frozenset({0}), VOCABULARY, False)
-    maker = GroupMaker(fleet, options, rate, read)
+    options = GroupOptions(group, 0, DrawOptions(1.0, tokens, frozenset({0})))
+    maker = GroupMaker(options, rate, read)
     prompt = Prompt("a", "a", {}, tuple(range(5, 133)))
     made, start = 0, time.perf_counter()
 
     async def keep_making() -> None:
         nonlocal made
         while time.perf_counter() - start < seconds:
-            await maker.make(Group(made, prompt))
+            await maker.make(Group(made, prompt), fleet.generate)
             made += group
 
     await asyncio.gather(*(keep_making() for _ in range(32)))
@@ -72,7 +73,7 @@ async def measure(group: int, tokens: int, seconds: float) -> tuple[int, float]:
     return made, elapsed
 
 
-async def rate(prompt: Prompt, text: str) -> float:
+async def rate(prompt: Prompt, text: str, seed: str) -> float:
     return 1.0
 
 

@@ -220,7 +220,8 @@ def report_engine(policy: Policy) -> None:
     device = engine.device
     print(
         f"engine made in {took:.1f} s: attention {device.attend.__module__.rpartition('.')[2]}, draw "
-        f"{device.draw.__module__.rpartition('.')[2]}, layers compiled {device.compiles}, graphs {device.graphs}"
+        f"{device.draw.__module__.rpartition('.')[2]}, layers compiled {device.compiles}, graphs {device.graphs}, chunks "
+        f"behind earlier tokens fused {device.past}"
     )
 
 
@@ -413,12 +414,14 @@ def groups_case(policy: Policy) -> None:
         print(f"128 prompts of 2,048, {name}: all first tokens after {first:.2f} s, {counts.prompt_tokens:,} computed")
 
 
-def turns_case(policy: Policy, conversations: int = 64, turns: int = 8, prompt: int = 2048, new: int = 100) -> None:
+def turns_case(
+    policy: Policy, new: int, others: int, conversations: int = 64, turns: int = 8, prompt: int = 2048
+) -> None:
     """Conversations of several turns at once. Each turn goes on from the tokens before; or all is computed again."""
     generator = np.random.default_rng(6)
     prompts = [tuple(generator.integers(0, VOCABULARY, prompt).tolist()) for _ in range(conversations)]
-    said = generator.integers(0, VOCABULARY, (conversations, turns, 20)).tolist()  # what others say between turns
-    draw, longest = options(new), prompt + turns * (new + 20)
+    said = generator.integers(0, VOCABULARY, (conversations, turns, others)).tolist()  # what others say between turns
+    draw, longest = options(new), prompt + turns * (new + others)
     plain = PagePool.find
     for keeps in (False, True, False, True):
         PagePool.find = plain if keeps else lambda self, digests: []  # type: ignore[method-assign]
@@ -433,9 +436,9 @@ def turns_case(policy: Policy, conversations: int = 64, turns: int = 8, prompt: 
 
         took, drawn = timed(lambda service=service, talk=talk: service.map(range(conversations), talk))
         spent = service.spent
-        needed = conversations * (prompt + (turns - 1) * (new + 20))
+        needed = conversations * (prompt + (turns - 1) * (new + others))
         print(
-            f"{conversations} conversations of {turns} turns of {new} behind {prompt}, "
+            f"{conversations} conversations of {turns} turns of {new} drawn and {others} other tokens behind {prompt}, "
             f"{'cache kept' if keeps else 'all computed again'}: {took:.2f} s, {sum(drawn) / took:,.0f} tokens/s; "
             f"{spent.prompt_tokens:,} prompt tokens computed ({spent.prompt_tokens / needed:.3f} of the new ones), "
             f"{spent.cached_tokens:,} found",
@@ -449,7 +452,7 @@ def arrivals_case(policy: Policy, count: int = 1024, rows: int = 256, new: int =
     asked, draw = requests(count, 128), options(new)
     span = 0.0
     for at_random in (False, False, True, True):
-        delays = np.random.default_rng(7).uniform(0, 0.8 * span, count)
+        delays = np.random.default_rng(7).uniform(0, 0.8 * span * at_random, count)
         service = EngineGenerator(policy, EngineSettings(rows=rows))
 
         async def come(number: int, generate: Generate, delays: np.ndarray = delays) -> int:
@@ -554,7 +557,8 @@ def main() -> None:
             groups_case(policy)
     with section("turns", given.only, limit) as wanted:
         if wanted:
-            turns_case(policy)
+            turns_case(policy, 100, 20)
+            turns_case(policy, 1, 100)  # the prompts alone
     with section("arrivals", given.only, limit) as wanted:
         if wanted:
             arrivals_case(policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,6 +112,7 @@ JOBS = st.lists(
     lag=st.integers(0, 2),
     together=st.integers(1, 6),
     prompts_first=st.integers(0, 3),
+    patience=st.integers(0, 3),
 )
 @settings(max_examples=300, deadline=None)
 def test_every_completion_is_what_it_would_be_alone(
@@ -121,10 +123,12 @@ def test_every_completion_is_what_it_would_be_alone(
     lag: int,
     together: int,
     prompts_first: int,
+    patience: int,
 ) -> None:
     """Each job: its prompt, its length, where a stop token comes, how many steps later it is submitted than the one
     before, and the steps after which it is cancelled."""
-    how = {"chunk_tokens": chunk, "together": min(slots, together), "prompts_first": prompts_first}
+    how = {"chunk_tokens": chunk, "together": min(slots, together)}
+    how |= {"prompts_first": prompts_first, "patience": patience}
     scheduler = Scheduler(pages=pages, page_size=PAGE, slots=slots, **how)
     device = Device(scheduler, lag)
     cancelled: dict[int, int] = {}
@@ -272,3 +276,136 @@ def test_long_prompts_come_in_chunks_between_decoding_steps() -> None:
         assert sum(len(chunk.tokens) for chunk in plan.chunks) <= 8
         device.run(plan)
     assert mixed == 4
+
+
+@dataclass
+class Talk:
+    """A conversation: each turn's prompt is all that was said, and some tokens of others."""
+
+    prompt: tuple[int, ...]
+    turns: list[tuple[int, tuple[int, ...], int]]  # most new tokens, what others say then, steps until the next turn
+    cancelled: int | None  # the turn that is cancelled; the conversation then ends
+
+
+TALKS = st.lists(
+    st.builds(
+        Talk,
+        PROMPTS,
+        st.lists(
+            st.tuples(st.integers(1, 9), st.lists(st.integers(0, 2), max_size=5).map(tuple), st.integers(0, 4)),
+            min_size=1,
+            max_size=4,
+        ),
+        st.sampled_from([None, None, None, 0, 1]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def check_talks(talks: list[Talk], pages: int, slots: int, chunk: int, lag: int, patience: int) -> None:
+    """Every turn draws what it draws alone, behind the tokens that the turns before have drawn, whatever the cache
+    keeps, evicts or shares; a page is read by nobody whose tokens it does not hold; nothing is left over."""
+    scheduler = Scheduler(
+        pages=pages, page_size=PAGE, slots=slots, chunk_tokens=chunk, together=min(2, slots), patience=patience
+    )
+    device = Device(scheduler, lag)
+    said = [talk.prompt for talk in talks]
+    turn, due = [0] * len(talks), [0] * len(talks)
+    flying: dict[int, int] = {}  # the conversation of each request
+    number = clock = done = 0
+    total = sum(len(talk.turns) for talk in talks)
+    while done < total:
+        clock += 1
+        assert clock < 5000, "the scheduler is stuck"
+        for at, talk in enumerate(talks):
+            if at in flying.values() or turn[at] == len(talk.turns) or due[at] > clock:
+                continue
+            most = talk.turns[turn[at]][0]
+            if -(-(len(said[at]) + most - 1) // PAGE) > pages:
+                done += len(talk.turns) - turn[at]  # it has become longer than the cache
+                turn[at] = len(talk.turns)
+                continue
+            scheduler.submit(number, said[at], most)
+            flying[number] = at
+            if talk.cancelled == turn[at]:
+                scheduler.end(number)
+                done += len(talk.turns) - turn[at]
+                turn[at] = len(talk.turns)
+            number += 1
+        device.step()
+        for name, at in list(flying.items()):
+            if turn[at] == len(talks[at].turns):
+                del flying[name]
+                continue
+            most, others, later = talks[at].turns[turn[at]]
+            drawn = device.drawn.get(name, [])
+            assert drawn == expected(name, said[at], most)[: len(drawn)]
+            if len(drawn) == most:
+                said[at] = (*said[at], *drawn, *others)
+                turn[at], due[at], done = turn[at] + 1, clock + later, done + 1
+                del flying[name]
+    while device.flying:
+        device.learn()
+    scheduler.plan()
+    assert scheduler.idle
+    assert scheduler.used_pages == 0
+
+
+TALKED = {
+    "talks": TALKS,
+    "pages": st.integers(7, 30),
+    "slots": st.integers(1, 5),
+    "chunk": st.integers(1, 20),
+    "lag": st.integers(0, 2),
+    "patience": st.integers(0, 3),
+}
+
+
+@given(**TALKED)
+@settings(max_examples=150, deadline=None)
+def test_every_turn_of_a_conversation_is_what_it_would_be_alone(**how: Any) -> None:
+    check_talks(**how)
+
+
+@pytest.mark.long
+@given(**TALKED)
+@settings(max_examples=10_000, deadline=None)
+def test_ten_thousand_courses_of_conversations(**how: Any) -> None:
+    check_talks(**how)
+
+
+def test_the_next_turn_computes_only_what_is_new() -> None:
+    """Up to a page: what was drawn last has no keys yet, and a page that is partly filled is not shared."""
+    scheduler = Scheduler(pages=400, page_size=PAGE, slots=8, chunk_tokens=64)
+    device = Device(scheduler, 1)
+    ids = tuple(range(100))
+    computed = []
+    for turn in range(8):
+        before = scheduler.prompt_tokens
+        scheduler.submit(turn, ids, 20)
+        while device.step():
+            pass
+        computed.append(scheduler.prompt_tokens - before)
+        ids = (*ids, *device.drawn[turn], 1, 2, 3)
+    assert computed[0] == 100
+    assert all(3 < each <= 3 + 2 * PAGE for each in computed[1:])
+    assert scheduler.cached_tokens > 7 * 96
+
+
+def test_the_oldest_pages_are_evicted_first_and_the_end_before_the_beginning() -> None:
+    scheduler = Scheduler(pages=12, page_size=PAGE, slots=1, chunk_tokens=64)
+    device = Device(scheduler, 0)
+
+    def computed(number: int, prompt: tuple[int, ...]) -> int:
+        before = scheduler.prompt_tokens
+        scheduler.submit(number, prompt, 1)
+        while device.step():
+            pass
+        return scheduler.prompt_tokens - before
+
+    first, second = tuple(range(20)), tuple(range(50, 70))
+    assert [computed(0, first), computed(1, second), computed(2, first)] == [20, 20, 4]
+    computed(3, tuple(range(80, 100)))  # takes the pages of the second, from its end
+    assert computed(4, first) == 4
+    assert 4 < computed(5, second) <= 20

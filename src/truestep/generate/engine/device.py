@@ -44,6 +44,7 @@ class Device:
     compiles: bool  # layers run compiled
     joins: int  # prefill starts when 1/joins of the slots is free
     prompts_first: int  # most prefill steps in a row without decoding
+    patience: int  # decode steps for which few prompts wait for others
     attend: Callable[..., torch.Tensor] = attend_rows
     draw: Callable[..., Drawn] = draw
     store: Callable[..., None] = store
@@ -83,5 +84,7 @@ class Device:
 
 def device_of(place: torch.device) -> Device:
     if place.type == "cuda":
-        return Device(place, page_size=32, lag=2, chunk_tokens=4096, compiles=True, joins=12, prompts_first=8)
-    return Device(place, page_size=16, lag=0, chunk_tokens=4096, compiles=False, joins=64, prompts_first=0)
+        return Device(
+            place, page_size=32, lag=2, chunk_tokens=4096, compiles=True, joins=12, prompts_first=8, patience=8
+        )
+    return Device(place, page_size=16, lag=0, chunk_tokens=4096, compiles=False, joins=64, prompts_first=0, patience=0)

@@ -158,6 +158,7 @@ class Session:
             chunk_tokens=limits.chunk_tokens or self._device.chunk_tokens,
             together=max(1, slots // self._device.joins),
             prompts_first=self._device.prompts_first,
+            patience=self._device.patience,
         )
         if self._graphs is not None:
             self._graphs.begin(self.cache, slots, width, policy.model)

@@ -103,14 +103,25 @@ class EngineStep:
 
 class Scheduler:
     def __init__(
-        self, *, pages: int, page_size: int, slots: int, chunk_tokens: int, together: int = 1, prompts_first: int = 0
+        self,
+        *,
+        pages: int,
+        page_size: int,
+        slots: int,
+        chunk_tokens: int,
+        together: int = 1,
+        prompts_first: int = 0,
+        patience: int = 0,
     ):
         """`together`: prefill starts once so many slots are free, or enough for all waiting completions, or nothing
         runs, because a prefill step has a fixed cost. `prompts_first`: up to so many prefill steps in a row run without
-        decoding, because decoding few rows takes nearly as long as decoding many."""
+        decoding, because decoding few rows takes nearly as long as decoding many. `patience`: where fewer than `together`
+        completions wait and at least as many run, they wait for others for so many steps."""
         self.page_size, self.slots = page_size, slots
         self._chunk_tokens, self._together, self._prompts_first = chunk_tokens, together, prompts_first
+        self._patience = patience
         self._waited = 0  # prefill steps in a row without decoding
+        self._delayed = 0  # steps for which the prompts that wait have waited for others
         self._joining = False  # True while prefill goes on: until no prompt waits or no slot is free
         self._pool = PagePool(pages)
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -204,6 +215,7 @@ class Scheduler:
                 self._waited += 1
                 return plan
         self._waited = 0
+        self._delayed = self._delayed + 1 if self._queue and not self._joining else 0
         self._plan_rows(plan)
         self._plan_prompts(plan)
         while not plan and self._queue and not self._running and not self._unlearned:
@@ -290,6 +302,8 @@ class Scheduler:
             waiting += len(prompt.jobs)
             if waiting >= self._together:
                 break
+        if waiting < self._together <= len(self._running) and waiting > 0 and self._delayed < self._patience:
+            return False
         return len(self._free_slots) >= min(waiting, self._together)
 
     def _plan_prompts(self, plan: EngineStep) -> None:

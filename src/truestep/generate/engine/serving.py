@@ -121,13 +121,10 @@ def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerSh
         )
         how = (layer.key_size**-0.5, layer.window)
         found = attend_to_past(q, k, v, (bounds[0], bounds[1]), (max(counts), max(lengths)), *how).float()
-        parts = zip(q.split(counts), k.split(lengths), v.split(lengths), starts, strict=True)
-        expected = torch.cat(
-            [
-                see_earlier(*(each.transpose(0, 1) for each in tensors), start, *how, None).transpose(0, 1)
-                for *tensors, start in parts
-            ]
-        ).float()
+        sizes = ((q, counts), (k, lengths), (v, lengths))
+        parts = zip(*(each.transpose(0, 1).split(some, 1) for each, some in sizes), strict=True)
+        alone = [see_earlier(a, b, c, start, *how, None) for (a, b, c), start in zip(parts, starts, strict=True)]
+        expected = torch.cat(alone, dim=1).transpose(0, 1).float()
         worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
         if not worst <= 3e-2:
             return f"{layer}: off by {worst:.0e}"
