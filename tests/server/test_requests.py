@@ -13,7 +13,7 @@ from server.fake import STARTED_WITH, VOCABULARY, Clock, FakeServer, asked, publ
 from server.sources import Run
 from server.test_fleet import Watched
 from server.virtual import run
-from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError, VoidedError
+from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError, VoidedError, WeightsError
 from truestep.generate.generator import Completion, Generate, run_all
 from truestep.generate.groups import TRIES
 from truestep.generate.servers import fleet as fleets
@@ -509,3 +509,27 @@ def test_work_that_is_interrupted_leaves_nothing_running() -> None:
         life.shared.map(range(4), work, lambda: life.thread.loop.now > start + 5)
     life.close(finished=False)  # it looks that no task is left
     assert not life.servers[0].running
+
+
+@pytest.mark.parametrize("when", ["published", "back"])
+def test_work_ends_with_the_error_of_the_servers(when: str) -> None:
+    """Nobody takes a step meanwhile: the work alone waits for a server, which is never open again."""
+    life = Run([FakeServer()]).run(1)
+
+    async def work(item: int, generate: Generate) -> Completion:
+        return await generate(asked((3, item)))
+
+    async def load(path: object) -> None:
+        life.servers[0].weights = 77
+
+    life.thread.advance(1)
+    life.servers[0].load = load  # type: ignore[method-assign, assignment]
+    with life._patched(), pytest.raises(WeightsError, match="does it compute as the trainer does"):
+        if when == "published":
+            life.shared.publish(8)
+        else:
+            life.servers[0].crash()
+            life.servers[0].restart()
+            life.servers[0].faults["complete"].append(UnreachableError("cut"))
+        life.shared.map(range(2), work, lambda: False)
+    life.close(finished=False)

@@ -44,7 +44,8 @@ class LookAhead:
         rate: Rate,
         read: Callable[[Sequence[int]], str],
     ):
-        self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail)
+        self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail_with_servers)
+        self.server_error: Exception | None = None  # with which no server can be used any more
         self.maker = GroupMaker(sampling, rate, read, self.fleet.note_progress)
         self._prompts, self._sampling, self._limit = prompts, sampling, limit
         self._next_number = 0
@@ -80,7 +81,7 @@ class LookAhead:
             await self.fleet.publish(published)
             self._admit()
         except Exception as error:
-            self._fail(error)
+            self._fail_with_servers(error)
 
     async def collect(self, wanted: int, documents_seen: int) -> list[Group]:
         """Wait for `wanted` complete groups that are fresh enough and confirmed, and return them by number."""
@@ -218,6 +219,10 @@ class LookAhead:
             self._ready.remove(group)
             self._start(group)
         self._changed.set()
+
+    def _fail_with_servers(self, error: Exception) -> None:
+        self.server_error = self.server_error or error
+        self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self._fatal = self._fatal or error

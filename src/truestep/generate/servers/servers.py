@@ -161,6 +161,8 @@ class Servers:
                     return collected.result()
             if asked_to_stop() and collected.cancel():
                 raise Interrupted
+            if self.ahead.server_error is not None and collected.cancel():  # what is awaited may never come
+                raise self.ahead.server_error
 
     def arrived(self) -> list[Rollout]:
         """Return the completions to compare with the policy that arrived since the last call."""
