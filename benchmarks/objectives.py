@@ -134,7 +134,7 @@ class OldWeights(Observer):
         self._trained, self._sampling, self._noise = trained, sampling, noise
         self._lag, self._history = staleness * DOCUMENTS, deque[dict[str, torch.Tensor]](maxlen=staleness + 1)
         self._take = source.take
-        source.policy = sampling
+        source.generator.policy = sampling
         source.take = self.take  # type: ignore[method-assign]
         self.publish()
 

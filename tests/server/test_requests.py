@@ -533,3 +533,13 @@ def test_work_ends_with_the_error_of_the_servers(when: str) -> None:
             life.servers[0].faults["complete"].append(UnreachableError("cut"))
         life.shared.map(range(2), work, lambda: False)
     life.close(finished=False)
+
+
+def test_a_completion_for_another_thread_is_of_confirmed_weights() -> None:
+    life = Run([FakeServer()]).run(1)
+    life.thread.advance(1)
+    life.servers[0].weights = STARTED_WITH  # nobody has noticed yet
+    completion = life.shared.ask(asked()).result()
+    assert set(completion.versions) == {life.seen} and completion.answer is None
+    assert {round(-value * 16384) - 1 for value in completion.logprobs} == {1}, "the second weights that were written"
+    life.close()

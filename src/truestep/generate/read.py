@@ -1,4 +1,4 @@
-"""Where completions end, and the text that they are read as."""
+"""The text of completions, and the tokens that end them."""
 
 from collections.abc import Callable, Sequence
 

@@ -22,7 +22,7 @@ class Device:
 
     scheduler: Scheduler
     lag: int
-    pages: dict[tuple[int, int], int] = field(default_factory=dict)
+    pages: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # a token, and all before it
     places: dict[int, tuple[int, ...]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     flying: deque[list[tuple[int, int]]] = field(default_factory=deque)
@@ -31,13 +31,25 @@ class Device:
     ends_at: dict[int, int] = field(default_factory=dict)  # tokens after which a stop token comes
 
     def read(self, pages: list[int] | tuple[int, ...], length: int) -> tuple[int, ...]:
-        return tuple(self.pages[pages[at // PAGE], at % PAGE] for at in range(length))
+        seen, before = [], 0
+        for at in range(length):
+            token, context = self.pages[pages[at // PAGE], at % PAGE]
+            assert context == before, "keys and values depend on all tokens before"
+            seen.append(token)
+            before = hash((before, token))
+        return tuple(seen)
+
+    def write(self, pages: list[int] | tuple[int, ...], at: int, token: int) -> None:
+        before = 0
+        if at:
+            before = hash(self.pages[pages[(at - 1) // PAGE], (at - 1) % PAGE][::-1])
+        self.pages[pages[at // PAGE], at % PAGE] = token, before
 
     def run(self, plan: EngineStep) -> None:
         draws = []
         for chunk in plan.chunks:
             for at, token in enumerate(chunk.tokens, chunk.start):
-                self.pages[chunk.pages[at // PAGE], at % PAGE] = token
+                self.write(chunk.pages, at, token)
             if chunk.place is not None:
                 self.places[chunk.place] = self.read(chunk.pages, chunk.start + len(chunk.tokens))
         for start in plan.starts:
@@ -48,8 +60,7 @@ class Device:
         for start in plan.starts:
             draws.append((start.job, self.places[start.place], start.position))
         for row in plan.rows:
-            at = row.length - 1
-            self.pages[row.pages[at // PAGE], at % PAGE] = self.slots[row.slot]
+            self.write(row.pages, row.length - 1, self.slots[row.slot])
         for row in plan.rows:
             draws.append((row.job, self.read(row.pages, row.length), row.position))
         slots = [start.job.slot for start in plan.starts] + [row.slot for row in plan.rows]
@@ -409,3 +420,15 @@ def test_the_oldest_pages_are_evicted_first_and_the_end_before_the_beginning() -
     computed(3, tuple(range(80, 100)))  # takes the pages of the second, from its end
     assert computed(4, first) == 4
     assert 4 < computed(5, second) <= 20
+
+
+def test_a_page_is_found_only_behind_the_same_tokens() -> None:
+    """Its own tokens may be equal where others stand before them: its keys and values are not."""
+    scheduler = Scheduler(pages=40, page_size=PAGE, slots=1, chunk_tokens=64)
+    device = Device(scheduler, 0)
+    for number, prompt in enumerate(((1, 1, 1, 1, 7, 7, 7, 7, 2), (3, 3, 3, 3, 7, 7, 7, 7, 2), (7, 7, 7, 7, 7))):
+        scheduler.submit(number, prompt, 3)
+        while device.step():
+            pass
+        assert device.drawn[number] == expected(number, prompt, 3)
+    assert scheduler.cached_tokens == 0

@@ -117,22 +117,17 @@ def test_tokens_are_streamed_in_order(policy: Policy) -> None:
 
 def test_a_cancelled_request_is_not_computed_on(policy: Policy) -> None:
     asked = requests((5, 9))
-    endless = options(max_new_tokens=2000)
+    endless, long = options(max_new_tokens=5000), options(max_new_tokens=200)
 
-    async def work(number: int, generate: Generate) -> Completion | None:
-        if number:
-            return await generate(asked[1].request(HOW))
+    async def work(_: int, generate: Generate) -> tuple[Completion, float]:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(generate(asked[0].request(endless)), 0.05)
-        return None
+        drawn = progress.amounts()["tokens"]
+        return await generate(asked[1].request(long)), drawn
 
-    generator = EngineGenerator(policy)
-    before = progress.amounts().get("tokens", 0)
-    nothing, other = generator.map(range(2), work)
-    assert nothing is None
-    assert progress.amounts()["tokens"] - before < 1000
-    assert other is not None
-    same(other, alone(policy, asked[1]))
+    ((completion, drawn),) = EngineGenerator(policy).map([0], work)
+    same(completion, alone(policy, asked[1], long))
+    assert progress.amounts()["tokens"] - drawn < 2 * 200 + 50, "its own tokens, and those of the same request alone"
 
 
 def test_an_error_of_the_work_is_raised_and_the_next_map_is_as_the_first(policy: Policy) -> None:

@@ -5,7 +5,7 @@ engine waits for another. Every rank gets the same rounds in the same order. One
 """
 
 import asyncio
-import pickle
+import copy
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ class Rounds:
 def _sendable(error: Exception | None) -> Exception | None:
     """Return an error that other ranks can read."""
     try:
-        pickle.loads(pickle.dumps(error))
+        copy.copy(error)  # as it is made anew on another rank
     except Exception:
         return TruestepError(f"{type(error).__name__}: {error}")
     return error

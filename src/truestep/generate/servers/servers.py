@@ -14,7 +14,7 @@ import torch
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
 from truestep.generate.errors import ServerError
-from truestep.generate.generator import Generate
+from truestep.generate.generator import Completion, Generate, Request
 from truestep.generate.group_maker import Group, GroupOptions, awaited
 from truestep.generate.servers.check import check_server
 from truestep.generate.servers.confirmed import confirmed_results
@@ -32,6 +32,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 _POLL_SECONDS = 0.5  # between questions whether the run was asked to stop
 _CLOSE_SECONDS = 30.0  # for a publication in flight: it must not leave a server paused
+
+
+async def _complete(request: Request, generate: Generate) -> Completion:
+    return await generate(request)
 
 
 class LoopThread:
@@ -151,6 +155,16 @@ class Servers:
         ):
             whole = confirmed_results(self.ahead.fleet, items, work, places)
             return self._wait_for(self._loop.submit(whole), asked_to_stop)
+
+    def ask(self, request: Request) -> Future[Completion]:
+        """Ask for a completion, from any thread. It is of weights that a later probe confirms."""
+
+        async def confirmed() -> Completion:
+            places = asyncio.Semaphore(1)
+            (completion,) = await confirmed_results(self.ahead.fleet, [request], _complete, places)
+            return completion
+
+        return self._loop.submit(confirmed())
 
     def _wait_for(self, collected: Future[T], asked_to_stop: Callable[[], bool]) -> T:
         while True:

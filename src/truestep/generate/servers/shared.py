@@ -1,9 +1,10 @@
 """The inference servers as all ranks use them: the first rank talks to them, and all ranks publish weights together."""
 
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from truestep.generate.generator import Generate
+from truestep.generate.generator import Completion, Generate, Request
 from truestep.generate.servers.probe import expect
 from truestep.generate.servers.servers import Servers
 from truestep.generate.servers.weight_files import Publisher
@@ -53,6 +54,10 @@ class SharedServers(Observer):
     @property
     def generate(self) -> Generate:
         return self._of_first_rank.ahead.fleet.generate
+
+    def ask(self, request: Request) -> Future[Completion]:
+        """Ask for a completion, from any thread of the first rank. Weights must have been published."""
+        return self._of_first_rank.ask(request)
 
     def weights(self, version: int) -> None:
         self.ready(version)
