@@ -28,13 +28,16 @@ from truestep.generate.engine import plain as plain_module
 from truestep.generate.engine.attend import UnservedError
 from truestep.generate.engine.engine import Engine, Limits, engine_of
 from truestep.generate.engine.graphs import Graphs
+from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.engine.team import DisagreementError
 from truestep.generate.evaluate import Evaluator
+from truestep.generate.generator import Generate
 from truestep.generate.read import reader
 from truestep.model.fast import compiled
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
+from truestep.process import progress
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.ranks.watch import Watch
@@ -313,3 +316,48 @@ def test_a_run_that_samples_and_evaluates_is_that_of_one_process(size: int, tmp_
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-5)
     evaluated = [without_times(read_lines(run / "evaluation.jsonl")) for run in (mine, theirs)]
     assert evaluated[0] == evaluated[1] and evaluated[0]
+
+
+def share_unevenly(model: Path, expected: list[Completion]) -> None:
+    """Two rows a rank. What is meant for one rank is long, and what is meant for the other is short."""
+    ranks = joined(data_shard=2)
+    policy = load_policy(model, ranks=ranks)
+    generator = EngineGenerator(policy, EngineSettings(rows=2))
+    drawn_before = progress.amounts().get("tokens", 0)
+    own: list[int] = []
+
+    async def work(item: tuple[int, Asked], generate: Generate) -> Completion:
+        own.append(item[0])
+        return await generate(item[1].request(UNEVEN))
+
+    found = generator.map(list(enumerate(uneven())), work)
+    for mine, theirs in zip(found, expected, strict=True):
+        same(mine, theirs)
+    assert sorted(number for part in ranks.gather(own) for number in part) == list(range(len(found)))
+    drawn = ranks.gather(progress.amounts()["tokens"] - drawn_before)
+    total = sum(len(completion.token_ids) for completion in found)
+    assert sum(drawn) == total
+    assert max(drawn) < 0.7 * total, drawn
+
+    async def fail(number: int, generate: Generate) -> None:
+        if number == 3:
+            raise ZeroDivisionError("planted")
+        await generate(uneven()[number].request(UNEVEN))
+
+    with pytest.raises(ZeroDivisionError, match="planted"):  # on every rank
+        generator.map(range(6), fail)
+    assert len(generator.map(list(enumerate(uneven()[:3])), work)) == 3, "and both go on"
+
+
+UNEVEN = options(max_new_tokens=40, stop_ids=frozenset(range(0, 64, 12)))
+
+
+def uneven() -> list[Asked]:
+    return requests((5,) * 24)
+
+
+def test_a_rank_that_has_nothing_left_takes_requests_of_another(tiny_model: Model) -> None:
+    model = tiny_model("llama")
+    expected = decode(load_policy(model), uneven(), UNEVEN)
+    assert len({len(completion.token_ids) for completion in expected}) > 5
+    on_ranks(2, share_unevenly, model, expected)

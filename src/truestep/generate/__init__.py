@@ -1,11 +1,13 @@
 """Sampling of rollouts, in process or from inference servers, and evaluation on held-out prompts.
 
-decode            sampling with the policy's own weights, by the engine or by transformers' generation code
-engine            continuous batching over a paged KV cache
-in_process        a source whose documents the policy samples in process
-completions       requests, sampling options and completions
-rewarded          sampling with rewards: each completion is rated as soon as it ends
+generator         the interface: requests, completions, and who completes them
+engine            a generator in process: continuous batching over a paged KV cache
+servers           a generator of inference servers: requests, and publication of weights
+openai            completions and answers of any OpenAI-compatible URL, for judges and teachers
+group_maker       asks for a group's completions and rates each as soon as it ends, for all samplers
 groups            from rated completions to a group's documents; rules that all samplers share
-servers           inference servers: sampling, evaluation and publication of weights
+in_process        a source whose documents are sampled in process
 evaluate          evaluation on held-out prompts, greedy and sampled
+read              the text of completions, and the tokens that end them
+errors            errors of servers, by what is done about them
 """

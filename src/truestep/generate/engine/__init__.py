@@ -1,7 +1,12 @@
 """Sampling in process: continuous batching over a paged KV cache.
 
+service           takes requests at any time, from tasks, threads and other ranks, and alternates with their work
+dispatch, rounds  which rank samples which request, and how ranks tell each other
+phase             a rank's phase of sampling: opens a session when requests are there
 engine            the loop of engine steps: prefill, decode, draw
-schedule          decides on the host what each step computes: admission, chunked prefill, preemption, pages
+plain             static batches with transformers' own cache, for models that the engine does not serve
+schedule          decides on the host what each step computes: admission, chunked prefill, preemption
+pages             the cache's pages, and which tokens they hold
 cache             the paged KV cache
 rows              the arguments of each decoded row, packed for one copy to the device
 forward           the model's forward pass over the paged KV cache
