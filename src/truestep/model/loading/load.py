@@ -23,6 +23,8 @@ from truestep.model.fast.activation_checkpointing import ELEMENTWISE, FULL, chec
 from truestep.model.fast.activation_offload import ActivationOffload
 from truestep.model.fast.compiled import compile_layers
 from truestep.model.fast.embedding import accumulate_in_float32, add_rows, every_token_counts
+from truestep.model.fast.fused_attention import RECORD
+from truestep.model.fast.fused_layers import fuse_layers, head_norms_of, settle_layers
 from truestep.model.fast.gradient_accumulation import add_in_products, called
 from truestep.model.freezing import freeze_weights
 from truestep.model.loading.adapter_source import attach_adapter
@@ -139,13 +141,15 @@ def _finish_layers(model: Any, weights: Weights, compiled: bool, how: str) -> No
     layers = layers_of(model)[1]
     for layer in layers:
         layer.register_forward_hook(marks.layer_done)
-    if not isinstance(weights, WholeWeights):
-        return
-    if compiled:
-        add_in_products(layers, weights, weights.rounded)
-    # With elementwise recomputation the compiler fuses recomputing a norm with its gradient, so layers' norms are left.
-    left = {module for layer in layers for module in layer.modules()} if compiled and how == ELEMENTWISE else set()
-    norms.add_in_norms((module for module in called(model) if module not in left), weights, weights.rounded)
+    if isinstance(weights, WholeWeights):
+        if compiled:
+            add_in_products(layers, weights, weights.rounded)
+        # With elementwise recomputation the compiler fuses recomputing a norm with its gradient, so layers' norms are
+        # left, but those of heads: their kernel's inputs are kept.
+        inside = {module for layer in layers for module in layer.modules()} - head_norms_of(model)
+        left = inside if compiled and how == ELEMENTWISE else set()
+        norms.add_in_norms((module for module in called(model) if module not in left), weights, weights.rounded)
+    settle_layers(model)
 
 
 def _compile(model: Any, how: str) -> None:
@@ -180,7 +184,10 @@ def _probe(
     pipeline: Pipeline,
     attending: str,
 ) -> tuple[Probe, Stages | None, attention.AttentionKernel]:
-    """Probe a float32 model with all of its layers, and choose its attention. A model that fails a probe is refused."""
+    """Put fused modules in a float32 model with all of its layers, probe it, and choose its attention. A model that
+    fails a probe is refused."""
+    with attention.using(model, RECORD):
+        fuse_layers(model)
     with attention.shapes_seen() as shapes:
         probe = probe_float32(model, head, place, longest)
         context = Context.of(ranks)
