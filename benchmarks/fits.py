@@ -230,7 +230,7 @@ def run(name: str, given: argparse.Namespace) -> None:
 
     began = time.monotonic()
     gpu = torch.cuda.is_available() and given.device != "cpu"
-    load._read = partial(made_up, "cuda" if gpu else "cpu")  # type: ignore[assignment]
+    load.read_directory = partial(made_up, "cuda" if gpu else "cpu")  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         sections = write_case(Path(folder), name, given)
         pairs = (pair.split("=", 1) for pair in given.set)

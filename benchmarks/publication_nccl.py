@@ -409,7 +409,7 @@ def run(given: argparse.Namespace) -> None:
     size = int(os.environ["WORLD_SIZE"])
     ranks = join(RankLayout(data_shard=size), device=given.device, stall_timeout=120)
     cuda = given.device == "cuda"
-    load._read = partial(made_up, given.device)  # type: ignore[assignment]
+    load.read_directory = partial(made_up, given.device)  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         path = write_config(Path(folder) / "model", given)
         policy = load.load_policy(path, dtype=given.dtype if cuda else "float32", device=given.device, ranks=ranks)

@@ -33,7 +33,7 @@ LAYOUTS = {"data": RankLayout(data_shard=2), "tensor": RankLayout(tensor=2)}
 
 def make_policy(size: str, ranks: Ranks) -> Policy:
     hidden, wide, layers, heads = SIZES[size]
-    load._read = partial(made_up, "cuda")  # type: ignore[assignment]
+    load.read_directory = partial(made_up, "cuda")  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         Qwen3Config(
             architectures=["Qwen3ForCausalLM"], vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=wide,

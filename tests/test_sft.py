@@ -15,7 +15,7 @@ from rollouts.chat_models import FAMILIES, make_chat_model
 from small_runs import file_config, quiet_trainer, read_lines, write_lines
 from truestep.commands.cli import main
 from truestep.config.load import load_config
-from truestep.model.loading.load import load_tokenizer
+from truestep.model.loading.read import load_tokenizer
 from truestep.rollouts.chat import ChatTemplate
 from truestep.tools.export import export
 from truestep.tools.score import score

@@ -18,7 +18,8 @@ from checkpoints import latest, read_states, read_weights
 from documents import same_bits
 from small_runs import file_config, quiet_trainer, read_lines, without_times, write_rollouts
 from truestep.files.tensors import write_image
-from truestep.model.loading.load import load_policy, read_model
+from truestep.model.loading.load import load_policy
+from truestep.model.loading.read import read_model
 from truestep.model.policy import Policy
 from truestep.model.save import save_policy
 from truestep.process import progress

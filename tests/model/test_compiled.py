@@ -88,8 +88,8 @@ def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bo
 def test_products_add_the_gradients_of_half_precision_matrices(
     kind: str, recompute: bool | str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Autograd gives none of them; on a CPU they are bit for bit those that it gives to plain layers, and what several
-    passes add. Qwen 2's queries, keys and values have biases, and stay as they are."""
+    """Autograd gives none of them; they are about those that it gives to plain layers, and what several passes add.
+    Products of one input sum its gradient in float32. Qwen 2's queries, keys and values have biases, and stay."""
     plain = load_policy(tiny_model(kind), dtype="bfloat16", activation_checkpointing=recompute)
     policy = load_policy(tiny_model(kind), dtype="bfloat16", activation_checkpointing=recompute, compiled=True)
     names = {parameter: name for name, parameter in policy.model.named_parameters()}
@@ -110,15 +110,12 @@ def test_products_add_the_gradients_of_half_precision_matrices(
                 hidden = each.hidden(pack_all(documents).tokens)
                 (hidden.float() * torch.linspace(-1, 1, hidden.shape[1], device=hidden.device)).sum().backward()
         expected, found = plain.weights.gradients, policy.weights.gradients
-        if ON_GPU:
-            assert off(list(found.values()), list(expected.values())) < 2e-2
-        else:
-            assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+        assert off(list(found.values()), list(expected.values())) < 2e-2
     assert set(told) == products and len(told) == 4 * len(products)
     assert all(parameter.grad is None for parameter in names)
     policy.weights.lay_together([[policy.model.base_model.layers[0].mlp.up_proj.weight]])
     results(policy, DOCUMENTS)
-    assert "of the plain policy" not in told and len(told) == 5 * len(products), "it was found where it lies now"
+    assert "of the plain policy" not in told and len(told) == 5 * len(products), "it was found after it moved"
 
 
 class Twice(torch.nn.Module):
@@ -154,12 +151,12 @@ def test_equal_products_of_a_layer_add_a_gradient_each() -> None:
     torch.testing.assert_close(keeper.total, expected)
 
 
-def test_a_matrix_that_is_not_where_it_was_is_named() -> None:
+def test_a_matrix_that_was_replaced_is_named() -> None:
     layer, keeper = Twice(), Sum()
     add_in_products([layer], keeper, [layer.matrix.weight])
     result = layer(torch.randn(3, 4, requires_grad=True)).sum()
     layer.matrix.weight = torch.nn.Parameter(torch.randn(4, 4))
-    with pytest.raises(RuntimeError, match="a weight that adds its own gradient was copied, moved or let go of"):
+    with pytest.raises(RuntimeError, match="a weight that adds its own gradient was replaced or let go of"):
         result.backward()
 
 

@@ -12,7 +12,7 @@ from truestep.model import fast as model
 ROOT = Path(truestep.__file__).parent
 ROOMS = ("generate", "gpu", "head", "losses", "model", "ranks", "step", "weights")
 VALUES = {"data", "grad"}  # of tensors, which are there to be written
-OURS = {"self", "saved", "cls"}
+OURS = {"self", "saved", "cls", "loading"}
 
 
 def root(node: ast.expr) -> str:

@@ -387,7 +387,7 @@ def _chat_template(model: Path | None) -> Any:
     from truestep.rollouts.chat import ChatTemplate
 
     def load() -> Any:
-        from truestep.model.loading.load import load_tokenizer
+        from truestep.model.loading.read import load_tokenizer
 
         return None if model is None else load_tokenizer(model)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from truestep.model.fast.by_class import own_code
 from truestep.model.fast.compiled import own_forward
 from truestep.model.mixers import attention
 from truestep.model.policy import Policy
@@ -107,7 +108,7 @@ def exactly(model: Any) -> Iterator[None]:
     """Use exact attention within the block, and compiled layers if `compile_exactly` switched them on."""
     compiled = _COMPILED.get(model, {})
     before = {layer: layer.forward for layer in compiled}
-    with attention.using(model, NAME), torch._dynamo.config.patch(_REFUSALS):
+    with attention.using(model, NAME), own_code(), torch._dynamo.config.patch(_REFUSALS):
         try:
             for layer, forward in compiled.items():
                 layer.forward = forward

@@ -13,7 +13,7 @@ from truestep.files.disks import writing
 from truestep.files.whole import sync_directory, sync_tree
 from truestep.model.adapter import Adapter, AdapterSource, is_adapters, merged
 from truestep.model.adapter_files import base_of, is_adapter, write_adapter
-from truestep.model.loading.load import read_model
+from truestep.model.loading.read import read_model
 from truestep.model.save import model_files, read_companions, saved_buffers, write_weights
 from truestep.process import progress
 from truestep.run.checkpoint.checksums import find_damage

@@ -1,7 +1,8 @@
-"""A registry of weights whose gradients kernels, not autograd, add to a float32 buffer. Its key is a weight's address.
+"""A table of weights whose gradients kernels, not autograd, add to a float32 buffer. Each weight has a number in it.
 
-Compiled code passes tensors, not parameters, so the address identifies the parameter and the owner of its buffer."""
+Operators of compiled code take the number, and find the weight and the owner of its buffer here."""
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -19,34 +20,25 @@ class Buffers(Protocol):
         """Move each group of parameters to contiguous memory, one after another."""
 
 
-# The buffer's owner and the parameter, by the weight's address.
-_keepers: dict[int, tuple[weakref.ref[Any], weakref.ref[torch.nn.Parameter]]] = {}
+_numbers = itertools.count()
+_table: dict[int, tuple[weakref.ref[Any], weakref.ref[torch.nn.Parameter]]] = {}
 
 
-def forget_the_gone() -> None:
-    """Remove parameters that no longer exist from the registry."""
-    for place in [place for place, (_, parameter) in _keepers.items() if parameter() is None]:
-        del _keepers[place]
+def enter(owner: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Enter a parameter and the owner of its gradient buffer. Return the parameter's number, as a tensor of the host:
+    compiled code takes a tensor as an input, so that all layers share it, but an int as a constant."""
+    number = next(_numbers)
+    _table[number] = weakref.ref(owner), weakref.ref(parameter, lambda _: _table.pop(number, None))
+    return torch.tensor(number)
 
 
-def keep(keeper: Any, parameter: torch.nn.Parameter) -> None:
-    """Register the owner of a parameter's gradient buffer."""
-    _keepers[parameter.data_ptr()] = weakref.ref(keeper), weakref.ref(parameter)
+def entry(number: int) -> tuple[Any, torch.nn.Parameter]:
+    """Return the buffer's owner and the parameter that have a number."""
+    owner, parameter = (found() for found in _table.get(number, (_nobody, _nobody)))
+    if owner is None or parameter is None:
+        raise RuntimeError("a weight that adds its own gradient was replaced or let go of before its backward pass")
+    return owner, parameter
 
 
-def keeper_of(weight: torch.Tensor) -> tuple[Any, torch.nn.Parameter]:
-    """Return the buffer's owner and the parameter registered at a weight's address."""
-    found = _keepers.get(weight.data_ptr())
-    keeper, parameter = (None, None) if found is None else (found[0](), found[1]())
-    if keeper is None or parameter is None:
-        raise RuntimeError(
-            "a weight that adds its own gradient was copied, moved or let go of before its backward pass"
-        )
-    return keeper, parameter
-
-
-def moved(parameter: torch.Tensor, before: int) -> None:
-    """Update the registry for a parameter that moved from the address `before`."""
-    found = _keepers.get(before)
-    if found is not None and found[1]() is parameter:
-        _keepers[parameter.data_ptr()] = _keepers.pop(before)
+def _nobody() -> Any:
+    return None

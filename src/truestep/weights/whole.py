@@ -18,7 +18,6 @@ import torch
 
 from truestep.gpu.pinned import to_host
 from truestep.ranks.group import ALONE, Ranks
-from truestep.weights.gradient_buffers import moved
 from truestep.weights.pieces import WeightSlice, pieces_of, sum_parts
 from truestep.weights.protocol import Weights, some_rows
 
@@ -173,10 +172,10 @@ class WholeWeights(Weights):
             left = {_memory(part) for part in parts if part.untyped_storage().nbytes() > part.nbytes}
             staying = [name for name in every if left and name not in found and _memory(every[name]) in left]
             for name, part in zip(found, joined.split([len(every[name]) for name in found]), strict=True):
-                _move(every[name], part)
+                every[name].data = part
             for name in staying:
                 known = names.pop(every[name].data_ptr(), "")
-                _move(every[name], every[name].detach().clone())
+                every[name].data = every[name].detach().clone()
                 names[every[name].data_ptr()] = known
 
     def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
@@ -186,11 +185,6 @@ class WholeWeights(Weights):
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _move(parameter: torch.Tensor, place: torch.Tensor) -> None:
-    before, parameter.data = parameter.data_ptr(), place
-    moved(parameter, before)
 
 
 def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.Tensor) -> None:

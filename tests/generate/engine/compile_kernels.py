@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 
 from truestep.generate.engine import attend_kernels, copy_kernels, draw_kernels
 from truestep.head import kernels as head_kernels
-from truestep.model.fast import qk_norm_rope_kernel as turned_kernel
 from truestep.model.fast import rms_norm_kernel as norm_kernel
+from truestep.model.fast import rope_kernel
 from truestep.numerics import attend_kernels as exact_attention
 from truestep.numerics import kernels as exact_kernels
 from truestep.ranks import peer_kernels
@@ -118,23 +118,23 @@ def compile_adamw(tensors: int, aligned: bool) -> None:
     assert "sqrt.rn" in compiled.asm["ptx"] and "div.rn" in compiled.asm["ptx"], "rounded as torch's are"
 
 
-def compile_norm(width: int, onto: bool) -> None:
-    named = ("gradient", "x", "weight", "onto", "result")
+def compile_norm(width: int) -> None:
+    named = ("gradient", "x", "weight", "result")
     typed = {f"{name}_pointer": "*bf16" for name in named} | {"epsilon": "fp32", "offset": "fp32"}
     block = triton.next_power_of_2(width)
-    shape = {"WIDTH": width, "ONTO": onto, "BLOCK": block}
+    shape = {"WIDTH": width, "BLOCK": block}
     compiled = compile_kernel(norm_kernel._backward_kernel, shape, typed, num_warps=norm_kernel.warps(block))
     ptx = compiled.asm["ptx"]
-    assert ptx.count("ld.global.v4") >= 3 + onto and "st.global.v4" in ptx, "16 bytes a thread at a time"
+    assert ptx.count("ld.global.v4") >= 3 and "st.global.v4" in ptx, "16 bytes a thread at a time"
     shape = {"WIDTH": width, "ROWS": 64, "COLUMNS": sum_kernel._COLUMNS}
     compile_kernel(sum_kernel._sum_kernel, shape, {}, num_warps=4)
 
 
 def compile_heads(heads: int, width: int, turns: bool) -> None:
-    named = ("gradient", "x", "weight", "cosine", "sine", "onto", "result")
+    named = ("gradient", "x", "weight", "cosine", "sine", "result")
     typed = {f"{name}_pointer": "*bf16" for name in named} | {"epsilon": "fp32", "offset": "fp32"}
     shape, warps = norm_kernel.heads_shape(heads, width)
-    shape |= {"HEADS": heads, "WIDTH": width, "STRIDE": 4096, "TURNS": turns, "ONTO": not turns}
+    shape |= {"HEADS": heads, "WIDTH": width, "STRIDE": 4096, "TURNS": turns}
     compiled = compile_kernel(norm_kernel._heads_kernel, shape, typed, num_warps=warps)
     ptx = compiled.asm["ptx"]
     assert ptx.count("ld.global.v4") >= 4 and ptx.count("st.global.v4") >= 2, "16 bytes a thread at a time"
@@ -146,8 +146,8 @@ def compile_turns(first: int, heads: int, size: int, norms: bool) -> None:
     named = ("rows", "first", "second", "cosine", "sine", "result")
     typed = {f"{name}_pointer": "*bf16" for name in named}
     typed |= dict.fromkeys(("first_epsilon", "second_epsilon", "offset"), "fp32")
-    shape = turned_kernel.shape_for(heads, size)[0] | {"FIRST": first, "HEADS": heads, "SIZE": size, "NORMS": norms}
-    ptx = compile_kernel(turned_kernel._turn_kernel, shape, typed, num_warps=4).asm["ptx"]
+    shape = rope_kernel.shape_for(heads, size)[0] | {"FIRST": first, "HEADS": heads, "SIZE": size, "NORMS": norms}
+    ptx = compile_kernel(rope_kernel._norm_rope_kernel, shape, typed, num_warps=4).asm["ptx"]
     assert ptx.count("ld.global.v4") >= 6 and ptx.count("st.global.v4") >= 2, "16 bytes a thread at a time"
 
 
@@ -224,7 +224,7 @@ def main(which: str) -> None:
         compile_draw("bf16", False, False)
         compile_exchange("bf16", False)
         compile_adamw(5, True)
-        compile_norm(2048, True)
+        compile_norm(2048)
         compile_heads(16, 128, True)
         compile_turns(16, 24, 128, True)
         compile_front()
@@ -238,8 +238,8 @@ def main(which: str) -> None:
             compile_exchange(kind, gathers)
         compile_front()
         compile_copy()
-        for width, onto in itertools.product((2048, 3584), (True, False)):
-            compile_norm(width, onto)
+        for width in (2048, 3584):
+            compile_norm(width)
         for heads, width, turns in ((8, 128, True), (32, 64, True), (12, 96, True), (1, 128, False)):
             compile_heads(heads, width, turns)
         for first, every, size, normed in ((16, 24, 128, True), (32, 40, 64, False), (7, 9, 128, True)):

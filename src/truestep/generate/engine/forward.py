@@ -55,12 +55,11 @@ def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
     try:
         for module in modules:
             if module not in compiled:
-                from truestep.model.fast.fused_products_compiler import (
-                    sampling_backend,  # the compiler, which takes a second
-                )
+                from truestep.model.fast.compiler_backends import rounding_backend  # importing it takes a second
 
                 own = compiled_code.own_forward(module)
-                backend = sampling_backend(compiled_code.BACKEND, rounds=module in norms)
+                backend: Any = compiled_code.BACKEND
+                backend = rounding_backend(backend) if module in norms else backend
                 compiled[module] = torch.compile(own, dynamic=True, backend=backend)
             module.forward = compiled[module]
         yield

@@ -1,25 +1,30 @@
 """Faster replacements for a Hugging Face model's own code.
 
 activation_checkpointing  recomputes layers, fully or selectively; activation_offload: keeps layer inputs on the host
-compiled                  layers compiled by torch.compile
+compiled                  layers compiled by torch.compile; compiler_backends: its backends
+by_class                  puts a module of ours in a model by class
+fused_layers              puts the fused modules in: fused_attention and fused_mlp
+fused_products            QKV, or an MLP's first products, as one product while sampling
+fused_attention_gradient  QKV, norm of heads and RoPE in training, with a fused backward pass
+gradient_accumulation     products that add their gradients to float32 buffers
 embedding                 float32 gradients of the input embedding; gather_rows: a gather with a float32 gradient
-gradient_accumulation     linear layers that add their gradients to float32 buffers
-fused_products            QKV and MLP products as one product; fused_products_compiler: the compiler passes for it
 rms_norm                  RMS norms with a fused backward pass; rms_norm_kernel: its Triton kernels
-qk_norm_rope              QK norm and RoPE in one kernel while sampling; qk_norm_rope_kernel: the kernel
-qk_norm_rope_backward     QK norm and RoPE as one function with a fused backward pass, in training
+rope                      norm of heads and RoPE in one kernel while sampling; rope_kernel: the kernel
 
 Every patch of transformers and torch:
 
 | file | attribute or hook | purpose; what the patch relies on |
 | --- | --- | --- |
 | model/adapter.py | setattr, weight | linear layers with an adapter; models call plain nn.Linear layers |
-| model/fast/gradient_accumulation.py | __class__ | float32 gradients of linear layers; plain nn.Linear |
+| model/fast/gradient_accumulation.py | __class__, number | float32 gradients of linear layers; plain nn.Linear |
+| model/fast/by_class.py | __class__, setattr | attention, MLPs, norms; forms are compared with ours bit for bit |
+| model/fast/fused_attention.py | __class__, constants | restores a module of another form |
+| model/fast/fused_attention.py | AttentionInterface.register | records what an attention passes on; public API |
+| model/fast/fused_layers.py | joins, numbers | attributes of our own modules |
 | model/mixers/attention.py | AttentionInterface.register | attention over packed documents; public API |
 | model/fast/compiled.py | forward, gradient_checkpointing | compiled layers; transformers' recomputation switch |
 | model/fast/embedding.py | forward, padding_idx, _parameters, weight | float32 gradients; attributes of nn.Embedding |
 | model/mixers/flash.py | register_autograd | custom operators for torch.compile; public API |
-| model/fast/rms_norm.py | __class__, own_form | fused gradients of norms; a norm's output is compared with ours |
 | model/no_dropout.py | p, setattr | no dropout or jitter; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |

@@ -5,7 +5,7 @@ output projection). Wide MLP products, norms and elementwise operations are reco
 products, except those inside an attention made of plain products. Kept values are the forward pass's own tensors, so
 results do not change.
 
-Compiled layers do not use this for `elementwise`: the compiler selects what to keep (`fused_products_compiler`).
+Compiled layers do not use this for `elementwise`: the compiler selects what to keep (`compiler_backends`).
 """
 
 from collections.abc import Callable

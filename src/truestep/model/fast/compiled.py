@@ -51,11 +51,9 @@ def _for_training(layer: Any, options: Mapping[str, Any], remakes: bool) -> Any:
     def train(*arguments: Any, **named: Any) -> Any:
         nonlocal compiled
         if compiled is None:
-            from truestep.model.fast.fused_products_compiler import (
-                training_backend,  # importing it takes a second
-            )
+            from truestep.model.fast.compiler_backends import recomputing_backend  # importing it takes a second
 
-            compiled = torch.compile(own, dynamic=True, backend=training_backend(BACKEND, remakes))
+            compiled = torch.compile(own, dynamic=True, backend=recomputing_backend(BACKEND) if remakes else BACKEND)
         if recompute and layer.training:
             return checkpoint(functools.partial(compiled, **named), *arguments, **options)
         return compiled(*arguments, **named)

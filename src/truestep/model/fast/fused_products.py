@@ -1,21 +1,21 @@
-"""Fuses products of the same input with several weights into one product: QKV, or the gate and up products of an MLP.
+"""One product of the same input with several weights: QKV, or the gate and up products of an MLP.
 
-This helps with few rows, where launch time dominates. In a compiled layer these products become one operator. If the
-weights are contiguous in memory, the operator computes one product; otherwise one product per weight. `noting` collects
-the weights that compiled code fails to fuse, so that they can be moved together.
-
-In training, the input's gradient is the sum of one product per weight. With the outputs' gradients concatenated it is
-one product (`gradient_accumulation.joined_backward`), which sums in float32 and writes the result once.
+This helps with few rows, where launch time dominates. If the weights are contiguous in memory, the operator computes
+one product; otherwise one product per weight. `noting` collects the weights of the latter, so that they can be moved
+together.
 
 Dimensions: R rows, K inner, N of all weights together.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from truestep.gpu.operators import operator
+from truestep.model.adapter import LoraLinear
 
 _noted: list[list[torch.Tensor]] | None = None
 
@@ -51,16 +51,22 @@ def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
     return result
 
 
-@operator("add_product_(Tensor(a!) onto, Tensor a, Tensor weight) -> ()", lambda *_: None)
-def add_product_(onto: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> None:  # [.., R, N], [R, K], [N, K]
-    """Add a product to `onto` in place. The sum is rounded once."""
-    onto.view(len(a), len(weight)).addmm_(a, weight.T)
-
-
-@operator("side_by_side(Tensor[] parts) -> Tensor", lambda parts: torch.cat(parts, -1))
-def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:  # [..., N of a part] -> [..., N of all]
-    """Concatenate results. In compiled code, the kernels that compute the parts write directly to the result."""
-    return torch.cat(parts, -1)
+def products_of(
+    x: torch.Tensor, layers: Sequence[torch.nn.Linear]
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:  # [..., K] -> [R, N], each [..., N of a layer]
+    """Compute linear layers without a bias by one product. Return its rows if these are the layers' outputs, and the
+    output of each layer. The first products of the layers' adapters are fused, too."""
+    adapted: list[Any] = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.switch.on]
+    weights = [layer.weight for layer in layers] + [layer.lora_A.weight for layer in adapted]
+    rows: torch.Tensor = torch.ops.truestep.joined_product(x.flatten(0, -2), weights)
+    parts = list(rows.view(*x.shape[:-1], -1).split([weight.shape[0] for weight in weights], -1))
+    if not adapted:
+        return rows, parts
+    outputs, low = parts[: len(layers)], parts[len(layers) :]
+    for layer, down in zip(adapted, low, strict=True):
+        place = layers.index(layer)
+        outputs[place] = outputs[place] + linear(down * layer.scale, layer.lora_B.weight)
+    return None, outputs
 
 
 def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -2,7 +2,10 @@
 
 No weight gradient is written in half precision and read again. A GPU's tensor cores accumulate in float32 anyway.
 Autograd does not see the weight. In the backward pass, an operator returns the input's gradient, and as a side effect
-adds the weight's gradient to its buffer, which it finds by the weight's address (`gradient_buffers`).
+adds the weight's gradient to its buffer, which it finds by the weight's number (`gradient_buffers`).
+
+The gradient of an input that several weights share is one product, too, of the outputs' gradients side by side: it sums
+in float32 and writes the result once.
 
 Dimensions: N outputs, K inputs.
 """
@@ -12,42 +15,36 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from truestep.gpu.operators import operator
 from truestep.model.adapter import LoraLinear
 from truestep.model.fast.fused_products import as_one
-from truestep.weights.gradient_buffers import Buffers, forget_the_gone, keep, keeper_of
+from truestep.weights.gradient_buffers import Buffers, enter, entry
 
-_numbers = itertools.count()
+_calls = itertools.count()
 
 
-def next_number() -> int:
+def next_call() -> int:
     """Return a unique number, which keeps the compiler from merging equal calls of an operator."""
-    return next(_numbers)
+    return next(_calls)
 
 
 @operator(
-    "linear_backward(Tensor gradient, Tensor x, Tensor weight, int number) -> Tensor",
+    "products_backward(Tensor gradient, Tensor x, Tensor[] weights, Tensor numbers, int call, Tensor? after) -> Tensor",
     lambda _, x, *__: x.new_empty(x.shape),
 )
-@torch.no_grad()
-def linear_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the input's gradient, [..., K], and add the weight's, [N, K], to its buffer. `number` is unique per call,
-    because a compiler merges equal calls."""
-    _add(gradient, x, weight)
-    return gradient @ weight
-
-
-@operator(
-    "joined_backward(Tensor gradient, Tensor x, Tensor[] weights, int number, Tensor[] after) -> Tensor",
-    lambda _, x, *__: x.new_empty(x.shape),
-)
-def joined_backward(
-    gradient: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], number: int, after: list[torch.Tensor]
-) -> torch.Tensor:
-    """Compute `linear_backward` for several weights with the same input. `gradient` has their outputs' gradients,
-    concatenated. `after`: results of `matrices_backward`, as a dependency: those calls run before this one."""
-    matrices_backward(gradient, x, weights, number)
+def products_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    numbers: torch.Tensor,
+    call: int,
+    after: torch.Tensor | None,
+) -> torch.Tensor:  # [..., N of all], [..., K] -> [..., K]
+    """Return the gradient of the common input of several weights, and add the weights' gradients to their buffers.
+    `gradient` has the outputs' gradients, concatenated. `after`: the result of a `matrices_backward` to run before."""
+    matrices_backward(gradient, x, numbers, call)
     return rows_backward(gradient, weights)
 
 
@@ -69,51 +66,81 @@ def rows_backward(gradient: torch.Tensor, weights: list[torch.Tensor]) -> torch.
 
 
 @operator(
-    "matrices_backward(Tensor gradient, Tensor x, Tensor[] weights, int number) -> Tensor",
-    lambda _, x, *__: x.new_empty(0),
+    "matrices_backward(Tensor gradient, Tensor x, Tensor numbers, int call) -> Tensor", lambda _, x, *__: x.new_empty(0)
 )
 @torch.no_grad()
-def matrices_backward(
-    gradient: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], number: int
-) -> torch.Tensor:
+def matrices_backward(gradient: torch.Tensor, x: torch.Tensor, numbers: torch.Tensor, call: int) -> torch.Tensor:
     """Add the gradients of several weights to their buffers. The result is empty; it only expresses a dependency."""
-    for part, weight in zip(gradient.split([len(weight) for weight in weights], -1), weights, strict=True):
-        _add(part, x, weight)
+    entries = [entry(number) for number in numbers.flatten().tolist()]
+    parts = gradient.flatten(0, -2).split([len(parameter) for _, parameter in entries], -1)
+    for (owner, parameter), part in zip(entries, parts, strict=True):
+        owner.add_product(parameter, part, x.flatten(0, -2))
     return x.new_empty(0)
 
 
-def _add(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    keeper, parameter = keeper_of(weight)
-    keeper.add_product(parameter, gradient.flatten(0, -2), x.flatten(0, -2))
+@operator("side_by_side(Tensor[] parts) -> Tensor", lambda parts: torch.cat(parts, -1))
+def side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:  # [..., N of a part] -> [..., N of all]
+    """Concatenate gradients. In compiled code, the kernels that compute the parts write directly to the result."""
+    return torch.cat(parts, -1)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x, weight)
+    def forward(saved: Any, x: torch.Tensor, weight: torch.Tensor, number: torch.Tensor, inner: Any) -> torch.Tensor:
+        saved.save_for_backward(x, weight, number)
+        saved.splits = inner is not None
+        return linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return torch.ops.truestep.linear_backward(gradient, *ctx.saved_tensors, next_number()), None
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        (x, weight, number), ours = saved.saved_tensors, torch.ops.truestep
+        if not saved.splits:
+            return ours.products_backward(gradient, x, [weight], number, next_call(), None), None, None, None
+        # Rows recomputed for the weight's gradient can be computed by a later kernel that reads the same values.
+        rows = ours.rows_backward(gradient, [weight])
+        return rows, None, None, ours.matrices_backward(gradient, x, number, next_call())
 
 
 @torch.compiler.allow_in_graph  # not traced here; autograd traces the backward pass, with unique numbers
-def _product(x: torch.Tensor, weight: torch.Tensor) -> Any:
-    return _Product.apply(x, weight)
+def product(x: torch.Tensor, weight: torch.Tensor, number: torch.Tensor, inner: torch.Tensor | None = None) -> Any:
+    """Multiply by a weight that has a number. `inner`: the empty last result of `products`, if `x` is made of the
+    others. In the backward pass the weight's gradient is then added just before those of that call."""
+    return _Product.apply(x, weight, number, inner)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(saved: Any, x: torch.Tensor, numbers: torch.Tensor, *weights: torch.Tensor) -> Any:
+        saved.save_for_backward(x, numbers, *weights)
+        return *(linear(x, weight) for weight in weights), x.new_empty(0)
+
+    @staticmethod
+    def backward(saved: Any, *gradients: torch.Tensor) -> Any:
+        x, numbers, *weights = saved.saved_tensors
+        *parts, after = gradients
+        ours = torch.ops.truestep
+        rows = ours.products_backward(ours.side_by_side(parts), x, weights, numbers, next_call(), after)
+        return rows, None, *(None for _ in weights)
+
+
+@torch.compiler.allow_in_graph
+def products(x: torch.Tensor, numbers: torch.Tensor, *weights: torch.Tensor) -> Any:
+    """Multiply by several weights that have numbers. Return the results, and an empty tensor for `product`."""
+    return _Products.apply(x, numbers, *weights)
 
 
 class AddingLinear(torch.nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    number: torch.Tensor
+
+    def forward(self, x: torch.Tensor, inner: torch.Tensor | None = None) -> torch.Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
-            found: torch.Tensor = _product(x, self.weight.detach())
+            found: torch.Tensor = product(x, self.weight.detach(), self.number, inner)
             return found
         return super().forward(x)
 
 
-def add_in_products(layers: Iterable[torch.nn.Module], keeper: Buffers, kept: Iterable[torch.nn.Parameter]) -> None:
-    """Replace the plain linear layers of `layers` by `AddingLinear`, if `keeper` has buffers for their weights."""
-    forget_the_gone()
+def add_in_products(layers: Iterable[torch.nn.Module], owner: Buffers, kept: Iterable[torch.nn.Parameter]) -> None:
+    """Replace the plain linear layers of `layers` by `AddingLinear`, if `owner` has buffers for their weights."""
     wanted = set(kept)
     found = [module for layer in layers for module in called(layer)]
     for module in found:
@@ -121,15 +148,21 @@ def add_in_products(layers: Iterable[torch.nn.Module], keeper: Buffers, kept: It
             continue
         if module.weight in wanted:
             module.__class__ = AddingLinear
-            keep(keeper, module.weight)
-    keeper.lay_together(group for module in found for group in _side_by_side(module))
+            module.number = enter(owner, module.weight)
+    owner.lay_together(group for module in found for group in _side_by_side(module))
+
+
+def numbers_of(layers: Iterable[torch.nn.Module]) -> torch.Tensor | None:
+    """Return the numbers of linear layers' weights; None if a layer has none."""
+    numbers = [layer.number for layer in layers if isinstance(layer, AddingLinear)]
+    return torch.stack(numbers) if len(numbers) == len(list(layers)) else None
 
 
 def _side_by_side(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Yield groups of a module's consecutive linear layers with equal input size, which may have the same input. If
     they do not, only their placement in memory is affected."""
-    products = [child for child in module.children() if isinstance(child, AddingLinear)]
-    for _, group in itertools.groupby(products, lambda child: child.in_features):
+    linears = [child for child in module.children() if isinstance(child, AddingLinear)]
+    for _, group in itertools.groupby(linears, lambda child: child.in_features):
         matrices: list[torch.Tensor] = [child.weight for child in group]
         if len(matrices) > 1:
             yield matrices

@@ -1,7 +1,7 @@
 """Triton kernels for the backward pass of RMS norms.
 
-A kernel reads each row once, writes its gradient (plus an optional added gradient), and sums the weight's gradient over
-the rows of a program. `sum_kernel` sums over programs.
+A kernel reads each row once, writes its gradient, and sums the weight's gradient over the rows of a program.
+`sum_kernel` sums over programs.
 
 Dimensions: R rows, K row width, P programs; S tokens, A heads per token, E head size.
 """
@@ -25,14 +25,12 @@ def _backward_kernel(
     gradient_pointer,  # [R, K]: the output's gradient
     x_pointer,  # [R, K]
     weight_pointer,  # [K]
-    onto_pointer,  # [R, K]: added to the input's gradient
     result_pointer,  # [R, K]: the input's gradient
     parts_pointer,  # [P, K] float32: each program's partial gradient of the weight
     row_count,
     epsilon,
     offset,  # added to the weight
     WIDTH: tl.constexpr,
-    ONTO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -45,15 +43,11 @@ def _backward_kernel(
         place = row * stride + columns
         gradient = tl.load(gradient_pointer + place, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_pointer + place, mask=inside, other=0.0).to(tl.float32)
-        if ONTO:
-            onto = tl.load(onto_pointer + place, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
         normed = x * scale
         total += gradient * normed
         gradient *= weight
         found = scale * (gradient - normed * (tl.sum(gradient * normed, 0) / WIDTH))
-        if ONTO:
-            found += onto
         tl.store(result_pointer + place, found.to(result_pointer.dtype.element_ty), mask=inside)
     tl.store(parts_pointer + program * WIDTH + columns, total, mask=inside)
 
@@ -79,7 +73,6 @@ def _heads_kernel(
     weight_pointer,  # [WIDTH]
     cosine_pointer,  # [S, WIDTH]
     sine_pointer,  # [S, WIDTH]
-    onto_pointer,  # [S, HEADS, WIDTH]: added to the input's gradient
     result_pointer,  # [S, HEADS, WIDTH]: the input's gradient, with stride STRIDE between tokens
     parts_pointer,  # [P, WIDTH] float32: each program's partial gradient of the weight
     token_count,
@@ -89,7 +82,6 @@ def _heads_kernel(
     WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
     TURNS: tl.constexpr,
-    ONTO: tl.constexpr,
     TOKENS: tl.constexpr,  # tokens per iteration
     HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,  # half a head, rounded up to a power of 2
@@ -124,9 +116,6 @@ def _heads_kernel(
         inner = tl.sum(first * first_x + second * second_x, 2)[:, :, None] / WIDTH
         first = scale * (first - first_x * inner)
         second = scale * (second - second_x * inner)
-        if ONTO:
-            onto = _halves(onto_pointer, place, first_there, second_there, HALF)
-            first, second = first + onto[0], second + onto[1]
         place = token * STRIDE + head * WIDTH + lane
         _store_halves(result_pointer, place, first, second, first_there, second_there, HALF)
     column = tl.arange(0, BLOCK)
@@ -155,29 +144,21 @@ def warps(block: int) -> int:
 
 
 def backward(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    onto: torch.Tensor | None,
-    epsilon: float,
-    offset: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # [..., K], [..., K], [K], [..., K] -> [..., K], [P, K]
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:  # [..., K], [..., K], [K] -> [..., K], [P, K]
     """Return the input's gradient, and partial gradients of the weight."""
     if x.shape[-1] <= _NARROW:
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return result, heads_backward_(
-            result.view(-1, 1, x.shape[-1]), gradient, x, weight, None, epsilon, offset, onto
-        )
+        return result, heads_backward_(result.view(-1, 1, x.shape[-1]), gradient, x, weight, None, epsilon, offset)
     gradient, x = gradient.contiguous(), x.contiguous()
-    onto = None if onto is None else onto.contiguous()
     width = x.shape[-1]
     rows, block = x.numel() // width, triton.next_power_of_2(width)
     programs = max(1, min(rows, _programs(x.device, block)))
     result, parts = torch.empty_like(x), x.new_empty(programs, width, dtype=torch.float32)
     with on_device(x.device):
         _backward_kernel[(programs,)](
-            gradient, x, weight, result if onto is None else onto, result, parts, rows, epsilon, offset,
-            WIDTH=width, ONTO=onto is not None, BLOCK=block, num_warps=warps(block),
+            gradient, x, weight, result, parts, rows, epsilon, offset,
+            WIDTH=width, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
     return result, parts
 
@@ -198,10 +179,9 @@ def heads_backward_(
     turns: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
     offset: float,
-    onto: torch.Tensor | None = None,
-) -> torch.Tensor:  # [S, A, E], [S x A x E], [S x A x E], [E], .., [S x A x E] -> [P, E]
+) -> torch.Tensor:  # [S, A, E], [S x A x E], [S x A x E], [E] -> [P, E]
     """Write the gradient of the norm's input to `result`, whose tokens may be strided, and return partial gradients of
-    the weight. `turns`: RoPE's cosines and sines, [S x E], if it follows the norm. `onto`: a gradient to add."""
+    the weight. `turns`: RoPE's cosines and sines, [S x E], if it follows the norm."""
     gradient, x = gradient.contiguous(), x.contiguous()
     tokens, heads, width = result.shape
     cosine, sine = (x, x) if turns is None else (turn.contiguous() for turn in turns)
@@ -210,9 +190,8 @@ def heads_backward_(
     parts = x.new_empty(programs, width, dtype=torch.float32)
     with on_device(x.device):
         _heads_kernel[(programs,)](
-            gradient, x, weight, cosine, sine, x if onto is None else onto.contiguous(), result, parts, tokens,
-            epsilon, offset, HEADS=heads, WIDTH=width, STRIDE=result.stride(0), TURNS=turns is not None,
-            ONTO=onto is not None, num_warps=warps_each, **shape,
+            gradient, x, weight, cosine, sine, result, parts, tokens, epsilon, offset, HEADS=heads, WIDTH=width,
+            STRIDE=result.stride(0), TURNS=turns is not None, num_warps=warps_each, **shape,
         )  # fmt: skip
     return parts
 

@@ -6,7 +6,7 @@ from typing import Any
 from truestep.config.schema import Config
 from truestep.head.logits import HeadSettings
 from truestep.model.loading.adapter_source import adapter_source
-from truestep.model.loading.load import load_policy
+from truestep.model.loading.load import LoadOptions, load_policy
 from truestep.model.policy import Policy
 from truestep.ranks.axes import AXES, RankLayout
 from truestep.ranks.group import Ranks, join
@@ -30,8 +30,7 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
     model, head = config.model, config.model.head
     adapter = None if frozen else adapter_source(config.adapter, config.seed, None if path is None else Path(path))
     chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size
-    return load_policy(
-        model.path if adapter is not None else path or model.path,
+    options = LoadOptions(
         dtype=model.dtype,
         device=model.device,
         head=HeadSettings(
@@ -55,3 +54,4 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         freeze=() if frozen else (model.freeze or ()),
         adapter=adapter,
     )
+    return load_policy(model.path if adapter is not None else path or model.path, options)

@@ -34,7 +34,7 @@ from truestep.generate.servers.shared import SharedServers, SharedServerSource
 from truestep.generate.servers.source import ServerSource
 from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
 from truestep.metrics.observers import Observer
-from truestep.model.loading.load import load_tokenizer
+from truestep.model.loading.read import load_tokenizer
 from truestep.model.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import AdvantageRule, OverlongPenalty, check_group_sizes

@@ -1,4 +1,4 @@
-"""A Triton kernel for QK norm and RoPE of a token's queries and keys.
+"""A Triton kernel for the norm and RoPE of a token's queries and keys.
 
 Dimensions: T tokens, N width of a token's row, A heads, E head size.
 """
@@ -15,7 +15,7 @@ from truestep.gpu.operators import on_device
 
 
 @triton.jit
-def _turn_kernel(
+def _norm_rope_kernel(
     rows_pointer,  # [T, N]: a row begins with its heads
     first_pointer,  # [E] the norm's weight of the first FIRST heads
     second_pointer,  # [E] the norm's weight of the other heads
@@ -67,7 +67,7 @@ def shape_for(heads: int, size: int) -> tuple[dict[str, int], int]:
     return {"HEAD_BLOCK": head_block, "BLOCK": block}, -(-heads // head_block)
 
 
-def turn(
+def norm_rope(
     rows: torch.Tensor,  # [T, N]
     heads: Sequence[int],
     weights: Sequence[torch.Tensor],
@@ -83,7 +83,7 @@ def turn(
     result = rows.new_empty(count, sum(heads), size)
     shape, programs = shape_for(sum(heads), size)
     with on_device(rows.device):
-        _turn_kernel[(count, programs)](
+        _norm_rope_kernel[(count, programs)](
             rows, first, second, cosine, sine, result, rows.stride(0), *(epsilons or (0.0,))[:1],
             *(epsilons or (0.0,))[-1:], offset, FIRST=heads[0], HEADS=sum(heads), SIZE=size, NORMS=bool(weights),
             num_warps=4, **shape,
