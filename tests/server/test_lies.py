@@ -31,7 +31,7 @@ SLOW = {"optimizer": {"learning_rate": 1e-3}}
 
 def found(outcome: Outcome, liar: int = 0) -> bool:
     """The run ended with the liar's name, and no lie is in the weights or the ledger."""
-    assert outcome.error is not None, "a lie that nobody has noticed"
+    assert outcome.error is not None, f"a lie that nobody has noticed: {outcome.ended}"
     assert outcome.urls[liar] in outcome.error and "Nothing was updated" in outcome.error, outcome.error
     assert not any(url in outcome.error for place, url in enumerate(outcome.urls) if place != liar)
     assert outcome.kept and outcome.steps * 16 == len(outcome.trained)
@@ -57,7 +57,7 @@ def test_a_server_that_begins_to_lie(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("moving", [False, pytest.param(True, marks=pytest.mark.release)])
 def test_an_honest_server_is_never_refused(name: str, moving: bool, tmp_path: Path) -> None:
     sampler = {**MOVING, "check_share": 1.0} if moving else {}
-    outcome = run(tmp_path, [Plan(BY_NAME[name])], sampler=sampler)
+    outcome = run(tmp_path, [Plan(BY_NAME[name])], in_time=moving, sampler=sampler)
     assert outcome.error is None and outcome.steps == 4 and outcome.trained
 
 
@@ -131,8 +131,7 @@ FREE = (
 
 @pytest.mark.parametrize("name", in_tiers([way.name for way in LIES], (), ("of the 5 likeliest tokens", "-1")))
 def test_a_lie_about_older_weights_is_found_where_all_completions_are_scored(name: str, tmp_path: Path) -> None:
-    """Those that arrive while their weights stand; a step takes a few milliseconds here, and some come later."""
-    outcome = run(tmp_path, [Plan(BY_NAME[name], after=32)], **ALL_CHECKED)
+    outcome = run(tmp_path, [Plan(BY_NAME[name], after=32)], in_time=True, **ALL_CHECKED)
     found(outcome)
     assert outcome.lies_trained_on <= 32
 
@@ -149,7 +148,7 @@ def test_a_gross_lie_about_older_weights_is_found_without_scoring_any(name: str,
 def test_a_share_finds_a_lie_within_the_documents_that_its_page_says(tmp_path: Path) -> None:
     """docs/sampling.md: with a share s, 99% are found within 4.6 / s documents that arrived in time."""
     sections = merged(ALL_CHECKED, {"sampler": {"check_share": 0.2}, "schedule": {"steps": 12}})
-    outcome = run(tmp_path, [Plan(BY_NAME["top-p 0.9 kept on"], after=32)], **sections)
+    outcome = run(tmp_path, [Plan(BY_NAME["top-p 0.9 kept on"], after=32)], in_time=True, **sections)
     found(outcome)
     assert outcome.lies_trained_on <= 4.6 / 0.2 + 32
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from documents import make_documents
+from truestep.losses import agreement
 from truestep.losses.agreement import COLUMN, COLUMNS, LEVELS, compare
 from truestep.rollouts.packing import pack
 from truestep.step.before.agreement import Fault, Judge
@@ -139,6 +140,28 @@ def test_the_sums_are_those_of_plain_loops() -> None:
 
 
 # ---- the honest
+
+
+@pytest.mark.parametrize("size", [0.0, 3e-4, 6e-4])
+@pytest.mark.parametrize("version", [0, -8, None])
+def test_the_short_way_to_the_sums_gives_the_same(
+    size: float, version: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken where all log-probs agree. One of them is off by `size`; one document is of other weights."""
+    generator, change = np.random.default_rng(0), np.zeros((4, LENGTH))
+    change[2, 5] = -size
+    made = sample(generator, 4, spoil=lambda given: given + change)
+    versions = None if version is None else np.full(LENGTH + 1, version)
+    empty = replace(made.documents[0], id="empty", loss_mask=np.zeros(LENGTH + 1, bool))
+    last = replace(made.documents[3], model_version=versions)
+    made = replace(made, documents=[*made.documents[:2], empty, made.documents[2], last])
+    taken = []
+    short = agreement._sums_of_agreeing
+    monkeypatch.setattr(agreement, "_sums_of_agreeing", lambda *given: taken.append(1) or short(*given))
+    table = made.table(0, 0.1)
+    assert bool(taken) == (size < 4e-4 and version == 0)
+    monkeypatch.setattr(agreement, "_all_agree", lambda *_: False)
+    np.testing.assert_allclose(table, made.table(0, 0.1), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -161,27 +162,55 @@ class ToDirectory:
 
 
 class ToUsedNames(ToDirectory):
-    """Gives a file the name of one that the run has called finished, and at least its size, wherever there is one."""
+    """Uses `NAMES` names. Then it waits for the run to call a file finished, and gives its name to another file, in
+    turn in each way of `WAYS`."""
+
+    NAMES = 16  # more than the run reads ahead of its checkpoints
+    WAYS = ("same size", "longer, with a line's end at the old size", "longer", "shorter")
+    _ROOM = 6000  # bytes that every file has at least, more than the records of a batch
 
     def __init__(self, directory: Path):
         super().__init__(directory)
-        self.used_again = 0
+        self.used_again = Counter(dict.fromkeys(self.WAYS, 0))
         self._read = 0  # lines of the events
         self._free: list[str] = []
 
-    def send(self, records: Sequence[Record]) -> None:
-        events = read_lines(self._directory / "events.jsonl") if (self._directory / "events.jsonl").is_file() else []
+    def _free_name(self) -> str | None:
+        path = self._directory / "events.jsonl"
+        events = read_lines(path) if path.is_file() else []
         for event in events[self._read :]:
             self._free += [name for name in event.get("files", ()) if name not in self._free]
         self._read = len(events)
-        if not self._free:
-            super().send(records)
-            return
-        name = self._free.pop(0)
-        beside = self._directory / f".{name}.partial"
+        return self._free.pop(0) if self._free else None
+
+    def send(self, records: Sequence[Record]) -> None:
         lines = [json.dumps(record) for record in records]
-        length = max(sum(map(len, lines)) + len(lines), (self._directory / name).stat().st_size)
-        padding = " " * (length - sum(map(len, lines)) - len(lines))
-        beside.write_text("\n".join(lines) + padding + "\n", encoding="utf-8")
+        assert sum(map(len, lines)) + len(lines) < self._ROOM
+        if self._number < self.NAMES:
+            self._number += 1
+            self._write(f"{self._number:05}.jsonl", _padded(lines, self._ROOM + 500 * (self._number % 4)))
+            return
+        name, until = self._free_name(), time.monotonic() + 200
+        while name is None:
+            assert time.monotonic() < until, "no file is called finished: the run has lost documents"
+            time.sleep(0.01)
+            name = self._free_name()
+        way, size = self.WAYS[self.used_again.total() % len(self.WAYS)], (self._directory / name).stat().st_size
+        text = {
+            "same size": lambda: _padded(lines, size),
+            "longer, with a line's end at the old size": lambda: _padded(lines[:-2], size) + _padded(lines[-2:], 0),
+            "longer": lambda: _padded(lines, size + 17),
+            "shorter": lambda: _padded(lines, size - 40),
+        }[way]()
+        self._write(name, text)
+        self.used_again[way] += 1
+
+    def _write(self, name: str, text: str) -> None:
+        beside = self._directory / f".{name}.partial"
+        beside.write_text(text, encoding="utf-8")
         beside.rename(self._directory / name)
-        self.used_again += 1
+
+
+def _padded(lines: Sequence[str], size: int) -> str:
+    """Join lines, with spaces behind the last one, to `size` characters at least."""
+    return "\n".join(lines) + " " * (size - sum(map(len, lines)) - len(lines)) + "\n"

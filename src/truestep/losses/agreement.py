@@ -8,6 +8,7 @@ Dimensions: T labels, D documents, K columns.
 
 import math
 
+import numpy as np
 import torch
 from torch.nn.functional import softplus
 
@@ -44,6 +45,8 @@ def compare(
     sampled with the sampler's stated probabilities, the mean of r is 1, and the product of all bets exceeds 1/a with a
     probability of at most a.
     """
+    if not logprobs.is_cuda and _all_agree(labels, logprobs, documents_seen):
+        return torch.from_numpy(_sums_of_agreeing(labels, logprobs, entropy, tolerance))
     known = (labels.has["logprobs"] & labels.has["model_version"])[labels.document]
     standing = known & (labels.model_version == documents_seen)
     older = known & ~standing
@@ -61,6 +64,39 @@ def compare(
     values[_OF_OLDER].masked_fill_(~older, 0)
     sums = values.new_zeros(len(COLUMNS), len(labels.num_labels))
     return sums.index_add_(1, labels.document, values).T
+
+
+def _all_agree(labels: PackedLabels, logprobs: torch.Tensor, documents_seen: int) -> bool:
+    """Tell whether all labels are standing, with log-probs that differ by less than any rounding that is allowed. On a
+    GPU, the host would have to wait for the answer."""
+    known = labels.has["logprobs"].numpy() & labels.has["model_version"].numpy()
+    if not (known.all() and (labels.model_version.numpy() == documents_seen).all()):
+        return False
+    gaps = np.abs(logprobs.detach().numpy() - labels.old_logprobs.numpy())
+    return len(gaps) > 0 and bool(gaps.max() < 0.9 * _ROUNDING)  # False if one is NaN
+
+
+def _sums_of_agreeing(
+    labels: PackedLabels, logprobs: torch.Tensor, entropy: torch.Tensor, tolerance: float
+) -> np.ndarray:  # [D, K]
+    """Compute the sums of `compare` where `_all_agree`: nothing is beyond a level, and every bet is lost by the slack.
+    NumPy's few calls take a third of the time of torch's many."""
+    counts = labels.num_labels.numpy()
+    starts = counts.cumsum() - counts
+    values = np.empty((3, len(labels)))
+    values[0], values[1] = logprobs.detach().numpy(), entropy.detach().numpy()
+    places = np.arange(0, 7919 * len(labels), 7919) - (7919 * starts - 104729)[labels.document.numpy()]
+    mixed = (labels.ids.numpy() + 1) * places
+    values[2] = mixed * mixed & (2**30 - 1)
+    some = counts > 0
+    own, random, marks = np.add.reduceat(values, starts[some], axis=1)
+    sums = np.zeros((len(counts), len(COLUMNS)))
+    sums[:, COLUMN["standing"]] = counts
+    for name in ("up", "down"):
+        sums[:, COLUMN[name]] = -_SLACK * tolerance * counts
+    for name, column in (("surprise", own + random), ("entropy", random), ("logprobs", own), ("mark", marks)):
+        sums[some, COLUMN[name]] = column
+    return sums
 
 
 def _marks(labels: PackedLabels) -> torch.Tensor:  # [T] float64

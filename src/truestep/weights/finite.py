@@ -88,7 +88,8 @@ class UpdateCheck:
         """Sum the norms of all weights over all ranks."""
         weights = self._weights
         parts = [part for part in weights.computed().values() if part.numel()]
-        total = torch.stack(_norms(parts)).sum().float() if parts else torch.zeros((), device=weights.device)
+        norms = torch._foreach_norm(parts) if parts else (torch.zeros((), device=weights.device),)
+        total = torch.stack(list(norms)).sum().float()
         for group in MESH if weights.ranks.size > 1 else ():
             weights.ranks.sum_over(group, total)
         return total
@@ -105,13 +106,10 @@ class UpdateCheck:
         if math.isfinite(float(self._total() if answer is None else answer)):
             return []
         here = {name: part for name, part in self._weights.computed().items() if part.numel()}
-        norms = torch.stack(_norms(list(here.values()))).tolist() if here else []
+        with torch.no_grad():
+            norms = torch.stack(list(torch._foreach_norm(list(here.values())))).tolist() if here else []
         odd = [name for name, norm in zip(here, norms, strict=True) if not math.isfinite(norm)]
         return named_by_all(self._weights.ranks, odd)
-
-
-def _norms(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(torch._foreach_norm([part.detach() for part in parts]))
 
 
 def largest(named: Mapping[str, torch.Tensor], ranks: Ranks) -> tuple[float, str]:

@@ -160,10 +160,11 @@ def _and_reward(evidence: Evidence) -> str:
 
 
 def _longer(evidence: Evidence) -> Verdict | None:
-    length, cut = evidence.trend("response_length"), evidence.recent_mean("truncated_fraction")
-    if length is None or not length.rose or length.last < _LENGTH_GROWTH * length.first:
-        return None
+    cut = evidence.recent_mean("truncated_fraction")
     if cut is None or cut < CUT_OFF:
+        return None
+    length = evidence.trend("response_length")
+    if length is None or not length.rose or length.last < _LENGTH_GROWTH * length.first:
         return None
     return Verdict(
         "length",
@@ -264,12 +265,14 @@ def find_fall(rewards: np.ndarray) -> tuple[int, float, int, float] | None:
     sums = np.cumsum(np.append(0.0, rewards))
     means = (sums[window:] - sums[:-window]) / window
     best = int(means.argmax())
+    drop = float(means[best] - means[-1]) - _ROUNDING * abs(float(means[best]))
+    if best + window > len(rewards) - window or drop <= _NEAR * float(np.ptp(means)):
+        return None
     last = rewards[-window:]
     with np.errstate(over="ignore"):  # the variance of huge rewards overflows to inf, and no fall is found
         spread = float(np.sqrt((rewards[best : best + window].var(ddof=1) + last.var(ddof=1)) / window))
-    drop = float(means[best] - means[-1]) - _ROUNDING * abs(float(means[best]))
     # 4 spreads, because the best of many windows is two or three spreads high by chance.
-    if best + window > len(rewards) - window or drop <= 4 * spread or drop <= _NEAR * float(np.ptp(means)):
+    if drop <= 4 * spread:
         return None
     return window, float(means[best]), best + window - 1, float(means[-1])
 

@@ -4,6 +4,7 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,29 +23,41 @@ class Lines:
     """The numbers of lines with a step, a column per name, in the order of the lines."""
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._steps: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
-        self._values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+        self._columns: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))  # step, value, step, value, ...
+        self._new: list[Mapping[str, Any]] = []  # lines that are not in the columns yet
         for line in lines:
-            self.add(line)
+            self._read(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line. Its numbers are read when a column is asked for: many lines at once take less time than each."""
+        self._new.append(line)
+
+    def _read_new(self) -> None:
+        new, self._new = self._new, []
+        for line in new:
+            self._read(line)
+
+    def _read(self, line: Mapping[str, Any]) -> None:
         step = finite(line, "step")
         if step is None:
             return
+        columns = self._columns
         for name, value in line.items():
             # Inlined instead of `finite`, for speed: a line has a hundred values.
             if type(value) in (float, int) and -LARGEST_VALUE < value < LARGEST_VALUE:
-                self._steps[name].append(step)
-                self._values[name].append(value)
+                columns[name].extend((step, value))
 
     @property
     def names(self) -> list[str]:
-        return list(self._values)
+        self._read_new()
+        return list(self._columns)
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        if name not in self._values:
+        self._read_new()
+        if name not in self._columns:
             return np.empty(0), np.empty(0)
-        return np.frombuffer(self._steps[name]).copy(), np.frombuffer(self._values[name]).copy()
+        steps, values = np.frombuffer(self._columns[name]).reshape(-1, 2).T.copy()
+        return steps, values
 
 
 def most_common(completions: Iterable[object]) -> str | None:
@@ -93,6 +106,7 @@ class Watching:
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
         self._evaluations.add(line)
+        self._unjudged = 0.0
         self._tell(line["step"])
 
     def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -108,8 +122,8 @@ class Watching:
         """Return the verdicts on the lines so far."""
         return judge(
             Evidence(
-                self._steps.column,
-                self._evaluations.column,
+                cache(self._steps.column),  # verdicts ask for the same columns
+                cache(self._evaluations.column),
                 self._steps.names,
                 rejected=self._rejected.counts,
                 rejected_in=self._rejected_in,

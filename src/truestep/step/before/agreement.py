@@ -24,6 +24,7 @@ _ENDLESS = 1e6
 _BETS = ("up", "down", "older_up")
 _HERE = "the sampler"
 _BEYOND = [COLUMN[f"beyond_{level:g}"] for level, _ in LEVELS]
+_SHOWS = [*_BEYOND, *(COLUMN[name] for name in _BETS)]
 _RATES = np.array([rate for _, rate in LEVELS])
 
 
@@ -55,11 +56,22 @@ class Judge:
         of = [server_of(document) for document in documents]
         servers = list(dict.fromkeys(of))
         bound = -math.log(ALPHA / (4 * (len(documents) + len(servers))))
+        agree = not (table[:, _SHOWS] > 0).any()
         for server in servers:
-            places = [place for place, other in enumerate(of) if other == server]
-            rows = _less_the_choice(table[places])
-            step = rows.sum(0)
-            total = self._remember(server, step)
+            places = range(len(of)) if len(servers) == 1 else [place for place, one in enumerate(of) if one == server]
+            fault = self._of_server(server, places, table if len(servers) == 1 else table[places], bound, agree)
+            if fault is not None:
+                return fault
+        return self._contradicting(documents, table) or self._repeated(documents, table, bound)
+
+    def _of_server(
+        self, server: str, places: Sequence[int], rows: np.ndarray, bound: float, agree: bool
+    ) -> Fault | None:
+        """Judge a server's documents. `agree`: no document has evidence against its log-probs."""
+        rows = _less_the_choice(rows)
+        step = rows.sum(0)
+        total = self._remember(server, step)
+        if not agree or (total[_SHOWS] > 0).any():
             evidence = self._evidence(np.vstack([rows, step, total]))
             each = evidence[:-2].max(1)
             worst = int(each.argmax())
@@ -67,9 +79,9 @@ class Judge:
                 if found.max() > bound:
                     order = np.argsort(-each, kind="stable")[: int((each > bound).sum()) or len(each)]
                     return Fault(server, tuple(places[number] for number in order), self._words(row, found))
-            if self.draws and self._draws_evidence(total) > bound:
-                return Fault(server, tuple(places), _too_sure(total), of_draws=True)
-        return self._contradicting(documents, table) or self._repeated(documents, table, bound)
+        if self.draws and self._draws_evidence(total) > bound:
+            return Fault(server, tuple(places), _too_sure(total), of_draws=True)
+        return None
 
     def _remember(self, server: str, step: np.ndarray) -> np.ndarray:
         """Add a step's sums to those of the server's earlier steps. A bet that was lost is not owed."""
@@ -112,21 +124,26 @@ class Judge:
         That n of N draws agree on something of probability u or less has a probability of at most C(N, n) u^(n-1).
         """
         labels = table[:, COLUMN["standing"]] + table[:, COLUMN["older"]]
-        drawn = np.flatnonzero(labels)
-        own = table[:, COLUMN["logprobs"]] + self.tolerance * labels
-        _, kind, counts = np.unique(table[drawn, COLUMN["mark"]], return_inverse=True, return_counts=True)
-        highest = np.full(len(counts), -np.inf)
-        np.maximum.at(highest, kind, own[drawn])
-        for number in np.flatnonzero((counts > 1) & (_too_often(counts, len(drawn), highest) > bound)):
-            places, likeliest = drawn[kind == number], float(highest[number])
+        own = (table[:, COLUMN["logprobs"]] + self.tolerance * labels).tolist()
+        alike: dict[float, list[int]] = defaultdict(list)  # places by mark; Python's loop is faster than NumPy's calls
+        for place, (mark, count) in enumerate(zip(table[:, COLUMN["mark"]].tolist(), labels.tolist(), strict=True)):
+            if count:
+                alike[mark].append(place)
+        drawn = sum(map(len, alike.values()))
+        for places in alike.values():
+            if len(places) < 2:
+                continue
+            likeliest = max(own[place] for place in places)
+            if _too_often(len(places), drawn, likeliest) <= bound:
+                continue
             # The weights that drew older tokens are gone: their sampler's word counts where it is higher.
             older = [documents[place] for place in places if table[place, COLUMN["older"]]]
             likeliest = max([likeliest, *(float(at_labels(document, "logprobs").sum()) for document in older)])
-            alike = len({at_labels(documents[place], "input_ids").tobytes() for place in places}) == 1
-            if alike and _too_often(np.array(len(places)), len(drawn), np.array(likeliest)) > bound:
+            same = len({at_labels(documents[place], "input_ids").tobytes() for place in places}) == 1
+            if same and _too_often(len(places), drawn, likeliest) > bound:
                 servers = " and ".join(sorted({server_of(documents[place]) for place in places}))
                 problem = f"the same completion came {len(places)} times, and its log-prob is {likeliest:.3g}"
-                return Fault(servers, tuple(places.tolist()), problem, of_draws=True)
+                return Fault(servers, tuple(places), problem, of_draws=True)
         return None
 
     def _contradicting(self, documents: Sequence[Rollout], table: np.ndarray) -> Fault | None:
@@ -197,8 +214,8 @@ def _poisson(count: np.ndarray, mean: np.ndarray) -> np.ndarray:
     return bound
 
 
-def _too_often(count: np.ndarray, drawn: int, likeliest: np.ndarray) -> np.ndarray:
+def _too_often(count: int, drawn: int, likeliest: float) -> float:
     """Bound minus the logarithm of the probability that `count` of `drawn` completions agree on one that is no
     likelier."""
-    factorials = np.concatenate([[0.0], np.log(np.arange(1, drawn + 1)).cumsum()])  # their logarithms
-    return factorials[count] + factorials[drawn - count] - factorials[drawn] - (count - 1) * likeliest
+    ways = math.lgamma(drawn + 1) - math.lgamma(count + 1) - math.lgamma(drawn - count + 1)  # the logarithm
+    return -ways - (count - 1) * likeliest

@@ -66,7 +66,7 @@ class SamplerCheck:
         if plan.repeated:  # they were compared before the first update on them
             return None
         assert accumulated.compared is not None
-        table = accumulated.compared.copy()
+        table = accumulated.compared.copy() if self._held else accumulated.compared
         for place, document in enumerate(plan.documents if self._held else ()):
             if held := self._held.get(document.id):
                 table[place] += held.row

@@ -115,11 +115,8 @@ class StepRunner:
         for part, _, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part, _ in parts for index, score in part.items()}
-        compared = None
-        if self.compares is not None:
-            compared = np.zeros((len(plan.documents), len(COLUMNS)))
-            for members, rows in (of_micro_batch for _, _, part in parts for of_micro_batch in part):
-                np.add.at(compared, [plan.document_of[index] for index in members], rows)
+        rows = [of_micro_batch for _, _, part in parts for of_micro_batch in part]
+        compared = None if self.compares is None else _table(plan, rows)
         return Accumulated(metrics, _of_documents(plan, scores), compared)
 
     def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
@@ -198,9 +195,8 @@ class StepRunner:
         if self.keep_scores is not False:
             sums.scores.update(_scores(micro_batch, statistics, _wanted(plan, self.keep_scores)))
         if self.compares is not None:
-            logprobs = micro_batch.logprobs(statistics)
-            rows = compare(micro_batch.labels, logprobs, statistics.entropy, plan.documents_seen, self.compares)
-            sums.compared.append((micro_batch.members, rows.cpu().numpy()))
+            rows = _compare(micro_batch, statistics, plan.documents_seen, self.compares)
+            sums.compared.append((micro_batch.members, rows))
 
     def _head(
         self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool
@@ -230,6 +226,25 @@ class StepRunner:
                 head, loss, weight_gradient=weight_gradient, document_labels=whole, shared=shared
             )
         return share.gather(result.statistics), result.hidden_gradient
+
+
+def _compare(
+    micro_batch: MicroBatch, statistics: RowStatistics, documents_seen: int, tolerance: float
+) -> np.ndarray:  # [sequences, COLUMNS]
+    """Compare a micro-batch's log-probs of the sampler with the policy's; return the sums on the host."""
+    logprobs = micro_batch.logprobs(statistics)
+    return compare(micro_batch.labels, logprobs, statistics.entropy, documents_seen, tolerance).cpu().numpy()
+
+
+def _table(plan: StepPlan, compared: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.ndarray:
+    """Add up the rows of sequences by document: [documents, COLUMNS]."""
+    table = np.zeros((len(plan.documents), len(COLUMNS)))
+    for members, rows in compared:
+        if plan.sequences is plan.documents:
+            table[list(members)] = rows
+        else:
+            np.add.at(table, [plan.document_of[index] for index in members], rows)
+    return table
 
 
 def _counts(plan: StepPlan) -> dict[str, Metric]:
