@@ -207,12 +207,12 @@ def test_kept_completions_are_of_two_policies_and_say_where(servers: Servers, tm
     (server,) = talking.ahead.fleet.servers
     stream, came = server.remote.stream, [0]
 
-    def counted(asked: Any, arrived: Callable[[int, int], None]) -> Any:
-        def count(index: int, tokens: int) -> None:
-            came[0] += tokens
+    def counted(asked: Any, n: int, arrived: Callable[[int, Sequence[int]], None]) -> Any:
+        def count(index: int, tokens: Sequence[int]) -> None:
+            came[0] += len(tokens)
             arrived(index, tokens)
 
-        return stream(asked, count)
+        return stream(asked, n, count)
 
     server.remote.stream = counted
 
