@@ -34,6 +34,8 @@ from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import Completion, DrawOptions, Generate, Request
 from truestep.head.logits import HeadSettings
+from truestep.model.fast.fused_attention import RECORD
+from truestep.model.fast.fused_layers import fuse_layers, settle_layers
 from truestep.model.mixers import attention
 from truestep.model.policy import ModelFacts, Policy
 from truestep.rollouts.packing import pack_tokens
@@ -55,6 +57,9 @@ def make_policy(dtype: torch.dtype, tied: bool = True, **shape: int) -> Policy:
     torch.set_default_dtype(torch.float32)
     model.eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
+    with torch.no_grad(), attention.using(model, RECORD):
+        fuse_layers(model)
+    settle_layers(model)
     model.set_attn_implementation(attention.NAME)
     place = torch.empty(0, device=PLACE).device
     return Policy(model, Path(), HeadSettings(), WholeWeights(model, dtype), ModelFacts.of(model, place))
