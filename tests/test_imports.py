@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import truestep
@@ -31,13 +32,16 @@ MOST_ROOMS = 24
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
+_parsed = cache(ast.parse)
+
+
 def room_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imported_rooms(source: str) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute, so that this test can read them"
@@ -55,7 +59,7 @@ def imported_rooms(source: str) -> set[str]:
 def imported_modules(source: str, modules: Collection[str]) -> set[str]:
     """Collect the modules that a source imports, also inside functions and for its types alone."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):

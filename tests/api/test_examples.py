@@ -53,7 +53,7 @@ def run_program(name: str) -> None:
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", long_except(PROGRAMS, "with_callbacks", "own_source"))
+@pytest.mark.parametrize("name", long_except(PROGRAMS, "own_source"))
 def test_a_program_runs_as_it_is(name: str, tmp_path: Path) -> None:
     lines = in_a_process(run_program, name, folder=tmp_path)
     assert any(line.startswith(LAST_LINES[name]) for line in lines), lines
@@ -81,6 +81,7 @@ def run_cells(sources: list[str]) -> None:
             exec(compile(source, "<cell>", "exec"), names)
 
 
+@pytest.mark.long
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     lines = in_a_process(run_cells, cells(), folder=tmp_path)
     assert any(line.startswith("held out: ") for line in lines), lines

@@ -340,7 +340,7 @@ _CONTENTS = {
 @pytest.mark.parametrize("contents", _CONTENTS.values(), ids=_CONTENTS)
 def test_garbage_in_the_file(contents: st.SearchStrategy[bytes]) -> None:
     @given(content=contents, tokens=_tokens())
-    @settings(deadline=None, max_examples=150)
+    @settings(deadline=None, max_examples=80)
     def check(content: bytes, tokens: list[str]) -> None:
         _load_or_refuse(content, tokens)
 
@@ -348,6 +348,6 @@ def test_garbage_in_the_file(contents: st.SearchStrategy[bytes]) -> None:
 
 
 @given(tokens=_tokens())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 def test_garbage_on_the_command_line(tokens: list[str]) -> None:
     _load_or_refuse(MODEL.encode(), tokens)

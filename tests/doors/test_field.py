@@ -28,7 +28,7 @@ FIELDS = {
     "bonus": {"level": "label", "dtype": "int64", "default": 1},
     "difficulty": {"level": "document"},
 }
-LAYOUTS = ("one process", "head: 1 row a chunk", "FSDP 2", "context 2", "pipeline 2")
+LAYOUTS = ("head: 7 rows a chunk", "context 2", "pipeline 2")
 LOSS = {"type": "custom", "function": "doors.toy_losses:Weighed"}
 
 

@@ -19,9 +19,6 @@ from truestep.config.schema import Config
 from truestep.losses.label_losses import make_label_loss
 from truestep.tools.score import score
 from truestep.tools.verify.judge import verify
-from truestep.tools.verify.layouts import Layout
-
-LAYOUTS = ("one process", "head: 1 row a chunk", "FSDP 2", "context 2")
 
 
 def custom(name: str, **options: Any) -> dict[str, Any]:
@@ -79,32 +76,32 @@ def test_score_gives_its_loss_and_its_ratio(case: dict[str, Any], tmp_path: Path
     assert step["grad_norm"] > 0
 
 
-def judged(case: dict[str, Any], tmp_path: Path, loss: dict[str, Any]) -> dict[str, float]:
-    """verify's worst gradient difference of each layout."""
+def judged(case: dict[str, Any], tmp_path: Path, loss: dict[str, Any], *names: str) -> dict[str, float]:
+    """Give verify's worst difference of each kind."""
     config = Config.model_validate(case | {"loss": loss})
-
-    def only(layout: Layout) -> bool:
-        return layout.name in LAYOUTS
-
-    verdicts = verify(config, tmp_path / "proof", documents=8, only=only)
-    assert [verdict.layout.name for verdict in verdicts] == list(LAYOUTS)
+    verdicts = verify(config, tmp_path / "proof", documents=8, only=lambda layout: layout.name in names)
+    assert [verdict.layout.name for verdict in verdicts] == list(names)
     assert all(verdict.failure is None for verdict in verdicts)
     return {kind: max(verdict.worst[kind].value for verdict in verdicts) for kind in ("loss", "gradient", "metric")}
 
 
-def test_verify_proves_it_without_a_line_of_ours(case: dict[str, Any], tmp_path: Path) -> None:
-    worst = judged(case, tmp_path, custom("Saturating", sharpness=2.0))
-    assert max(worst.values()) <= 1e-5
-
-
-def test_verify_proves_it_with_a_correction(case: dict[str, Any], tmp_path: Path) -> None:
-    correction = {"type": "mask", "level": "document", "low": 0.5, "high": 2.0}
-    worst = judged(case, tmp_path, custom("Saturating", sharpness=2.0) | {"correction": correction})
-    assert max(worst.values()) <= 1e-5
+@pytest.mark.parametrize(
+    ("correction", "layouts"),
+    [
+        (None, ("head: 7 rows a chunk", "context 2")),
+        ({"type": "mask", "level": "document", "low": 0.5, "high": 2.0}, ("smallest micro-batches",)),
+    ],
+    ids=["alone", "with a correction"],
+)
+def test_verify_proves_it_without_a_line_of_ours(
+    correction: dict[str, Any] | None, layouts: tuple[str, ...], case: dict[str, Any], tmp_path: Path
+) -> None:
+    loss = custom("Saturating", sharpness=2.0) | ({"correction": correction} if correction else {})
+    assert max(judged(case, tmp_path, loss, *layouts).values()) <= 1e-5
 
 
 def test_verify_finds_a_slope_that_is_not_the_losses_own(case: dict[str, Any], tmp_path: Path) -> None:
-    worst = judged(case, tmp_path, custom("WrongSlope", sharpness=2.0))
+    worst = judged(case, tmp_path, custom("WrongSlope", sharpness=2.0), "one process")
     assert worst["loss"] <= 1e-5
     assert worst["gradient"] > 1e-3
 

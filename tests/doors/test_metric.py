@@ -17,7 +17,7 @@ from truestep.report.page import write_report
 from truestep.tools.score import score
 from truestep.tools.verify.judge import verify
 
-LAYOUTS = ("one process", "smallest micro-batches", "FSDP 2")
+LAYOUTS = ("smallest micro-batches", "FSDP 2")
 
 
 def config_with(metric: str, model: Path, tmp_path: Path, **sections: Any) -> Config:

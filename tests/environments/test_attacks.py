@@ -1,4 +1,7 @@
-"""Rewards that attack the run, through whole runs: sampled in process, by servers, and in evaluations."""
+"""Rewards that attack the run, through whole runs: sampled in process, by servers, and in evaluations.
+
+All three rate by the same workers (test_rater.py has each attack on these alone); each attack meets some of them here.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def rewards(folder: Path) -> list[float]:
     return evaluated + [line["max_reward"] for line in read_lines(run / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["in_process", "evaluation"])
 def test_code_of_a_completion_does_not_run_in_the_trainer(kind: str, model: Path, tmp_path: Path) -> None:
     """A pickle on every descriptor is a command where it is unpickled, and forges a reward there."""
     with configured(kind, model, tmp_path, ["pickles"]) as config:
@@ -97,7 +100,7 @@ def test_code_of_a_completion_does_not_run_in_the_trainer(kind: str, model: Path
     assert hostile_reward.FORGED not in rewards(tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["server"])
 def test_a_reward_sees_no_secret_of_the_run(
     kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +110,7 @@ def test_a_reward_sees_no_secret_of_the_run(
     assert hostile_reward.FORGED not in rewards(tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["evaluation"])
 def test_a_child_of_a_reward_does_not_outlive_the_run(kind: str, model: Path, tmp_path: Path) -> None:
     with configured(kind, model, tmp_path, ["leaves_a_session_behind"]) as config:
         quiet_trainer(config).run()
@@ -117,8 +120,10 @@ def test_a_child_of_a_reward_does_not_outlive_the_run(kind: str, model: Path, tm
     assert not left and (tmp_path / "place" / "orphan").read_text() != ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("attack", ["exits", "interrupts", "raises_a_base_exception"])
+@pytest.mark.parametrize(
+    ("attack", "kind"),
+    [("exits", "evaluation"), ("interrupts", "in_process"), ("raises_a_base_exception", "server")],
+)
 def test_a_reward_that_ends_its_process_ends_no_run(attack: str, kind: str, model: Path, tmp_path: Path) -> None:
     with configured(kind, model, tmp_path, [attack], times=2) as config:
         try:
@@ -129,7 +134,7 @@ def test_a_reward_that_ends_its_process_ends_no_run(attack: str, kind: str, mode
     assert any("the reward raised" in reason for reason in reasons(tmp_path))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["in_process", "evaluation"])
 def test_escapes_and_megabytes_of_a_reason_reach_no_file_and_no_console(kind: str, model: Path, tmp_path: Path) -> None:
     with configured(kind, model, tmp_path, ["raises_escapes"], times=2) as config:
         quiet_trainer(config).run()

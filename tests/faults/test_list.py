@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from faults.listed import REPOSITORY, problems, read_faults
 
 FAULTS = read_faults()
@@ -37,6 +39,7 @@ def test_a_hundred_faults_in_every_room() -> None:
     assert sorted({fault.room for fault in FAULTS}) == sorted(ROOMS)
 
 
+@pytest.mark.long
 def test_faults_of_a_toy_are_caught_missed_and_not_planted(tmp_path: Path) -> None:
     toy = tmp_path / "toy"
     for name, content in (

@@ -82,7 +82,7 @@ def test_the_cases_lie_on_both_sides_of_every_bound(correction: dict[str, Any]) 
     assert sides and all(side == {False, True} for side in sides.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(loss=st.sampled_from(CORRECTED), seed=st.integers(0, 999))
 def test_what_weighs_nothing_changes_nothing_else(loss: dict[str, Any], seed: int) -> None:
     """Weights lie between 0 and the bound. The other labels' coefficients are those of the uncorrected loss times the
@@ -106,7 +106,7 @@ def test_what_weighs_nothing_changes_nothing_else(loss: dict[str, Any], seed: in
     assert torch.equal(terms["entropy_bonus"], plain_terms["entropy_bonus"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     loss=st.sampled_from(SUMS_LOG_RATIOS),
     seed=st.integers(0, 999),

@@ -233,14 +233,11 @@ def test_a_mixture_of_experts_is_planned_too() -> None:
     assert rank.kinds[MASTERS] == 4 * shape.total and rank.kinds[ACTIVATIONS] > 0
 
 
-ADAPTER_LAYOUTS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {})]
+ADAPTER_LAYOUTS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {"tensor": 2})]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("size", "parallel"),
-    [case if case[0] == 1 else pytest.param(*case, marks=pytest.mark.long) for case in ADAPTER_LAYOUTS],
-)
+@pytest.mark.parametrize(("size", "parallel"), ADAPTER_LAYOUTS)
 def test_an_adapters_masters_and_states_are_those_of_a_run(size: int, parallel: dict[str, int], tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3")
     write_rollouts(tmp_path / "rollouts.jsonl", 8)

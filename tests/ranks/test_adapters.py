@@ -19,6 +19,7 @@ from documents import same_bits
 from oracles.step import OracleResult, oracle_step
 from ranks.cases import on_ranks, score_all, train_all
 from scoring import loaded_once
+from selection import in_tiers
 from small_runs import (
     file_config,
     file_hashes,
@@ -80,15 +81,11 @@ def check_scores(folder: Path, oracle: OracleResult) -> None:
         assert worst <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("qwen3", {}),
-        ("qwen2", {"num_key_value_heads": 1}),  # with biases, and one key head for both tensor ranks
-        pytest.param("gemma2", {}, marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.long
+# The first with biases, and one key head for both tensor ranks.
+KINDS: list[tuple[str, dict[str, Any]]] = [("qwen2", {"num_key_value_heads": 1}), ("gemma2", {})]
+
+
+@pytest.mark.parametrize(("kind", "changes"), in_tiers(KINDS, [], KINDS[:1]))
 def test_gradients_are_those_of_the_merged_weights_on_every_layout(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -116,8 +113,7 @@ def test_an_adapters_head_runs_no_product_for_its_weight(tmp_path: Path, monkeyp
         assert bool(calls) == runs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (2, "bfloat16")])
 def test_the_adapter_alone_is_trained_and_the_base_is_kept_once(ranks: int, dtype: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3")
     config = config_of(tmp_path, model, adapter={"rank": 4, "targets": ["q_proj", "mlp.*_proj"]})
@@ -154,10 +150,9 @@ def newest(run: Path) -> Path:
     return max((run / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(ranks: int, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3_tied")
-    on_ranks(ranks, train_all, [run_of(tmp_path, model, name, steps) for name, steps in (("a", 4), ("b", 2), ("b", 4))])
+    on_ranks(2, train_all, [run_of(tmp_path, model, name, steps) for name, steps in (("a", 4), ("b", 2), ("b", 4))])
     files = {path.name for path in newest(tmp_path / "a").iterdir()}
     assert files == {"adapter_config.json", "adapter_model.safetensors", "truestep"}
     assert file_hashes(newest(tmp_path / "a")) == file_hashes(newest(tmp_path / "b"))
@@ -277,13 +272,12 @@ def test_the_reference_loads_no_second_model(tmp_path: Path, monkeypatch: pytest
     assert lines[0]["kl_reference"] == 0.0 and lines[1]["kl_reference"] > 0.0  # B is zero at first
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_sampled_has_the_trainers_own_logprobs(ranks: int, tmp_path: Path) -> None:
+def test_what_is_sampled_has_the_trainers_own_logprobs(tmp_path: Path) -> None:
     model = word_model(tmp_path / "model")
     write_adapter(tmp_path / "adapter", model)
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(4))
     config = sampled_config(model, prompts, tmp_path / "run", adapter={"path": str(tmp_path / "adapter")})
-    on_ranks(ranks, train_all, [config.model_dump(exclude_unset=True)])
+    on_ranks(2, train_all, [config.model_dump(exclude_unset=True)])
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and any(line["grad_norm"] > 0 for line in lines)
     for line in lines:

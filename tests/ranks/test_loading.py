@@ -152,11 +152,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, int]:
     return str(directory), sum(4 * value.numel() for value in tensors.values()), layer
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process's peak")
 @pytest.mark.parametrize(
     ("size", "parallel"),
-    [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {"context": 2}), (4, {"tensor": 2})],
+    in_tiers(
+        [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {"context": 2}), (4, {"tensor": 2})],
+        [],
+        [(2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})],
+    ),
     ids=["one", "data", "tensor", "pipeline", "context", "data x tensor"],
 )
 def test_a_rank_never_holds_more_than_its_part_and_a_layer(

@@ -441,7 +441,7 @@ def test_experts_have_a_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
     parse(GOOD | {"routed_experts": EXPERTS.tolist()})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     value=anything
     | st.fixed_dictionaries({}, optional=dict.fromkeys(("data", "dtype", "shape"), anything))
@@ -465,7 +465,7 @@ def test_arbitrary_experts_give_a_rollout_or_a_bad_record(value: Any) -> None:
         assert 1 <= len(experts) <= rollout.num_tokens
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(own=st.fixed_dictionaries({}, optional=dict.fromkeys(DECLARED, anything)))
 def test_arbitrary_values_of_a_user_give_a_rollout_or_a_bad_record(own: dict[str, Any]) -> None:
     try:

@@ -127,7 +127,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(line)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(mutated(), min_size=1, max_size=5))
 def test_mutated_lines(lines: list[bytes]) -> None:
     assert_as_exact(lines)
@@ -137,7 +137,7 @@ TEXTS = st.text("0123456789.eE+-,xNa ", max_size=8) | st.floats().map(repr) | st
 DECIMALS = st.from_regex(r"\A-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,40})?([eE][-+]?[0-9]{1,3})?\Z")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(TEXTS | DECIMALS, min_size=1, max_size=4), st.sampled_from([", ", ","]))
 @example(["N,"], ", ")
 def test_numbers_have_every_bit(texts: list[str], separator: str) -> None:

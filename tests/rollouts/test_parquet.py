@@ -132,7 +132,7 @@ def valid_records(draw):
     return required | optional
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rows=st.lists(valid_records(), max_size=6))
 def test_jsonl_and_parquet_give_the_same_rollouts(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("same")

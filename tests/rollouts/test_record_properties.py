@@ -22,7 +22,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     record=anything | st.dictionaries(st.sampled_from(record_names()), anything),
     replaced=st.dictionaries(st.sampled_from(record_names()), anything, max_size=2),
@@ -65,7 +65,7 @@ def assert_sound(rollout: Rollout, needs: Needs) -> None:
     json.dumps(rollout.id)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), length=st.integers(1, 12))
 def test_poison_off_the_mask_never_shows(data, length):
     mask = [False, *data.draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))]

@@ -52,7 +52,7 @@ def records(draw: st.DrawFn) -> object:
     return {name: value for name, value in good.items() if value != "gone"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(records() | st.sampled_from([b"", b"{", b"\xff", b'{"id": "a", "id": "b"}']), max_size=8),
     st.sampled_from([None, 16, 3]),

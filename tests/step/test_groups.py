@@ -48,7 +48,7 @@ def rollout(of: dict[str, Any]) -> Rollout:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(MEMBERS, max_size=9))
 def test_it_is_the_oracle_s(members: list[tuple[str | None, list[int], float | None, float | None]]) -> None:
     records = [record(number, *member) for number, member in enumerate(members)]

@@ -55,8 +55,9 @@ def step(model: Path, rollouts: Path, run: Path, monkeypatch: pytest.MonkeyPatch
     return accumulated.line(), gradients, sum(rows)
 
 
-@pytest.mark.parametrize("every", [2, 100], ids=["half", "all but one"])
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "reinforce", "cispo"])
+@pytest.mark.parametrize(
+    ("loss", "every"), [("grpo", 2), ("gspo", 2), ("cispo", 100)], ids=["labels", "documents", "all but one"]
+)
 def test_no_result_changes(loss: str, every: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = rollouts_with_zeros(tmp_path, every)
     options: dict[str, Any] = {"loss": {"type": loss, "metrics": "full"}, "schedule": {"docs_per_step": 12}}
@@ -97,7 +98,7 @@ def every_document_looks_idle() -> None:
     runner.has_advantage = lambda document: False  # type: ignore[assignment]
 
 
-LAYOUTS = ("one process", "FSDP 2", "pipeline 2")
+LAYOUTS = ("FSDP 2", "pipeline 2")
 
 
 def test_it_holds_in_every_layout(examples: Path) -> None:

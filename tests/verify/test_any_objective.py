@@ -84,7 +84,7 @@ def test_what_does_not_go_together_is_refused_by_name(kind: str) -> None:
         assert refusal.startswith("Config: loss") and len(refusal) < 200, refusal
 
 
-@pytest.mark.parametrize("kind", in_tiers(TYPES, (), ("gspo", "dppo", "custom")))
+@pytest.mark.parametrize("kind", in_tiers(TYPES, (), ("gspo", "custom")))
 def test_what_is_accepted_passes_verify(kind: str) -> None:
     config, _ = draw_config(0, kind)
     verdicts = verify(config, Path("out"), only=lambda layout: layout.name in LAYOUTS, documents=8)

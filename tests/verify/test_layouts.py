@@ -1,7 +1,8 @@
 """The layout changes no result: a step under every layout is the float64 oracle's, for each kind of loss.
 
 This is the one test of it: a loss of labels with a tied head and normed queries, and a loss of whole documents with
-capped logits and windows. Some of the documents have several sequences. What the other losses make of their labels:
+capped logits and windows. Some of the documents have several sequences. `make test` has each kind of cut once, with one
+loss or the other; both have those that divide a document over ranks. What the other losses make of their labels:
 tests/losses. How layouts stand to other models, to recomputation and to half precision: tests/ranks.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from selection import in_tiers
 from sequences import in_documents
 from small_runs import file_config, write_rollouts
 from truestep.config.schema import Config
@@ -51,12 +53,19 @@ OVER_RANKS: dict[str, tuple[str, ...]] = {
     "tensor and pipeline": ("tensor 2 x pipeline 2",),
 }
 GROUPS = ALONE | OVER_RANKS
-# What a loss of documents meets in `make test`: each kind of cut once, where a document lies on several ranks.
-OF_DOCUMENTS = ("packing", "shards", "context of four", "tensor", "pipeline", "context and pipeline")
+SHORT = {
+    "labels": (*ALONE, "shards", "replicas", "four shards", "tensor", "pipeline", "tensor beside data"),
+    "documents": ("packing", "context", "context of four", "context and pipeline"),
+}
+# A rank that has whole documents makes nothing else of a loss of documents than of a loss of labels.
+LONG = {
+    "labels": tuple(group for group in OVER_RANKS if group not in SHORT["labels"]),
+    "documents": ("shards", "tensor", "pipeline", "context beside data", "context and tensor"),
+}
 CASES = [
-    pytest.param(kind, group, marks=[pytest.mark.long] if kind == "documents" and group not in OF_DOCUMENTS else [])
+    value
     for kind in KINDS
-    for group in GROUPS
+    for value in in_tiers([(kind, g) for g in GROUPS], *([(kind, g) for g in tier[kind]] for tier in (SHORT, LONG)))
 ]
 
 

@@ -138,9 +138,10 @@ ADAPTER = ["--adapter.rank=3", "--adapter.targets=[q_proj, down_proj, model.laye
 
 
 def test_adapters_pass(examples: Path, tmp_path: Path) -> None:
+    """Their gradients under every kind of layout: ranks/test_adapters.py."""
     config = load_config(examples / "grpo.yaml", [*ADAPTER, "--model.dtype=float32"])
-    verdicts = verify(config, tmp_path / "out", only=some_layouts, documents=6)
-    assert len(verdicts) == 4 and not [complaint for verdict in verdicts for complaint in complaints(verdict)]
+    verdicts = verify(config, tmp_path / "out", only=lambda known: known.name == "tensor 2", documents=6)
+    assert len(verdicts) == 1 and not [complaint for verdict in verdicts for complaint in complaints(verdict)]
 
 
 @pytest.mark.long
@@ -377,8 +378,9 @@ def test_labels_held_back_and_a_steered_entropy_pass_under_layouts_of_every_kind
 ) -> None:
     over = EXPLORATION[option] | {"model.dtype": "float32", "optimizer.learning_rate": "0.01"}
     config = load_config(examples / f"{name}.yaml", [f"--{key}={value}" for key, value in over.items()])
-    verdicts = verify(config, Path("out"), only=some_layouts, documents=8)
-    assert len(verdicts) == 4 and all(v.passed for v in verdicts), [complaints(v) for v in verdicts]
+    names = ("FSDP 2", "context 2", "pipeline 2, 2 stages a rank")
+    verdicts = verify(config, Path("out"), only=lambda layout: layout.name in names, documents=8)
+    assert len(verdicts) == 3 and all(v.passed for v in verdicts), [complaints(v) for v in verdicts]
 
 
 @pytest.mark.parametrize(
