@@ -13,10 +13,9 @@ import json
 import time
 from collections.abc import Sequence
 
+from truestep.environments.prompts import Prompt
 from truestep.generate.generator import DrawOptions
 from truestep.generate.group_maker import Group, GroupMaker, GroupOptions
-
-from truestep.environments.prompts import Prompt
 from truestep.generate.servers.fleet import Fleet
 from truestep.generate.servers.vllm import Vllm
 

@@ -225,8 +225,8 @@ def report_engine(policy: Policy) -> None:
     device = engine.device
     print(
         f"engine made in {took:.1f} s: attention {device.attend.__module__.rpartition('.')[2]}, draw "
-        f"{device.draw.__module__.rpartition('.')[2]}, layers compiled {device.compiles}, graphs {device.graphs}, chunks "
-        f"behind earlier tokens fused {device.past}"
+        f"{device.draw.__module__.rpartition('.')[2]}, layers compiled {device.compiles}, graphs {device.graphs}, "
+        f"chunks behind earlier tokens fused {device.past}"
     )
 
 

@@ -115,8 +115,8 @@ class Scheduler:
     ):
         """`together`: prefill starts once so many slots are free, or enough for all waiting completions, or nothing
         runs, because a prefill step has a fixed cost. `prompts_first`: up to so many prefill steps in a row run without
-        decoding, because decoding few rows takes nearly as long as decoding many. `patience`: where fewer than `together`
-        completions wait and at least as many run, they wait for others for so many steps."""
+        decoding, because decoding few rows takes nearly as long as decoding many. `patience`: where fewer than
+        `together` completions wait and at least as many run, they wait for others for so many steps."""
         self.page_size, self.slots = page_size, slots
         self._chunk_tokens, self._together, self._prompts_first = chunk_tokens, together, prompts_first
         self._patience = patience
