@@ -48,6 +48,13 @@ class Spent:
     prompt_tokens: int = 0  # of prompts, computed by this rank
     cached_tokens: int = 0  # of prompts, found in this rank's cache
 
+    def add(self, sampling: float, rating: float, phase: Phase) -> None:
+        self.sampling += sampling
+        self.rating += rating
+        self.cache_use = max(self.cache_use, phase.cache_use)
+        self.prompt_tokens += phase.prompt_tokens
+        self.cached_tokens += phase.cached_tokens
+
 
 @dataclass
 class _Ask:
@@ -207,11 +214,11 @@ class _Mapping:
             await (self._settle() if ended else asyncio.sleep(0))
 
     def _say(self, task: "asyncio.Task[Any]") -> None:
-        news, self._news = self._news, News()
-        news.done = task.done()
+        self._news.done = task.done()
         if task.done() and not task.cancelled() and isinstance(error := task.exception(), Exception):
-            news.error = error
-        self._rounds.say(news)
+            self._news.error = error
+        self._rounds.say(self._news)
+        self._news = News()
 
     def _take_rounds(self, task: "asyncio.Task[Any]") -> bool:
         """Take what all ranks said. Return True if the work of all of them is done."""
@@ -283,12 +290,8 @@ class _Mapping:
         self._changed.clear()
 
     def _note_spent(self) -> None:
-        spent, phase = self._owner.spent, self._phase
-        spent.sampling += self._last_end - self._start
-        spent.rating += time.perf_counter() - self._last_end
-        spent.cache_use = max(spent.cache_use, phase.cache_use)
-        spent.prompt_tokens += phase.prompt_tokens
-        spent.cached_tokens += phase.cached_tokens
+        sampling, rating = self._last_end - self._start, time.perf_counter() - self._last_end
+        self._owner.spent.add(sampling, rating, self._phase)
 
 
 def _pass_on(done: "asyncio.Task[Completion]", future: Future[Completion]) -> None:
