@@ -238,7 +238,9 @@ def test_layers_of_a_kind_are_compiled_once(tiny_model: Model, monkeypatch: pyte
     found.device.compiles = True
     assert [one.token_ids for one in decode(policy, asked, how)] == [one.token_ids for one in expected]
     made = counter.frame_count
-    parts = "RoPE, the layer's beginning, before attention, none beside it, after it, the layer's end, and the last norm"
+    parts = (
+        "RoPE, the layer's beginning, before attention, none beside it, after it, the layer's end, and the last norm"
+    )
     assert made == 7, parts
     decode(policy, asked[3:], how)
     assert counter.frame_count == made
