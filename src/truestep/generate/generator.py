@@ -40,6 +40,11 @@ class Request:
     seed: tuple[int, ...] = ()  # the completion's draws depend on this alone; servers draw with seeds of their own
     session: str | None = None  # requests of one conversation: they go to where their past is in the cache
 
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of the prompt and of the longest completion."""
+        return len(self.token_ids) + self.options.max_new_tokens
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -23,7 +23,7 @@ class _Waiting:
 
     @property
     def cost(self) -> float:
-        return len(self.request.token_ids) + self.request.options.max_new_tokens
+        return self.request.most_tokens
 
 
 class Dispatch:

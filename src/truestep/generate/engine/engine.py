@@ -181,7 +181,7 @@ class Session:
 
     def takes(self, request: Request) -> bool:
         """Tell whether the tables of pages have room for a request. If not, it needs another session."""
-        return len(request.token_ids) + request.options.max_new_tokens <= self._longest
+        return request.most_tokens <= self._longest
 
     def submit(self, number: int, request: Request) -> None:
         """Submit a request, at any time. `step` returns its completion under this number."""

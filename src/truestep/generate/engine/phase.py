@@ -51,13 +51,14 @@ class Phase:
         """Return the tokens drawn so far of a completion that has not ended."""
         return () if self._session is None else self._session.drawn(number)
 
-    def step(self, at_once: int = 0) -> list[tuple[int, Completion]]:
-        """Run a step of the engine. Return the completions that ended, with their requests' numbers. `at_once`: the
-        completions that will be in flight together, if more than there are now."""
+    def step(self, at_once: int = 0, longest: int = 0) -> list[tuple[int, Completion]]:
+        """Run a step of the engine. Return the completions that ended, with their requests' numbers. `at_once`,
+        `longest`: completions in flight and tokens of a request for which a new session has room, if more than there
+        are now."""
         if self._session is not None and not self._session.busy and not all(map(self._session.takes, self._waits())):
             self._close_session()
         if self._session is None:
-            self._session = self._open(at_once)
+            self._session = self._open(at_once, longest)
         for number in [number for number, request in self._waiting.items() if self._session.takes(request)]:
             self._session.submit(number, self._waiting.pop(number))
         done = self._session.step() if self._session.busy else []
@@ -71,7 +72,7 @@ class Phase:
     def _waits(self) -> Sequence[Request]:
         return list(self._waiting.values())
 
-    def _open(self, at_once: int) -> Session | PlainSession:
+    def _open(self, at_once: int, longest: int) -> Session | PlainSession:
         settings, waiting = self._settings, self._waits()
         engine: Engine | str = ""
         if settings.engine:
@@ -80,8 +81,8 @@ class Phase:
         if not isinstance(engine, Engine):
             return PlainSession(self._policy, settings.rows)
         rows = min(max(len(waiting), at_once), settings.most_rows(self._policy))
-        longest = max(len(request.token_ids) + request.options.max_new_tokens for request in waiting)
-        return self._opened.enter_context(engine.session(self._policy, Limits(rows, max(longest, settings.longest))))
+        longest = max(longest, settings.longest, *(request.most_tokens for request in waiting))
+        return self._opened.enter_context(engine.session(self._policy, Limits(rows, longest)))
 
     def _close_session(self) -> None:
         if self._session is None:

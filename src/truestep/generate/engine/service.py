@@ -11,6 +11,7 @@ Over several ranks each rank runs its own part of the work, and requests go to w
 import asyncio
 import contextlib
 import itertools
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -140,7 +141,9 @@ class _Mapping:
         self._own_team = next(number for number, team in enumerate(teams) if self._ranks.rank in team)
         self._at_once = -(-items // len(teams))
         rows = settings.most_rows(policy)
-        self._dispatch = Dispatch(len(teams), rows + rows // 8 + 1)
+        room = rows + rows // 8 + 1 if len(teams) > 1 else sys.maxsize
+        self._dispatch = Dispatch(len(teams), room)
+        self._longest = 0  # tokens of the longest request of any rank so far
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._numbers = itertools.count()
@@ -207,7 +210,7 @@ class _Mapping:
             if not self._phase.busy:
                 await self._wait(task)
                 continue
-            ended = self._phase.step(self._at_once)
+            ended = self._phase.step(self._at_once, self._longest)
             for key, completion in ended:
                 self._end(key, completion)
             self._stream()
@@ -235,6 +238,7 @@ class _Mapping:
 
     def _take(self, news: News) -> None:
         self._dispatch.add([(key, request) for key, request, _ in news.asked])
+        self._longest = max([self._longest, *(request.most_tokens for _, request, _ in news.asked)])
         self._streams |= {key: 0 for key, _, streams in news.asked if streams}
         for key in news.cancelled:
             self._dispatch.ended(key)
