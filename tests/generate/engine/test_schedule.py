@@ -379,7 +379,7 @@ def test_every_turn_of_a_conversation_is_what_it_would_be_alone(**how: Any) -> N
     check_talks(**how)
 
 
-@pytest.mark.long
+@pytest.mark.release
 @given(**TALKED)
 @settings(max_examples=10_000, deadline=None)
 def test_ten_thousand_courses_of_conversations(**how: Any) -> None:

@@ -193,7 +193,7 @@ def test_inside_a_running_event_loop(policy: Policy) -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_thousands_of_phases_leave_nothing(policy: Policy) -> None:
     """Threads, descriptors and memory are as before, and new weights come between."""
     asked = requests((5, 9))
