@@ -13,10 +13,10 @@ from server.fake import STARTED_WITH, VOCABULARY, Clock, FakeServer, asked, publ
 from server.sources import Run
 from server.test_fleet import Watched
 from server.virtual import run
+from truestep.generate import sticky
 from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError, VoidedError, WeightsError
 from truestep.generate.generator import Completion, Generate, run_all
 from truestep.generate.groups import TRIES
-from truestep.generate.servers import fleet as fleets
 from truestep.generate.servers.confirmed import confirmed_results
 from truestep.rollouts.source import Interrupted
 
@@ -305,7 +305,7 @@ def test_a_session_without_letters_is_one_too_and_no_session_is_none() -> None:
 
 
 def test_so_many_sessions_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleets, "_SESSIONS", 10)
+    monkeypatch.setattr(sticky, "_MOST", 10)
 
     async def main() -> None:
         watched = await opened(FakeServer())

@@ -8,6 +8,7 @@ group_maker       asks for a group's completions and rates each as soon as it en
 groups            from rated completions to a group's documents; rules that all samplers share
 in_process        a source whose documents are sampled in process
 evaluate          evaluation on held-out prompts, greedy and sampled
+sticky            the place that has a conversation's past
 read              the text of completions, and the tokens that end them
 errors            errors of servers, by what is done about them
 """

@@ -4,16 +4,15 @@ A request is meant for one team of tensor ranks from the start, by the expected 
 team has room. A team that has nothing left takes what was meant for the one with most left, so all teams end together.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truestep.generate.generator import Request
+from truestep.generate.sticky import StickyPlaces
 from truestep.ranks.group import divide
 
 Key = int  # names a request; all ranks use the same names
-
-_SESSIONS = 65_536  # most conversations whose team is remembered
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class Dispatch:
         self._room = room
         self._waiting: list[deque[_Waiting]] = [deque() for _ in range(teams)]  # by the team that they are meant for
         self._handed: list[dict[Key, float]] = [{} for _ in range(teams)]  # costs of what each team has
-        self._sessions: OrderedDict[str | None, int] = OrderedDict()  # the team that has a conversation's past
+        self._sessions = StickyPlaces[int]()  # the team that has a conversation's past
 
     def add(self, requests: Sequence[tuple[Key, Request]]) -> None:
         """Add new requests. Those of a conversation go where its past is; equal prompts stay together."""
         new: list[_Waiting] = []
         for key, request in requests:
-            one, team = _Waiting(key, request), 0 if len(self._waiting) == 1 else self._sessions.get(request.session)
+            one, team = _Waiting(key, request), 0 if len(self._waiting) == 1 else self._sessions.of(request.session)
             if team is None:
                 new.append(one)
             else:
@@ -54,15 +53,15 @@ class Dispatch:
         for share, team in zip(by_cost, by_load, strict=True):
             for index in shares[share]:
                 self._waiting[team].append(new[index])
-                self._remember(new[index].request.session, team)
+                self._sessions.remember(new[index].request.session, team)
 
     def _left(self, team: int) -> float:
         return sum(one.cost for one in self._waiting[team]) + sum(self._handed[team].values())
 
     def ended(self, key: Key) -> None:
         """Forget a request that ended or was cancelled."""
-        for handed in self._handed:
-            handed.pop(key, None)
+        if any(handed.pop(key, None) is not None for handed in self._handed):
+            return
         for team, waiting in enumerate(self._waiting):
             if any(one.key == key for one in waiting):
                 self._waiting[team] = deque(one for one in waiting if one.key != key)
@@ -75,7 +74,7 @@ class Dispatch:
             for team in range(len(self._waiting)):
                 while len(self._handed[team]) < self._room and (one := self._next(team, steals)) is not None:
                     self._handed[team][one.key] = one.cost
-                    self._remember(one.request.session, team)
+                    self._sessions.remember(one.request.session, team)
                     handed.append((team, one.key, one.request))
         return handed
 
@@ -84,10 +83,3 @@ class Dispatch:
             return self._waiting[team].popleft()
         most = max(self._waiting, key=len)
         return most.pop() if steals and most else None
-
-    def _remember(self, session: str | None, team: int) -> None:
-        if session is not None:
-            self._sessions[session] = team
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > _SESSIONS:
-                self._sessions.popitem(last=False)

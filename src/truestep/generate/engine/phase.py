@@ -55,7 +55,11 @@ class Phase:
         """Run a step of the engine. Return the completions that ended, with their requests' numbers. `at_once`,
         `longest`: completions in flight and tokens of a request for which a new session has room, if more than there
         are now."""
-        if self._session is not None and not self._session.busy and not all(map(self._session.takes, self._waits())):
+        if (
+            self._session is not None
+            and not self._session.busy
+            and not all(map(self._session.takes, self._waiting.values()))
+        ):
             self._close_session()
         if self._session is None:
             self._session = self._open(at_once, longest)
@@ -69,11 +73,8 @@ class Phase:
         self._close_session()
         self._waiting.clear()
 
-    def _waits(self) -> Sequence[Request]:
-        return list(self._waiting.values())
-
     def _open(self, at_once: int, longest: int) -> Session | PlainSession:
-        settings, waiting = self._settings, self._waits()
+        settings, waiting = self._settings, self._waiting.values()
         engine: Engine | str = ""
         if settings.engine:
             with progress.working("preparing the sampler", "kernels"):

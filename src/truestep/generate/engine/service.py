@@ -61,7 +61,6 @@ class Spent:
 class _Ask:
     """A request of this rank that has not ended."""
 
-    request: Request
     future: asyncio.Future[Completion]
     on_tokens: OnTokens | None
     told: int = 0  # tokens that `on_tokens` was called with
@@ -167,7 +166,7 @@ class _Mapping:
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         key = next(self._numbers) * self._ranks.size + self._ranks.rank
-        ask = self._asks[key] = _Ask(request, self._loop.create_future(), on_tokens)
+        ask = self._asks[key] = _Ask(self._loop.create_future(), on_tokens)
         self._news.asked.append((key, request, on_tokens is not None))
         self._changed.set()
         try:

@@ -7,7 +7,6 @@ A server that was restarted in the meantime serves its initial weights without s
 import asyncio
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,11 +27,11 @@ from truestep.generate.servers.check import explain_raw
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.probe import Expected, measure
 from truestep.generate.servers.protocol import InferenceServer
+from truestep.generate.sticky import StickyPlaces
 from truestep.process import progress
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
 _PATIENCE = 3  # attempts to reach a lost server after which its unconfirmed answers are void
-_SESSIONS = 65_536  # most conversations whose server is remembered
 _REMEMBERED = 4  # newest versions whose probe scores are kept
 _CLOSE_SECONDS = 10.0  # when the run ends, for paused servers to resume
 
@@ -126,7 +125,7 @@ class Fleet:
         self._current: Published | None = None
         self._changed = Signal()
         self._batches = Batches(self._choices)
-        self._sessions: OrderedDict[str, Server] = OrderedDict()  # the server of each conversation, the oldest first
+        self._sessions = StickyPlaces[Server]()
         self._tasks: set[asyncio.Task[None]] = set()  # publications and recoveries in flight, one server each
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
@@ -176,14 +175,10 @@ class Fleet:
         completions in flight, then with the fewest served."""
         while not (ready := [server for server in self.servers if server.is_open]):
             await self._changed.wait()
-        found = None if session is None else self._sessions.get(session)
-        if found not in ready:
+        found = self._sessions.of(session)
+        if found is None or found not in ready:
             found = min(ready, key=lambda server: (server.in_flight, server.served))
-        if session is not None:
-            self._sessions[session] = found
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > _SESSIONS:
-                self._sessions.popitem(last=False)
+        self._sessions.remember(session, found)
         return found
 
     async def publish(self, published: Published) -> None:
