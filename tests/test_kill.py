@@ -86,8 +86,17 @@ def _result(run: Path) -> dict[str, Any]:
 
 def _compare(whole: Path, killed: Path) -> None:
     expected, found = _result(whole), _result(killed)
-    for name in expected:
-        assert found[name] == expected[name], f"{name} differs from the run that was never killed"
+    differing = [name for name in expected if found[name] != expected[name]]
+    assert not differing, f"{differing} differ from the run that was never killed: first {_first(expected, found)}"
+
+
+def _first(expected: dict[str, Any], found: dict[str, Any]) -> str:
+    """The first line or row that differs, short: a comparison of all bytes would take a test's whole time."""
+    for name in ("metrics.jsonl", "rollouts"):
+        for number, (one, other) in enumerate(zip(expected[name], found[name], strict=False)):
+            if one != other:
+                return f"{name} {number}: {[key for key in one if one[key] != other.get(key)]}"
+    return "another file"
 
 
 def test_kills_between_changes_to_the_runs_files_change_nothing(

@@ -20,6 +20,7 @@ class EngineSettings:
     longest: int = 0  # tokens of the longest conversation; 0: of the longest request that is there when a session opens
     engine: bool = True  # False: static batches with transformers' own attention and cache
     exact: bool = False  # log-probs equal those of training bit by bit
+    waves: bool = False  # what is computed together does not depend on when rewards arrive
 
     def most_rows(self, policy: Policy) -> int:
         return self.rows or _ROWS.get(policy.device.type, 256)

@@ -19,23 +19,32 @@ from truestep.ranks.group import Ranks
 _ROUND_SECONDS = 0.02  # until the next round, where this rank has nothing to say
 
 
+@dataclass(frozen=True)
+class Asked:
+    key: Key
+    request: Request
+    item: int  # of `map`, whose work asked; -1: another thread
+    streams: bool  # its tokens are wanted as they come
+
+
 @dataclass
 class News:
     """What a rank says in a round."""
 
-    asked: list[tuple[Key, Request, bool]] = field(default_factory=list)  # true: its tokens are wanted as they come
+    asked: list[Asked] = field(default_factory=list)
     cancelled: list[Key] = field(default_factory=list)
     tokens: list[tuple[Key, list[int]]] = field(default_factory=list)  # new tokens of completions that are streamed
     ended: list[tuple[Key, Completion | None]] = field(default_factory=list)  # None: the rank itself had asked
     done: bool = False  # the rank's own work
     error: Exception | None = None  # of the rank's own work
+    settled: int = -1  # see `Waves.settled`
 
     def add(self, news: "News") -> None:
         self.asked += news.asked
         self.cancelled += news.cancelled
         self.tokens += news.tokens
         self.ended += news.ended
-        self.done = news.done
+        self.done, self.settled = news.done, news.settled
         self.error = self.error or news.error
 
     @property
@@ -86,7 +95,7 @@ class Rounds:
     def _exchange(self) -> None:
         while not self._closed:
             with self._lock:
-                news, self._next = self._next, News(done=self._next.done)
+                news, self._next = self._next, News(done=self._next.done, settled=self._next.settled)
             try:
                 received = self._ranks.gather(news, sampling=True)
             except Exception as error:

@@ -2,10 +2,11 @@
 
 The trainer and the engine use the same weights and the same device, so the engine computes while the trainer is in
 `map`. Inside, engine steps alternate with the event loop in which the work of `map` runs. So a completion's next turn,
-its reward, or any other request begins beside those in flight, and the order of all this does not depend on timing.
+its reward, or any other request begins beside those in flight.
 
 Over several ranks each rank runs its own part of the work, and requests go to whichever team of tensor ranks has room
-(`dispatch`). In rounds, ranks tell each other of new requests and of completions that ended (`rounds`).
+(`dispatch`). In rounds, ranks tell each other of new requests and of completions that ended (`rounds`). Where results
+must be the same bit for bit, requests begin in waves (`waves`).
 """
 
 import asyncio
@@ -24,8 +25,9 @@ import torch
 
 from truestep.generate.engine.dispatch import Dispatch, Key
 from truestep.generate.engine.phase import EngineSettings, Phase
-from truestep.generate.engine.rounds import News, Rounds
+from truestep.generate.engine.rounds import Asked, News, Rounds
 from truestep.generate.engine.team import Team
+from truestep.generate.engine.waves import Waves
 from truestep.generate.generator import Completion, Generate, OnTokens, Request, run_all
 from truestep.model.policy import Policy
 from truestep.process import progress
@@ -63,6 +65,7 @@ class _Ask:
 
     future: asyncio.Future[Completion]
     on_tokens: OnTokens | None
+    item: int  # of `map`, whose work asked; -1: another thread
     told: int = 0  # tokens that `on_tokens` was called with
 
     def tell(self, tokens: Sequence[int]) -> None:
@@ -117,8 +120,8 @@ class EngineGenerator:
                 mapping = self._mapping = _Mapping(self, len(items), asked_to_stop)
                 try:
                     mapping.take_foreign(self._foreign)
-                    own = [work(item, mapping.generate) for item in items[ranks.rank :: ranks.size]]
-                    return await mapping.run(run_all(own))
+                    own = range(ranks.rank, len(items), ranks.size)
+                    return await mapping.run(run_all([mapping.work(work, number, items[number]) for number in own]))
                 finally:
                     self._mapping = None
 
@@ -140,8 +143,10 @@ class _Mapping:
         self._own_team = next(number for number, team in enumerate(teams) if self._ranks.rank in team)
         self._at_once = -(-items // len(teams))
         rows = settings.most_rows(policy)
-        room = rows + rows // 8 + 1 if len(teams) > 1 else sys.maxsize
+        room = rows + rows // 8 + 1 if len(teams) > 1 and not settings.waves else sys.maxsize
         self._dispatch = Dispatch(len(teams), room)
+        self._waves = Waves(self._ranks.size) if settings.waves else None
+        self._at_work: set[int] = set()  # this rank's items whose work is not done
         self._longest = 0  # tokens of the longest request of any rank so far
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -164,10 +169,18 @@ class _Mapping:
             task = self._loop.create_task(self.generate(request))
             task.add_done_callback(partial(_pass_on, future=future))
 
-    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+    async def work(self, work: Callable[[T, Generate], Coroutine[Any, Any, R]], number: int, item: T) -> R:
+        self._at_work.add(number)
+        try:
+            return await work(item, partial(self.generate, item=number))
+        finally:
+            self._at_work.remove(number)
+            self._changed.set()
+
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None, item: int = -1) -> Completion:
         key = next(self._numbers) * self._ranks.size + self._ranks.rank
-        ask = self._asks[key] = _Ask(self._loop.create_future(), on_tokens)
-        self._news.asked.append((key, request, on_tokens is not None))
+        ask = self._asks[key] = _Ask(self._loop.create_future(), on_tokens, item)
+        self._news.asked.append(Asked(key, request, item, on_tokens is not None))
         self._changed.set()
         try:
             return await ask.future
@@ -219,14 +232,17 @@ class _Mapping:
         self._news.done = task.done()
         if task.done() and not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._news.error = error
+        if self._waves is not None and self._at_work <= {ask.item for ask in self._asks.values()}:
+            self._news.settled = self._waves.num_ended
         self._rounds.say(self._news)
         self._news = News()
 
     def _take_rounds(self, task: "asyncio.Task[Any]") -> bool:
         """Take what all ranks said. Return True if the work of all of them is done."""
         for round_ in self._rounds.take(self._ranks.least_of_team(len(self._rounds))):
-            for news in round_:
-                self._take(news)
+            for rank, news in enumerate(round_):
+                self._take(news, rank)
+            self._hand_over()
             if errors := [news.error for news in round_ if news.error is not None]:
                 if task.done():
                     task.result()  # raises an error of its own
@@ -235,21 +251,38 @@ class _Mapping:
                 return True
         return False
 
-    def _take(self, news: News) -> None:
-        self._dispatch.add([(key, request) for key, request, _ in news.asked])
-        self._longest = max([self._longest, *(request.most_tokens for _, request, _ in news.asked)])
-        self._streams |= {key: 0 for key, _, streams in news.asked if streams}
+    def _take(self, news: News, rank: int) -> None:
+        for asked in news.asked:
+            self._longest = max(self._longest, asked.request.most_tokens)
+            if asked.streams:
+                self._streams[asked.key] = 0
+        if self._waves is None:
+            self._dispatch.add([(asked.key, asked.request) for asked in news.asked])
+        else:
+            self._waves.settled(rank, news.settled)
+            for asked in news.asked:
+                self._waves.ask(asked.item, asked.key, asked.request)
         for key in news.cancelled:
-            self._dispatch.ended(key)
+            self._forget(key)
             self._streams.pop(key, None)
             self._phase.cancel(key)
         for key, tokens in news.tokens:
             if key in self._asks:
                 self._asks[key].tell(tokens)
         for key, completion in news.ended:
-            self._dispatch.ended(key)
+            self._forget(key)
             if completion is not None and key in self._asks:
                 self._asks.pop(key).end(completion)
+
+    def _forget(self, key: Key) -> None:
+        self._dispatch.ended(key)
+        if self._waves is not None:
+            self._waves.ended(key)
+            self._changed.set()  # so that this rank says whether its work waits, knowing of this
+
+    def _hand_over(self) -> None:
+        if self._waves is not None:
+            self._dispatch.add(self._waves.next())
         for team, key, request in self._dispatch.hand_over():
             if team == self._own_team:
                 self._phase.submit(key, request)

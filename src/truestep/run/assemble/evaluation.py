@@ -38,7 +38,8 @@ def make_evaluator(
         generator = servers
     else:
         exact = getattr(sampler, "exact", False)  # sampling and evaluation share one engine
-        settings = EngineSettings(rows=evaluation.batch_size, engine=evaluation.engine, exact=exact)
+        rows, waves = evaluation.batch_size, config.deterministic
+        settings = EngineSettings(rows, engine=evaluation.engine, exact=exact, waves=waves)
         generator = EngineGenerator(policy, settings)
     return Evaluator(
         generator=generator,

@@ -262,8 +262,8 @@ def draw_options(sampler: InProcessSampler, policy: Policy) -> DrawOptions:
     )
 
 
-def engine_settings(sampler: InProcessSampler) -> EngineSettings:
-    return EngineSettings(rows=sampler.batch_size, engine=sampler.engine, exact=sampler.exact)
+def engine_settings(sampler: InProcessSampler, deterministic: bool = False) -> EngineSettings:
+    return EngineSettings(sampler.batch_size, engine=sampler.engine, exact=sampler.exact, waves=deterministic)
 
 
 def _group_options(config: Config, draw: DrawOptions, check_share: float = 0.0) -> GroupOptions:
@@ -278,7 +278,7 @@ def _make_in_process_source(
     rewards = sampler_rewards(config, policy.weights.ranks)
     assert rewards is not None
     return InProcessSource(
-        generator=EngineGenerator(policy, engine_settings(sampler)),
+        generator=EngineGenerator(policy, engine_settings(sampler, config.deterministic)),
         prompts=read_prompts(sampler, policy),
         rater=raters.of(rewards),
         options=_group_options(config, draw_options(sampler, policy)),
