@@ -1,0 +1,131 @@
+"""What a user writes to train over several turns: an environment, which starts a conversation and answers each turn.
+
+    class Calculator(Environment):
+        \"\"\"Asks for a sum and offers a tool.\"\"\"
+
+        @tool
+        def calculate(self, expression: str) -> str:
+            \"\"\"Return the value of an arithmetic expression.\"\"\"
+            ...
+
+        def finish(self, answer: Answer) -> float:
+            return float(answer.text.strip() == self.row["answer"])
+
+Each episode has a process of its own. Methods may be coroutines. Imports no torch, as these processes start from it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_type_hints
+
+Message = dict[str, Any]  # a chat message: {"role": "user", "content": "..."}
+F = TypeVar("F", bound=Callable[..., Any])
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool call that the policy wrote."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str | None = None
+    problem: str | None = None  # why it cannot be carried out; None: it is well formed
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A turn of the policy."""
+
+    text: str  # without tool calls, reasoning and special tokens
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
+    raw: str = ""  # all of it, special tokens included
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of an episode."""
+
+    reward: float | Mapping[str, float]  # or its parts, as a reward function may return them
+    turn_rewards: Sequence[float | None] = ()  # of each turn of the policy, if wanted: they are logged
+
+
+def tool(method: F) -> F:
+    """Mark a method as a tool that the policy may call. Its docstring and types are what the chat template shows."""
+    method.is_tool = True  # type: ignore[attr-defined]
+    return method
+
+
+class Environment:
+    """One episode. Override `start` or `step`, or write tools and `finish` alone."""
+
+    row: Mapping[str, Any]  # the prompt's record
+    turns: int = 0  # of the policy so far
+
+    def __init__(self, **options: Any):
+        """`options` are those of sampler.environment.options."""
+        self.options = options
+
+    def start(self, row: Mapping[str, Any]) -> str | Sequence[Message] | Sequence[int]:
+        """Return what the policy sees first: messages, text, or tokens."""
+        prompt: str | Sequence[Message] = row["prompt"]
+        return prompt
+
+    def step(self, answer: Answer) -> Any:
+        """Answer a turn of the policy with messages, text or tokens, or end the episode with `End` or a reward. By
+        default tools are called, and a turn without a tool call ends the episode."""
+        if not answer.tool_calls:
+            return self.finish(answer)
+        return self._call_tools(answer)
+
+    def finish(self, answer: Answer) -> Any:
+        """Return the reward, or its parts, after a turn without a tool call."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `step` nor `finish`")
+
+    def cut(self, reason: str) -> Any:
+        """Return the reward of an episode that is cut by max_turns, max_episode_tokens or episode_timeout."""
+        return 0.0
+
+    async def _call_tools(self, answer: Answer) -> list[Message]:
+        return [await self._call_tool(call) for call in answer.tool_calls]
+
+    async def _call_tool(self, call: ToolCall) -> Message:
+        return tool_message(call, await self._result(call))
+
+    async def _result(self, call: ToolCall) -> str:
+        if call.problem is not None:
+            return f"error: {call.problem}"
+        method = getattr(self, call.name, None) if call.name.isidentifier() else None
+        if not getattr(method, "is_tool", False) or method is None:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(tools_of(type(self))) or 'none'}"
+        try:
+            inspect.signature(method).bind(**call.arguments)
+        except TypeError as error:
+            return f"error: {call.name}: {error}"
+        result = method(**call.arguments)
+        return str(await result if inspect.isawaitable(result) else result)
+
+
+def tool_message(call: ToolCall, content: str) -> Message:
+    """Return the message that answers a tool call."""
+    known = {"name": call.name} | ({} if call.id is None else {"tool_call_id": call.id})
+    return {"role": "tool", **known, "content": content}
+
+
+def tools_of(kind: type[Environment]) -> dict[str, dict[str, Any]]:
+    """Return the schemas of an environment's tools by name, as chat templates take them."""
+    found = {name: getattr(kind, name) for name in dir(kind) if getattr(getattr(kind, name), "is_tool", False)}
+    return {name: _schema(name, method) for name, method in found.items()}
+
+
+def _schema(name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    hints = get_type_hints(method)
+    parameters = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
+    properties = {one.name: {"type": _JSON_TYPES.get(hints.get(one.name, str), "string")} for one in parameters}
+    required = [one.name for one in parameters if one.default is inspect.Parameter.empty]
+    shape = {"type": "object", "properties": properties, "required": required}
+    described = inspect.cleandoc(method.__doc__ or "")
+    return {"type": "function", "function": {"name": name, "description": described, "parameters": shape}}
