@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from truestep.environments.rater import Rates
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import Completion, DrawOptions, Generate, Request
 from truestep.generate.group_maker import GroupOptions
 from truestep.generate.in_process import InProcessSource
+from truestep.generate.play import SingleTurn
+from truestep.generate.read import reader
 from truestep.model.policy import Policy
 
 
@@ -76,10 +79,12 @@ def in_process_source(
     *,
     group_size: int,
     seed: int,
+    rater: Rates,
     stop_at_rejected: bool = False,
     **others: Any,
 ) -> InProcessSource:
     return InProcessSource(
+        plays=SingleTurn(rater, reader(policy)),
         generator=EngineGenerator(policy, how.settings),
         options=GroupOptions(group_size, seed, how.draw, stop_at_rejected),
         **others,

@@ -15,8 +15,10 @@ from plain_rewards import digit_reward, failing_reward
 from raters import DirectRater, NumberedRater
 from small_runs import sort_prompts, word_model, write_lines
 from truestep.environments.prompts import load_prompts
+from truestep.environments.rater import Rates
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.evaluate import Evaluator, pass_at
+from truestep.generate.play import SingleTurn
 from truestep.generate.read import reader, stop_ids
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
@@ -31,12 +33,13 @@ def how(policy: Policy) -> How:
     return How(1.0, 1.0, 6, 3, stop_ids(policy))
 
 
-def make_evaluator(policy: Policy, directory: Path, count: int = 5, **changes: Any) -> Evaluator:
+def make_evaluator(
+    policy: Policy, directory: Path, count: int = 5, rater: Rates | None = None, **changes: Any
+) -> Evaluator:
     usual: dict[str, Any] = {
         "prompts": load_prompts(write_lines(directory / "held_out.jsonl", sort_prompts(count)), policy.tokenizer),
-        "rater": DirectRater(digit_reward),
+        "plays": SingleTurn(rater or DirectRater(digit_reward), reader(policy)),
         "options": how(policy).draw,
-        "read": reader(policy),
         "samples_per_prompt": 3,
         "seed": 0,
     }

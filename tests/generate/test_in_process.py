@@ -32,7 +32,7 @@ from small_runs import (
 from truestep.environments.prompts import load_prompts
 from truestep.environments.rater import FailingRewardError
 from truestep.environments.rewards import RewardError
-from truestep.generate import group_maker
+from truestep.generate import play
 from truestep.generate.engine.engine import engine_of
 from truestep.generate.in_process import InProcessSource
 from truestep.generate.read import stop_ids
@@ -452,13 +452,13 @@ def test_log_probs_that_are_not_the_policys_are_said_once(tmp_path: Path, monkey
         word_model(tmp_path / "model"), write_lines(tmp_path / "prompts.jsonl", sort_prompts(8)), tmp_path / "run"
     )
     assert "not the policy's" not in said(config)
-    honest = group_maker.to_rollout
+    honest = play.rollout_of
 
     def halved(*arguments: Any, **options: Any) -> Any:
         rollout = honest(*arguments, **options)
         return dataclasses.replace(rollout, logprobs=rollout.logprobs / 2)
 
-    monkeypatch.setattr(group_maker, "to_rollout", halved)
+    monkeypatch.setattr(play, "rollout_of", halved)
     console = " ".join(said(config.changed({"checkpoint.directory": str(tmp_path / "wrong")})).split())
     assert console.count("Its log-probs are not the policy's") == 1, console
     assert "warning: the sampler: " in console and "They are the policy's times 0.5" in console

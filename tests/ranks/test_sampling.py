@@ -33,6 +33,7 @@ from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.engine.team import DisagreementError
 from truestep.generate.evaluate import Evaluator
 from truestep.generate.generator import Generate
+from truestep.generate.play import SingleTurn
 from truestep.generate.read import reader
 from truestep.model.fast import compiled
 from truestep.model.loading.load import load_policy
@@ -277,8 +278,8 @@ def rate_and_be_stopped(model: Path) -> None:
     draw, generator = PLAIN.draw, EngineGenerator(policy, PLAIN.settings)
 
     def evaluate(rater: DirectRater, asked_to_stop: Callable[[], bool]) -> dict[str, Any]:
-        read = reader(policy)
-        evaluator = Evaluator(generator, prompts, rater, draw, read, samples_per_prompt=2, seed=1, examples=10)
+        plays = SingleTurn(rater, reader(policy))
+        evaluator = Evaluator(generator, prompts, plays, draw, samples_per_prompt=2, seed=1, examples=10)
         return evaluator.run(0, 0, asked_to_stop)
 
     line = evaluate(DirectRater(letter_reward), never)

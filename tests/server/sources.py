@@ -25,6 +25,7 @@ from server.fake import (
 from server.virtual import VirtualThread
 from truestep.generate.generator import DrawOptions
 from truestep.generate.group_maker import GroupOptions
+from truestep.generate.play import SingleTurn
 from truestep.generate.servers import shared
 from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.servers import Servers
@@ -84,11 +85,10 @@ class Run:
             self.talking = Servers(
                 prompts=make_prompts(),
                 make_servers=lambda: self.servers,
-                rewards=self.rewards,
+                plays=SingleTurn(self.rewards, read),
                 sampling=sampling,
                 vocabulary_size=VOCABULARY,
                 limit=StalenessLimit(STEP, STEP, self.max_staleness, self.concurrency, self.stall_timeout),
-                read=read,
                 publisher=self.weights,  # type: ignore[arg-type]
                 pause=self.pause,
                 tolerance=0.01,

@@ -264,13 +264,14 @@ def test_rewards_that_come_slowly_are_no_silence() -> None:
     """A completion and its reward each take less than the patience, and more together."""
     server, rewards = FakeServer(), FakeRewards()
     run = Run([server], stall_timeout=10.0, concurrency=1, rewards=rewards)
-    rate = run.ahead.maker._rate
+    play = run.ahead.maker._plays.play
 
-    async def slow(*asked: Any) -> float:
+    async def slow(*asked: Any) -> Any:
+        played = await play(*asked)
         await asyncio.sleep(8)
-        return await rate(*asked)
+        return played
 
-    run.ahead.maker._rate = slow
+    run.ahead.maker._plays.play = slow  # type: ignore[method-assign]
     server.faults["complete"] += [lambda: asyncio.sleep(8)] * 2
     run.run(1)
     assert run.thread.loop.now > 32
@@ -330,7 +331,7 @@ def test_what_is_voided_at_the_moment_when_its_group_ends_is_made_anew() -> None
     def voided_first(group: Any, first: int, answers: Any) -> Any:
         problems = add(group, first, answers)
         if group.number == 0 and not run.ahead.maker.counts["void"]:
-            run.ahead.fleet._void(answers[0].completion.answer.server)
+            run.ahead.fleet._void(answers[0].completions[0].answer.server)
             assert not group.members
         return problems
 
@@ -341,14 +342,15 @@ def test_what_is_voided_at_the_moment_when_its_group_ends_is_made_anew() -> None
 
 def test_an_answer_that_is_void_before_it_is_rated_is_asked_for_again() -> None:
     run = Run([FakeServer()])
-    rate = run.ahead.maker._rate
+    play, voided = run.ahead.maker._plays.play, []
 
-    async def voided_first(*asked: Any) -> float:
-        if run.rewards.rated == 0:
-            run.ahead.fleet._void(run.ahead.fleet.servers[0])
-        return await rate(*asked)
+    async def voided_first(*asked: Any) -> Any:
+        played = await play(*asked)
+        if not voided:
+            voided.append(run.ahead.fleet._void(run.ahead.fleet.servers[0]))
+        return played
 
-    run.ahead.maker._rate = voided_first
+    run.ahead.maker._plays.play = voided_first  # type: ignore[method-assign]
     run.run(2)
     assert run.seen == 2 * STEP < run.rewards.rated, "what was void was rated for nothing"
     run.close()
@@ -579,5 +581,5 @@ def test_a_run_that_ends_in_the_middle_of_a_sync_leaves_no_server_standing_still
 def test_a_group_is_as_old_as_its_oldest_token() -> None:
     nothing: Any = None
     drawn = [Completion([], [], stopped=True, versions=versions) for versions in ([16, 24], [8, 24, 32], [24])]
-    group = Group(0, nothing, [Member(nothing, completion) for completion in drawn])
+    group = Group(0, nothing, [Member(nothing, [completion]) for completion in drawn])
     assert group.version == 8

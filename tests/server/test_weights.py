@@ -20,8 +20,10 @@ from server.fake import FakeServer, expected, make_prompts
 from server.virtual import run
 from truestep.environments.process import WorkerOptions
 from truestep.environments.rater import Rater
+from truestep.environments.rewards import RewardError
 from truestep.generate.errors import BadAnswerError
-from truestep.generate.group_maker import awaited
+from truestep.generate.generator import Completion, DrawOptions, Request
+from truestep.generate.play import Episode, SingleTurn
 from truestep.generate.servers.probe import expect, make_probes, measure
 from truestep.generate.servers.servers import LoopThread
 from truestep.generate.servers.weight_files import WeightsDirectory
@@ -121,15 +123,20 @@ def test_a_probe_that_is_answered_with_nonsense_shows_nothing(answer: dict[int, 
 def test_rewards_are_waited_for_beside_the_loop() -> None:
     loop = LoopThread()
     rater = Rater(WorkerOptions("server.rewards:word_reward", 60.0, 2**30), 1)
-    rate = awaited(rater)
+    plays = SingleTurn(rater, lambda ids: " ".join("ab"[number] for number in ids))
 
     async def name() -> str:
         return threading.current_thread().name
 
-    prompt = make_prompts()[0]
+    prompt, draw = make_prompts()[0], DrawOptions(1.0, 2, frozenset())
+
+    async def complete(request: Request, on_tokens: Any = None) -> Completion:
+        return Completion(list(request.seed), [0.0, 0.0], stopped=True)
 
     async def both() -> list[float]:
-        return await asyncio.gather(rate(prompt, "a b", "0-0"), rate(prompt, "a a", "0-1"))
+        episodes = [Episode(prompt, draw, seed) for seed in ((0, 1), (0, 0))]
+        played = await asyncio.gather(*(plays.play(episode, complete) for episode in episodes))
+        return [float(each.rating) for each in played if not isinstance(each.rating, RewardError)]
 
     try:
         assert loop.run(name()) == "sampler" and loop.run(both()) == [0.2, 0.1]

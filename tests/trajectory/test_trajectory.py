@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trajectory import pinned
-from truestep.generate import groups
+from truestep.generate import play
 from truestep.losses.objective import Denominator
 from truestep.rollouts import advantages
 from truestep.step.compute import runner
@@ -43,15 +43,15 @@ def _denominator(patch: pytest.MonkeyPatch) -> None:
 
 def _mask(patch: pytest.MonkeyPatch) -> None:
     """The first token of a completion is no label."""
-    right = groups.to_rollout
+    right = play.rollout_of
 
-    def to_rollout(*arguments: Any, **options: Any) -> Any:
+    def rollout_of(*arguments: Any, **options: Any) -> Any:
         rollout = right(*arguments, **options)
         mask = rollout.loss_mask.copy()
         mask[int(mask.argmax())] = mask.sum() == 1
         return replace(rollout, loss_mask=mask)
 
-    patch.setattr("truestep.generate.group_maker.to_rollout", to_rollout)
+    patch.setattr("truestep.generate.play.rollout_of", rollout_of)
 
 
 def _baseline(patch: pytest.MonkeyPatch) -> None:

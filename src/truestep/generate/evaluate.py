@@ -9,12 +9,10 @@ from math import comb
 from typing import Any
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rater import Rates
-from truestep.environments.rewards import Rating, RewardError
+from truestep.environments.rewards import RewardError
 from truestep.generate.errors import BadAnswerError
-from truestep.generate.generator import Completion, DrawOptions, Generate, Generator, Request
-from truestep.generate.group_maker import awaited, seed_text
-from truestep.generate.groups import to_rollout
+from truestep.generate.generator import DrawOptions, Generate, Generator
+from truestep.generate.play import Episode, Played, Plays
 from truestep.rollouts.source import never
 from truestep.types import Rollout
 
@@ -22,21 +20,11 @@ _EVALUATION_DRAWS = 2  # a random stream of its own, so that evaluation does not
 
 
 @dataclass(frozen=True)
-class Rated:
-    """A completion, its text, and its reward or the reason why it has none."""
-
-    completion: Completion
-    text: str
-    rating: Rating | RewardError
-
-
-@dataclass(frozen=True)
 class Evaluator:
     generator: Generator
     prompts: Sequence[Prompt]
-    rater: Rates
+    plays: Plays
     options: DrawOptions  # of the sampled completions
-    read: Callable[[Sequence[int]], str]  # decodes a completion to the text that the reward gets
     samples_per_prompt: int
     seed: int
     pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k
@@ -69,7 +57,7 @@ class Evaluator:
         }
 
     def close(self) -> None:
-        self.rater.close()
+        self.plays.close()
 
     def _answer(
         self,
@@ -80,32 +68,31 @@ class Evaluator:
         asked_to_stop: Callable[[], bool],
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         prompts = [prompt for prompt in self.prompts for _ in range(samples)]
-        asked = [
-            (prompt, Request(prompt.input_ids, options, (self.seed, _EVALUATION_DRAWS, step, number)))
+        episodes = [
+            Episode(prompt, options, (self.seed, _EVALUATION_DRAWS, step, number), f"evaluation {number}")
             for number, prompt in enumerate(prompts)
         ]
         self.generator.weights(documents_seen)
-        done = self.generator.map(asked, self._complete, asked_to_stop)
+        done = self.generator.map(episodes, self._play, asked_to_stop)
         if self.compare is not None and options.temperature > 0:
-            self.compare(_documents(prompts, done, options.temperature, documents_seen), documents_seen)
-        completions = [rated.completion for rated in done]
+            named = [(f"{prompt.id} {number}", prompt) for number, prompt in enumerate(prompts)]
+            drawn = [
+                played.document(name, prompt, options.temperature)
+                for (name, prompt), played in zip(named, done, strict=True)
+                if played.num_drawn
+            ]
+            self.compare(drawn, documents_seen)
         measured = {
-            "response_length": statistics.fmean(len(completion.token_ids) for completion in completions),
-            "truncated_fraction": statistics.fmean(not completion.stopped for completion in completions),
+            "response_length": statistics.fmean(played.num_drawn for played in done),
+            "truncated_fraction": statistics.fmean(played.truncated for played in done),
         }
-        return [_answered(prompt, rated) for prompt, rated in zip(prompts, done, strict=True)], measured
+        return [_answered(prompt, played) for prompt, played in zip(prompts, done, strict=True)], measured
 
-    async def _complete(self, asked: tuple[Prompt, Request], generate: Generate) -> Rated:
-        prompt, request = asked
+    async def _play(self, episode: Episode, generate: Generate) -> Played:
         try:
-            completion = await generate(request)
+            return await self.plays.play(episode, generate)
         except BadAnswerError as error:
-            return Rated(Completion([], [], stopped=False), "", RewardError(f"the server's answer is bad: {error}"))
-        text = self.read(completion.token_ids)
-        try:
-            return Rated(completion, text, await awaited(self.rater)(prompt, text, seed_text(request)))
-        except RewardError as error:
-            return Rated(completion, text, error)
+            return Played((), (), "", RewardError(f"the server's answer is bad: {error}"), truncated=True)
 
     def _passes(self, rewards: Sequence[float | None]) -> dict[str, float]:
         """Estimate pass@k for k = 1, 2, 4, ... `rewards`: `samples_per_prompt` for each prompt, prompt after prompt."""
@@ -127,31 +114,12 @@ def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
     return statistics.fmean(chances) if chances else None
 
 
-def _documents(
-    prompts: Sequence[Prompt], answers: Sequence[Rated], temperature: float, documents_seen: int
-) -> list[Rollout]:
-    """Make documents from completions, in the form in which they would be trained on."""
-    return [
-        to_rollout(
-            f"{prompt.id} {number}",
-            prompt,
-            rated.completion.token_ids,
-            rated.completion.logprobs,
-            temperature=temperature,
-            versions=[documents_seen] * len(rated.completion.token_ids),
-            metadata={"server": rated.completion.server},
-        )
-        for number, (prompt, rated) in enumerate(zip(prompts, answers, strict=True))
-        if rated.completion.token_ids
-    ]
-
-
-def _answered(prompt: Prompt, rated: Rated) -> dict[str, Any]:
-    """Return a completion's entry in evaluation.jsonl. A reward that failed is noted and does not end the run."""
-    answer: dict[str, Any] = {"prompt": prompt.prompt, "completion": rated.text}
-    if isinstance(rated.rating, RewardError):
-        return {**answer, "reward": None, "problem": str(rated.rating)}
-    return {**answer, "reward": float(rated.rating)}
+def _answered(prompt: Prompt, played: Played) -> dict[str, Any]:
+    """Return an episode's entry in evaluation.jsonl. A reward that failed is noted and does not end the run."""
+    answer: dict[str, Any] = {"prompt": prompt.prompt, "completion": played.text}
+    if isinstance(played.rating, RewardError):
+        return {**answer, "reward": None, "problem": str(played.rating)}
+    return {**answer, "reward": float(played.rating)}
 
 
 def _rewards(answers: Sequence[dict[str, Any]]) -> list[float]:

@@ -4,14 +4,14 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import Rating, RewardError
+from truestep.environments.rewards import RewardError
 from truestep.rollouts.advantages import AdvantageRule, as_rule, with_group_advantages
 from truestep.rollouts.source import SourceError, refuse_other_kind
 from truestep.types import Rejected, Rollout
@@ -56,40 +56,6 @@ def refuse_other_groups(state: dict[str, Any], own_state: dict[str, Any]) -> Non
             "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would be "
             "others; give it the same, or another checkpoint.directory"
         )
-
-
-def to_rollout(
-    name: str,
-    prompt: Prompt,
-    token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    *,
-    temperature: float,
-    versions: Sequence[int] | np.ndarray | None = None,
-    rating: Rating | None = None,
-    truncated: bool | None = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> Rollout:
-    """Make a document from a prompt and its completion. The completion's tokens are the labels. `versions`: the
-    weights' version for each of them; None: unknown."""
-    prompt_length = len(prompt.input_ids)
-    ids = np.array([*prompt.input_ids, *token_ids], dtype=np.int64)
-
-    def behind_prompt(values: Sequence[float] | np.ndarray, before: float, dtype: type) -> np.ndarray:
-        return np.concatenate([np.full(prompt_length, before, dtype), np.asarray(values, dtype)])
-
-    return Rollout(
-        id=name,
-        input_ids=ids,
-        loss_mask=np.arange(len(ids)) >= prompt_length,
-        logprobs=behind_prompt(logprobs, 0.0, np.float32),
-        reward=None if rating is None else float(rating),
-        rewards={} if rating is None else dict(rating.parts),
-        truncated=truncated,
-        temperature=temperature,
-        model_version=None if versions is None else behind_prompt(versions, versions[0], np.int64),
-        metadata={"prompt_id": prompt.id, **(metadata or {})},
-    )
 
 
 def with_advantages(rated: Sequence[Rollout], group: int, rule: AdvantageRule | str) -> list[Rollout]:

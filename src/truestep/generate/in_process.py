@@ -6,10 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rater import Rates
 from truestep.generate.engine.service import EngineGenerator, Spent
 from truestep.generate.generator import Generate
-from truestep.generate.group_maker import Group, GroupMaker, GroupOptions, awaited
+from truestep.generate.group_maker import Group, GroupMaker, GroupOptions
 from truestep.generate.groups import (
     HOPELESS,
     check_lengths,
@@ -20,7 +19,7 @@ from truestep.generate.groups import (
     refuse_other_groups,
     with_advantages,
 )
-from truestep.generate.read import reader
+from truestep.generate.play import Plays
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
 from truestep.rollouts.source import Interrupted, SourceError, StillSource, Taken
@@ -33,7 +32,7 @@ class InProcessSource(StillSource):
 
     generator: EngineGenerator
     prompts: Sequence[Prompt]
-    rater: Rates
+    plays: Plays
     options: GroupOptions
     advantage_rule: AdvantageRule | str
     max_tokens: int
@@ -101,7 +100,7 @@ class InProcessSource(StillSource):
     def _fill(self, groups: Sequence[Group], version: int) -> dict[int, list[Rollout]]:
         """Sample and rate the completions of groups, on all ranks. Return those of complete groups, by their
         numbers."""
-        maker = GroupMaker(self.options, awaited(self.rater), reader(self.generator.policy))
+        maker = GroupMaker(self.options, self.plays)
 
         async def work(group: Group, generate: Generate) -> list[Rollout] | None:
             given_up = await maker.make(group, generate)
@@ -131,4 +130,4 @@ class InProcessSource(StillSource):
         self._groups = state["groups"]
 
     def close(self, finished: bool) -> None:
-        self.rater.close()
+        self.plays.close()

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from truestep.environments.prompts import Prompt
-from truestep.generate.group_maker import Group, GroupMaker, GroupOptions, Rate
+from truestep.generate.group_maker import Group, GroupMaker, GroupOptions
 from truestep.generate.groups import HOPELESS, TRIES, explain_hopeless, prompt_of
+from truestep.generate.play import Plays
 from truestep.generate.servers.fleet import Fleet, Published, Server, Signal
 from truestep.rollouts.source import SourceError
 
@@ -41,12 +42,11 @@ class LookAhead:
         prompts: Sequence[Prompt],
         sampling: GroupOptions,
         limit: StalenessLimit,
-        rate: Rate,
-        read: Callable[[Sequence[int]], str],
+        plays: Plays,
     ):
         self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail_with_servers)
         self.server_error: Exception | None = None  # with which no server can be used any more
-        self.maker = GroupMaker(sampling, rate, read, self.fleet.note_progress)
+        self.maker = GroupMaker(sampling, plays, self.fleet.note_progress)
         self._prompts, self._sampling, self._limit = prompts, sampling, limit
         self._next_number = 0
         self._restored: deque[int] = deque()  # numbers of groups that were open in the checkpoint: they come first
@@ -212,7 +212,7 @@ class LookAhead:
     def _void(self) -> None:
         """Drop void completions, whose versions are unknown, and sample them again."""
         for group in self._open.values():
-            kept = [member for member in group.members if not member.completion.answer.void]
+            kept = [member for member in group.members if not any(one.answer.void for one in member.completions)]
             self.maker.counts["void"] += len(group.members) - len(kept)
             group.members = kept
         for group in [group for group in self._ready if len(group.members) < self._sampling.group_size]:
@@ -231,5 +231,5 @@ class LookAhead:
 
 def _unconfirmed(group: Group) -> set[Server]:
     """Return the servers that have not been probed since they answered."""
-    answers = [member.completion.answer for member in group.members]
-    return {answer.server for answer in answers if not answer.confirmed}
+    completions = [completion for member in group.members for completion in member.completions]
+    return {completion.answer.server for completion in completions if not completion.answer.confirmed}

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from truestep.environments.prompts import Prompt
-from truestep.environments.rater import Rates
 from truestep.generate.errors import ServerError
 from truestep.generate.generator import Completion, Generate, Request
-from truestep.generate.group_maker import Group, GroupOptions, awaited
+from truestep.generate.group_maker import Group, GroupOptions
+from truestep.generate.play import Plays
 from truestep.generate.servers.check import check_server
 from truestep.generate.servers.confirmed import confirmed_results
 from truestep.generate.servers.fleet import Fleet, Published
@@ -69,11 +69,10 @@ class Servers:
         *,
         prompts: Sequence[Prompt],
         make_servers: Callable[[], Sequence[InferenceServer]],
-        rewards: Rates,
+        plays: Plays,
         sampling: GroupOptions,
         vocabulary_size: int,
         limit: StalenessLimit,
-        read: Callable[[Sequence[int]], str],  # decodes a completion's tokens to text
         publisher: Publisher,
         send_from: torch.device | None = None,  # device from which weights are sent by NCCL; None: over the disk
         pause: str,
@@ -81,7 +80,7 @@ class Servers:
         rolling: bool = False,  # servers get new weights one after another
         loop: LoopThread | None = None,  # None: a new one; tests pass one with a clock of its own
     ):
-        self._prompts, self._rewards, self._sampling = prompts, rewards, sampling
+        self._prompts, self._plays, self._sampling = prompts, plays, sampling
         self._vocabulary_size = vocabulary_size
         self._publisher, self._send_from = publisher, send_from
         self._at_once = limit.concurrency
@@ -99,7 +98,7 @@ class Servers:
                 tolerance=tolerance,
                 rolling=rolling,
             )
-            self.ahead = LookAhead(make_fleet, prompts, sampling, limit, awaited(rewards), read)
+            self.ahead = LookAhead(make_fleet, prompts, sampling, limit, plays)
         except BaseException:
             self._loop.close()
             raise
@@ -205,5 +204,5 @@ class Servers:
         finally:
             self._loop.run(self.ahead.close())
             self._loop.close()
-            self._rewards.close()
+            self._plays.close()
             self._publisher.close(finished)

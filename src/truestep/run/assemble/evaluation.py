@@ -8,6 +8,7 @@ from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.evaluate import Evaluator
 from truestep.generate.generator import DrawOptions, Generator
+from truestep.generate.play import SingleTurn
 from truestep.generate.read import reader, stop_ids
 from truestep.generate.servers.shared import SharedServers
 from truestep.losses.objective import Denominator, Objective
@@ -44,7 +45,7 @@ def make_evaluator(
     return Evaluator(
         generator=generator,
         prompts=held_out[: evaluation.max_prompts],
-        rater=raters.of(rewards),
+        plays=SingleTurn(raters.of(rewards), reader(policy)),
         options=DrawOptions(
             temperature=evaluation.temperature,
             max_new_tokens=max_new_tokens,
@@ -54,7 +55,6 @@ def make_evaluator(
             min_p=evaluation.min_p,
             stop=tuple(evaluation.stop or ()),
         ),
-        read=reader(policy),
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,
         pass_reward=evaluation.pass_reward,

@@ -26,6 +26,7 @@ from truestep.generate.generator import DrawOptions
 from truestep.generate.group_maker import GroupOptions
 from truestep.generate.groups import check_lengths
 from truestep.generate.in_process import InProcessSource
+from truestep.generate.play import SingleTurn
 from truestep.generate.read import reader, stop_ids
 from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.protocol import InferenceServer
@@ -280,7 +281,7 @@ def _make_in_process_source(
     return InProcessSource(
         generator=EngineGenerator(policy, engine_settings(sampler, config.deterministic)),
         prompts=read_prompts(sampler, policy),
-        rater=raters.of(rewards),
+        plays=SingleTurn(raters.of(rewards), reader(policy)),
         options=_group_options(config, draw_options(sampler, policy)),
         advantage_rule=advantage_rule(config),
         max_tokens=config.data.tokens_per_microbatch,
@@ -343,10 +344,9 @@ def _make_server_source(
     servers = Servers(
         prompts=prompts,
         make_servers=server_maker(sampler),
-        rewards=raters.of(rewards),
+        plays=SingleTurn(raters.of(rewards), reader(policy)),
         sampling=sampling,
         vocabulary_size=policy.vocabulary_size,
-        read=reader(policy),
         limit=StalenessLimit(
             docs_per_step=schedule.docs_per_step,
             documents_per_take=schedule.docs_per_step * schedule.updates_per_batch,

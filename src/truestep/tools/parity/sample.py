@@ -10,7 +10,7 @@ from truestep.environments.prompts import Prompt
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
 from truestep.generate.generator import Completion, DrawOptions, Generate, Request, run_all
-from truestep.generate.groups import to_rollout
+from truestep.generate.play import rollout_of, sequence_of
 from truestep.generate.read import stop_ids
 from truestep.generate.servers.check_answer import complete
 from truestep.model.policy import Policy
@@ -63,4 +63,5 @@ async def _ask_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence
 
 def _rollout(number: int, prompt: Prompt, completion: Completion, sampler: SamplerConfig) -> Rollout:
     name, temperature = f"{prompt.id}-{number}", sampler.temperature
-    return to_rollout(name, prompt, completion.token_ids, completion.logprobs, temperature=temperature)
+    sequence, known = sequence_of(prompt.input_ids, completion), {"prompt_id": prompt.id}
+    return rollout_of(sequence, id=name, temperature=temperature, metadata=known)

@@ -1,0 +1,155 @@
+"""Plays episodes: the policy's turns and what answers them, until there is a document.
+
+A reward function makes episodes of one turn. `episodes` plays those of several.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from truestep.environments.prompts import Prompt
+from truestep.environments.rater import Rates
+from truestep.environments.rewards import Rating, RewardError
+from truestep.generate.generator import Completion, DrawOptions, Generate, Request
+from truestep.rollouts.sequences import join
+from truestep.types import Rollout, Turn
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What is played."""
+
+    prompt: Prompt
+    draw: DrawOptions
+    seed: tuple[int, ...]  # of the draws of its first turn
+    name: str | None = None  # its session: its turns go to where their past is in the cache
+
+    @property
+    def reward_seed(self) -> str:
+        """The seed of the random numbers that its reward or environment draws."""
+        return " ".join(map(str, self.seed))
+
+
+@dataclass(frozen=True)
+class PlayedSequence:
+    """Tokens that the policy saw in one go."""
+
+    input_ids: Sequence[int]
+    loss_mask: Sequence[bool]  # true: the policy drew it
+    logprobs: Sequence[float]  # of drawn tokens; others have any number
+    versions: Sequence[int]  # of the weights that drew them; others have any number. Empty: unknown
+    turns: tuple[Turn, ...] = ()
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode that has ended."""
+
+    sequences: Sequence[PlayedSequence]
+    completions: Sequence[Completion]  # as they came
+    text: str  # what rewards and people read
+    rating: Rating | RewardError  # the reward, or why there is none
+    truncated: bool  # it was cut, by a limit of tokens, turns or time
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_drawn(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def aborted(self) -> bool:
+        """True where a server gave a completion up, for new weights: nothing is to be trained on."""
+        return any(completion.aborted for completion in self.completions)
+
+    def document(self, name: str, prompt: Prompt, temperature: float) -> Rollout:
+        """Make a document of it, of one sequence or of several."""
+        rating = None if isinstance(self.rating, RewardError) else self.rating
+        metadata = {"prompt_id": prompt.id, **self.metadata, **_of_completions(self.completions)}
+        shared: dict[str, Any] = {
+            "reward": None if rating is None else float(rating),
+            "rewards": {} if rating is None else dict(rating.parts),
+            "truncated": self.truncated,
+            "temperature": temperature,
+            "metadata": metadata,
+        }
+        sequences = [sequence for sequence in self.sequences if any(sequence.loss_mask)]
+        if len(sequences) == 1:
+            return rollout_of(sequences[0], id=name, **shared)
+        shared |= {"document_id": name, "num_sequences": len(sequences)}
+        return join([rollout_of(one, id=f"{name}.{number}", **shared) for number, one in enumerate(sequences)])
+
+
+def _of_completions(completions: Sequence[Completion]) -> dict[str, Any]:
+    known: dict[str, Any] = {"stopped": all(completion.stopped for completion in completions)}
+    servers = list(dict.fromkeys(one.server for one in completions if one.server is not None))
+    if servers:
+        known["server"] = servers[0] if len(servers) == 1 else servers
+    truncated = [one.truncated_logprobs for one in completions if one.truncated_logprobs is not None]
+    if truncated:
+        known["truncated_logprobs"] = [value for each in truncated for value in each]
+    return known
+
+
+def rollout_of(sequence: PlayedSequence, **others: Any) -> Rollout:
+    """Make a document, or a record of one, from a sequence. `others`: its other fields."""
+    mask = np.array(sequence.loss_mask, dtype=bool)
+    versions = np.array(sequence.versions, dtype=np.int64) if len(sequence.versions) else None
+    if versions is not None:
+        versions[~mask] = versions[mask][0]
+    return Rollout(
+        input_ids=np.array(sequence.input_ids, dtype=np.int64),
+        loss_mask=mask,
+        logprobs=np.where(mask, np.array(sequence.logprobs, dtype=np.float32), np.float32(0)),
+        model_version=versions,
+        turns=sequence.turns,
+        **others,
+    )
+
+
+def sequence_of(prompt: Sequence[int], completion: Completion) -> PlayedSequence:
+    """Return a prompt and its completion. All tokens of the completion are labels."""
+    drawn = len(completion.token_ids)
+    return PlayedSequence(
+        (*prompt, *completion.token_ids),
+        [False] * len(prompt) + [True] * drawn,
+        [0.0] * len(prompt) + list(completion.logprobs),
+        [0] * len(prompt) + list(completion.versions) if len(completion.versions) == drawn else (),
+    )
+
+
+class Plays(Protocol):
+    """Plays episodes, many at a time."""
+
+    async def play(self, episode: Episode, generate: Generate) -> Played:
+        """Play an episode. Errors of `generate` are raised; those of the reward or environment are its rating."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SingleTurn:
+    """Episodes of one turn, which a reward function rates."""
+
+    def __init__(self, rater: Rates, read: Callable[[Sequence[int]], str]):
+        """`read`: decodes tokens to the text that rewards get."""
+        self._rater, self._read = rater, read
+
+    async def play(self, episode: Episode, generate: Generate) -> Played:
+        request = Request(episode.prompt.input_ids, episode.draw, episode.seed)
+        completion = await generate(request)
+        text = self._read(completion.token_ids)
+        rating: Rating | RewardError = Rating()
+        if not completion.aborted:
+            try:
+                future = self._rater.submit(episode.prompt, text, episode.reward_seed)
+                rating = await asyncio.wrap_future(future)
+            except RewardError as error:
+                rating = error
+        sequences = (sequence_of(request.token_ids, completion),)
+        return Played(sequences, (completion,), text, rating, not completion.stopped)
+
+    def close(self) -> None:
+        self._rater.close()
