@@ -11,6 +11,11 @@ from truestep.config.load import dump_config as dump_config
 from truestep.config.load import load_config as load_config
 from truestep.config.schema import Config as Config
 from truestep.config.yaml_tree import ConfigError as ConfigError
+from truestep.environments.episodes.environment import Answer as Answer
+from truestep.environments.episodes.environment import End as End
+from truestep.environments.episodes.environment import Environment as Environment
+from truestep.environments.episodes.environment import ToolCall as ToolCall
+from truestep.environments.episodes.environment import tool as tool
 from truestep.errors import TruestepError as TruestepError
 from truestep.generate.servers.protocol import InferenceServer as InferenceServer
 from truestep.losses.label_losses import LabelLoss as LabelLoss

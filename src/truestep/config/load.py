@@ -23,7 +23,14 @@ COMMAND_LINE = "command line"
 # Options that name a user's own code. In Python they also take the function or class itself.
 TAKES_OBJECTS = frozenset(
     {
-        *("sampler.reward", "sampler.protocol", "evaluation.reward", "data.advantages", "data.source.function"),
+        *(
+            "sampler.reward",
+            "sampler.environment.class",
+            "sampler.protocol",
+            "evaluation.reward",
+            "data.advantages",
+            "data.source.function",
+        ),
         *("loss.function", "optimizer.function", "logging.custom_metrics", "logging.custom_sinks"),
     }
 )

@@ -185,6 +185,22 @@ def learns_from_groups_alone(config: "Config") -> bool:
     return not own and not any(getattr(config.loss, term, None) for term in terms)
 
 
+def _episodes(config: "Config", sampler: sections.SamplerBase) -> Iterator[str]:
+    if (sampler.reward is None) == (sampler.environment is None):
+        yield "sampler needs sampler.reward or sampler.environment: one of the two"
+    if sampler.environment is None:
+        for name in ("max_turns", "max_episode_tokens", "episode_timeout"):
+            if name in sampler.model_fields_set:
+                yield f"sampler.{name} is for sampler.environment: a reward's episodes have one turn"
+        return
+    most = config.data.tokens_per_microbatch
+    if sampler.max_episode_tokens > most:
+        yield (
+            f"sampler.max_episode_tokens: {sampler.max_episode_tokens} is more than data.tokens_per_microbatch: "
+            f"{most}, so an episode might not fit"
+        )
+
+
 def _sampled_groups(config: "Config") -> Iterator[str]:
     if config.sampler is None:
         return
@@ -201,6 +217,7 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         )
     if docs_per_step == 0:
         yield "sampler needs schedule.docs_per_step: how many completions make a step"
+    yield from _episodes(config, config.sampler)
     if group_size is not None and docs_per_step % group_size:
         yield (
             f"schedule.docs_per_step: {docs_per_step} is not a multiple of data.group_size: {group_size}, so a group "

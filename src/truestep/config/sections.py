@@ -204,11 +204,38 @@ class DataConfig(Section):
     """How many times each document of the files is trained on."""
 
 
+# Made by a call: `class` is an option's name, and a word that a Python class cannot have as an attribute.
+EnvironmentConfig = create_model(
+    "EnvironmentConfig",
+    __base__=Section,
+    **{
+        "type": (Literal["python"], Field("python", description="An environment written in Python.")),
+        "class": (
+            str,
+            Field(description="package.module:Class, a class as truestep.Environment is one."),
+        ),
+        "options": (dict[str, Any] | None, Field(None, description="Its options, by name. null: none.")),
+    },  # type: ignore[call-overload]
+)
+
+
 class SamplerBase(Section):
     prompts: str
     """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk."""
-    reward: str
-    """package.module:function, called as reward(prompt, completion, **fields) -> float."""
+    reward: str | None = None
+    """package.module:function, called as reward(prompt, completion, **fields) -> float. null: there is an environment.
+    """
+    environment: EnvironmentConfig | None = None  # type: ignore[valid-type]
+    """An environment, which answers the policy over several turns and rewards the episode (docs/environments.md). Its
+    processes have the limits of reward_timeout (for each of its answers), reward_memory and the like."""
+    max_turns: Count = 8
+    """With an environment: the most turns of the policy in an episode. What reaches this limit, or one of the next two,
+    is a document that is truncated, with the reward that the environment gives it then, or 0."""
+    max_episode_tokens: Count = 16384
+    """With an environment: the most tokens of a conversation that the policy goes on from. At most
+    data.tokens_per_microbatch."""
+    episode_timeout: Positive = 600.0
+    """With an environment: seconds of an episode."""
     temperature: Positive = 1.0
     """The sampling temperature. The policy is trained at the same temperature."""
     max_new_tokens: Count = 512

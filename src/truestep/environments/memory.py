@@ -17,9 +17,7 @@ def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
     Shared memory counts once. That costs more to measure, so it is done only if the plain sum exceeds the limit. A
     PermissionError means that a process of the private namespaces hides itself, which no program does by chance.
     """
-    outside = _in_descriptors(pids, private is not None) + (
-        _in_files(private) + _in_segments() if private is not None else 0
-    )
+    outside = _in_descriptors(pids, private is not None) + outside_processes(private)
     if sum(map(_resident, pids)) + outside <= limit:
         return False
     own, shared = 0, 0
@@ -28,6 +26,16 @@ def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
         own, shared = own + of_own, shared + of_shared
     # Mapped files are in both `shared` and `outside`, so the larger of the two counts.
     return own + max(shared, outside) > limit
+
+
+def outside_processes(private: str | None) -> int:
+    """Return the bytes of files and segments in the private namespaces, if there are any."""
+    return 0 if private is None else _in_files(private) + _in_segments()
+
+
+def memory_of(pid: int) -> int:
+    """Return a process's share of memory in bytes, with the files in memory that it has open."""
+    return sum(_proportional(pid)) + _in_descriptors([pid], False)
 
 
 def _resident(pid: int) -> int:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from truestep.config.custom import user_directories
 from truestep.environments import frames, isolation
@@ -38,6 +38,8 @@ _PASSED_ON = frozenset(
         *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
     }
 )
+
+_Begun = TypeVar("_Begun")
 
 
 class LostError(Exception):
@@ -98,37 +100,40 @@ def worker_environment(wanted: Sequence[str]) -> dict[str, str]:
     return {"PYTHONHASHSEED": "0", **chosen, "PYTHONPATH": path}
 
 
-def fit(value: Rating) -> Rating:
+def fit(value: Rating, what: str = "the reward") -> Rating:
     """Return a rating, or raise RewardError if it is too large or NaN for advantages in float32."""
     for number in (float(value), *value.parts.values()):
         if not abs(number) <= LARGEST_REWARD:
-            raise RewardError(f"the reward returned {number}; at most {LARGEST_REWARD:g} in size is a reward")
+            raise RewardError(f"{what} returned {number}; at most {LARGEST_REWARD:g} in size is a reward")
     return value
 
 
-def _lines(traceback: Any) -> str | None:
+def printable_traceback(traceback: Any) -> str | None:
     """Return a traceback sent by a worker as printable text, or None if it is not text."""
     if not isinstance(traceback, str):
         return None
     return "\n".join(printable(line, 300) for line in traceback[-LONGEST_TRACEBACK:].splitlines())
 
 
-class Worker:
-    """A worker process and its supervisor. After a LostError of any method both are unusable."""
+class Supervised:
+    """A process and its supervisor, as the run sees them. After a LostError of any method both are unusable."""
+
+    _what = "reward"  # what the process runs, for messages
 
     def __init__(
-        self, options: WorkerOptions, sizer: BatchSizer | None = None, printed: Callable[[str], None] | None = None
+        self,
+        options: WorkerOptions,
+        printed: Callable[[str], None] | None = None,
+        largest_answer: int = frames.LARGEST_ANSWER,
     ):
-        """`sizer` is shared by all workers; `printed` is called with the reward's output."""
-        self._options, self._sizer, self._print = options, sizer or BatchSizer(), printed
-        self.num_rated = 0
-        self._number = 0
+        """`printed` is called with the user's output."""
+        self._options, self._print = options, printed
         self._worker: tuple[int, str | None] | None = None  # PID and start time
         self._ended: dict[str, Any] | None = None  # the supervisor's last message
-        self._returned: list[tuple[int, int]] = []  # (first, last) number of requests that the worker did not get
         control, kept = frames.connected()
         channel, works = frames.connected()
-        self._control, self._channel = (frames.Frames(end, frames.LARGEST_ANSWER) for end in (control, channel))
+        self._control = frames.Frames(control, frames.LARGEST_ANSWER)
+        self._channel = frames.Frames(channel, largest_answer)
         try:
             # A new program, since the trainer's threads and CUDA state do not survive a fork. Settings are sent over
             # the socket and not as arguments.
@@ -148,24 +153,143 @@ class Worker:
             kept.close()
             works.close()
 
-    def start(self, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
-        """Wait until the reward is imported. Raises RewardError if the import fails."""
+    def _begin(self, settings: dict[str, Any], answer: Callable[[str, float], _Begun]) -> _Begun:
+        """Send the settings, and return what `answer` makes of (nonce, deadline). Raises LostError."""
         nonce = secrets.token_hex(16)
         deadline = time.monotonic() + _START_SECONDS
-        start: dict[str, Any] = {"reward": self._options.reward, "memory": self._options.memory, "nonce": nonce}
-        start["fields"] = fields
+        start = {"what": self._what, "memory": self._options.memory, "nonce": nonce, **settings}
         start |= {"room": self._options.room, "directories": user_directories()}
         try:
             self._control.send(frames.encode(start), deadline)
-            self._answer(nonce, deadline)
+            return answer(nonce, deadline)
         except frames.LateError:
-            raise LostError(f"the reward was not imported within {_START_SECONDS:g} s") from None
+            raise LostError(f"the {self._what} was not imported within {_START_SECONDS:g} s") from None
         except frames.EndOfFramesError:
             raise self._lost("could not be started") from None
         except frames.FrameError as error:
             raise LostError(
-                f"the reward wrote to the connection of its process while it was imported: {error}"
+                f"the {self._what} wrote to the connection of its process while it was imported: {error}"
             ) from None
+
+    def _wait(self, deadline: float, sends: bool = False) -> None:
+        """Wait for input or, with `sends`, for room to send, and read what came."""
+        if self._ended is not None:
+            raise frames.EndOfFramesError
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise frames.LateError
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN | (select.POLLOUT if sends else 0))
+        poll.register(self._control, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(min(left, _HEALTHY_SECONDS) * 1000 + 1)}
+        progress.made(f"waits for {self._what}s")  # every request has a deadline, so waiting is not a stall
+        if self._control.fileno() in ready:
+            self._hear()
+        self._channel.fill()
+
+    def _hear(self) -> None:
+        """Read and apply the supervisor's messages."""
+        self._control.fill()
+        while (message := self._control.take()) is not None:
+            if self._print is not None and isinstance(printed := message.get("new"), str):
+                self._print(printed)
+            if "ended" in message:
+                self._ended = message
+            elif isinstance(number := message.get("worker"), int):
+                self._worker = number, started(number)
+            else:
+                self._heard(message)
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        """Apply a message that only some processes have."""
+
+    def _lost(self, what: str) -> LostError:
+        """End the worker, and return the error with the exceeded limit, or with the exit code and last output."""
+        self.end()
+        ended = self._ended or {}
+        if isinstance(breach := ended.get("breach"), str):
+            return LostError(f"{printable(breach)}{self._of_memory(breach)}")
+        code, printed = ended.get("ended"), ended.get("printed", "").strip() or self._complaint
+        how = "no exit code is known" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+        last = f"; last it printed: {printable(printed[-200:])}" if printed else ""
+        return LostError(f"the {self._what} {what} ({how}){last}")
+
+    def _of_memory(self, breach: str) -> str:
+        return f" ({self._options.section}.reward_memory)" if "GiB of memory" in breach else ""
+
+    def ask_to_end(self) -> None:
+        """Tell the supervisor to end the worker. May be called from any thread."""
+        with contextlib.suppress(frames.EndOfFramesError, frames.LateError):
+            self._control.send(frames.encode({"end": True}), time.monotonic() + 1.0)
+
+    def end(self) -> None:
+        """End the worker, its supervisor and all descendants, and wait until they are gone."""
+        if self._supervisor.returncode is not None:
+            return
+        self.ask_to_end()
+        deadline = time.monotonic() + _END_SECONDS
+        try:
+            while self._ended is None:
+                self._wait_for_supervisor(deadline)
+                self._hear()
+        except (frames.EndOfFramesError, frames.FrameError, frames.LateError):
+            self._end_without_supervisor()
+        self._channel.close()
+        self._control.close()
+        self._complaint = self._read_complaint()
+        try:
+            self._supervisor.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
+
+    _complaint = ""  # stderr of the supervisor, such as the interpreter's error if it could not start
+
+    def _wait_for_supervisor(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise frames.LateError
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.poll(left * 1000 + 1)
+
+    def _end_without_supervisor(self) -> None:
+        """Kill the supervisor, its descendants and the worker. A reward may have stopped or killed the supervisor."""
+        if self._supervisor.poll() is None:
+            kill_below(self._supervisor.pid)
+            self._supervisor.kill()
+        if self._worker is not None and started(self._worker[0]) == self._worker[1] is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._worker[0], signal.SIGKILL)  # the worker leads its process group
+
+    def _read_complaint(self) -> str:
+        stream = self._supervisor.stderr
+        if stream is None:
+            return ""
+        with stream:
+            os.set_blocking(stream.fileno(), False)
+            try:
+                return (stream.read(10_000) or b"").decode(errors="replace").strip()
+            except OSError:
+                return ""
+
+
+class Worker(Supervised):
+    """A worker process and its supervisor. After a LostError of any method both are unusable."""
+
+    def __init__(
+        self, options: WorkerOptions, sizer: BatchSizer | None = None, printed: Callable[[str], None] | None = None
+    ):
+        """`sizer` is shared by all workers; `printed` is called with the reward's output."""
+        super().__init__(options, printed)
+        self._sizer = sizer or BatchSizer()
+        self.num_rated = 0
+        self._number = 0
+        self._returned: list[tuple[int, int]] = []  # (first, last) number of requests that the worker did not get
+
+    def start(self, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
+        """Wait until the reward is imported. Raises RewardError if the import fails."""
+        self._begin({"reward": self._options.reward, "fields": fields}, self._answer)
 
     def rate(self, requests: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Rating | Exception | None]]:
         """Rate completions one after another. Yields (index of the request, rating or exception) as answers come.
@@ -233,19 +357,7 @@ class Worker:
         """Return an answer, or None after a wait for input or, with `sends`, for room to send."""
         if (answer := self._channel.take()) is not None:
             return answer
-        if self._ended is not None:
-            raise frames.EndOfFramesError
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise frames.LateError
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN | (select.POLLOUT if sends else 0))
-        poll.register(self._control, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(min(left, _HEALTHY_SECONDS) * 1000 + 1)}
-        progress.made("waits for rewards")  # every request has a deadline, so waiting is not a stall
-        if self._control.fileno() in ready:
-            self._hear()
-        self._channel.fill()
+        self._wait(deadline, sends)
         return self._channel.take()
 
     def _read(self, answer: dict[str, Any], number: int, nonce: str) -> Rating:
@@ -253,7 +365,7 @@ class Worker:
             raise frames.FrameError("not the answer to what was asked")
         if isinstance(problem := answer.get("problem"), str):
             self.num_rated += 1
-            raise RewardError(printable(problem), _lines(answer.get("traceback")))
+            raise RewardError(printable(problem), printable_traceback(answer.get("traceback")))
         value, parts = answer.get("value"), answer.get("parts")
         if not isinstance(value, float) or not isinstance(parts, dict):
             raise frames.FrameError("neither a number nor a problem")
@@ -262,88 +374,9 @@ class Worker:
         self.num_rated += number > 0
         return Rating.of(value, parts)
 
-    def _hear(self) -> None:
-        """Read and apply the supervisor's messages."""
-        self._control.fill()
-        while (message := self._control.take()) is not None:
-            if self._print is not None and isinstance(printed := message.get("new"), str):
-                self._print(printed)
-            if "ended" in message:
-                self._ended = message
-            elif "returned" in message:
-                first, last = message["returned"]
-                self._returned.append((first, last))
-            elif "rated" in message:
-                self._sizer.note(message["rated"], message["seconds"])
-            elif isinstance(number := message.get("worker"), int):
-                self._worker = number, started(number)
-
-    def _lost(self, what: str) -> LostError:
-        """End the worker, and return the error with the exceeded limit, or with the exit code and last output."""
-        self.end()
-        ended = self._ended or {}
-        if isinstance(breach := ended.get("breach"), str):
-            return LostError(f"{printable(breach)}{self._of_memory(breach)}")
-        code, printed = ended.get("ended"), ended.get("printed", "").strip() or self._complaint
-        how = "no exit code is known" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
-        last = f"; last it printed: {printable(printed[-200:])}" if printed else ""
-        return LostError(f"the reward {what} ({how}){last}")
-
-    def _of_memory(self, breach: str) -> str:
-        return f" ({self._options.section}.reward_memory)" if "GiB of memory" in breach else ""
-
-    def ask_to_end(self) -> None:
-        """Tell the supervisor to end the worker. May be called from any thread."""
-        with contextlib.suppress(frames.EndOfFramesError, frames.LateError):
-            self._control.send(frames.encode({"end": True}), time.monotonic() + 1.0)
-
-    def end(self) -> None:
-        """End the worker, its supervisor and all descendants, and wait until they are gone."""
-        if self._supervisor.returncode is not None:
-            return
-        self.ask_to_end()
-        deadline = time.monotonic() + _END_SECONDS
-        try:
-            while self._ended is None:
-                self._wait_for_supervisor(deadline)
-                self._hear()
-        except (frames.EndOfFramesError, frames.FrameError, frames.LateError):
-            self._end_without_supervisor()
-        self._channel.close()
-        self._control.close()
-        self._complaint = self._read_complaint()
-        try:
-            self._supervisor.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
-
-    _complaint = ""  # stderr of the supervisor, such as the interpreter's error if it could not start
-
-    def _wait_for_supervisor(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise frames.LateError
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        poll.poll(left * 1000 + 1)
-
-    def _end_without_supervisor(self) -> None:
-        """Kill the supervisor, its descendants and the worker. A reward may have stopped or killed the supervisor."""
-        if self._supervisor.poll() is None:
-            kill_below(self._supervisor.pid)
-            self._supervisor.kill()
-        if self._worker is not None and started(self._worker[0]) == self._worker[1] is not None:
-            with contextlib.suppress(OSError):
-                os.killpg(self._worker[0], signal.SIGKILL)  # the worker leads its process group
-
-    def _read_complaint(self) -> str:
-        stream = self._supervisor.stderr
-        if stream is None:
-            return ""
-        with stream:
-            os.set_blocking(stream.fileno(), False)
-            try:
-                return (stream.read(10_000) or b"").decode(errors="replace").strip()
-            except OSError:
-                return ""
+    def _heard(self, message: dict[str, Any]) -> None:
+        if "returned" in message:
+            first, last = message["returned"]
+            self._returned.append((first, last))
+        elif "rated" in message:
+            self._sizer.note(message["rated"], message["seconds"])

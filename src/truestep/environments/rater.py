@@ -70,10 +70,13 @@ def _settle(task: _Task, rating: Rating | BaseException) -> None:
     progress.made("rewards")
 
 
-class _FirstOnes:
-    """A check of a run's first completions: it fails the run if the reward never works."""
+class FirstOnes:
+    """A check of a run's first completions, or episodes: it fails the run if the reward never works."""
 
-    def __init__(self) -> None:
+    most = _NEVER_WORKED
+
+    def __init__(self, what: str = "completion", wrong: str = "one that is wrong gets 0") -> None:
+        self._what, self._wrong = what, wrong
         self._reasons: list[str] | None = []  # failures so far; None once the reward has worked or failed differently
         self._lock = threading.Lock()
 
@@ -90,15 +93,15 @@ class _FirstOnes:
                 return rating
         trace = "" if rating.traceback is None else f"\n{rating.traceback}"
         return FailingRewardError(
-            f"none of the first {_NEVER_WORKED} completions has a reward, and for the same reason: {rating}. A reward "
-            f"must give a number for every completion; one that is wrong gets 0{trace}"
+            f"none of the first {_NEVER_WORKED} {self._what}s has a reward, and for the same reason: {rating}. "
+            f"A reward must give a number for every {self._what}; {self._wrong}{trace}"
         )
 
 
 def _kind(reason: str) -> str:
     """Return the first words of a reason: the kind of failure and the exception's type, without values."""
     words = reason.split()
-    return " ".join(words[:4] if words[2:3] == ["raised"] else words[:3]).rstrip(":,")
+    return " ".join(words[: words.index("raised", 2) + 2] if "raised" in words[2:4] else words[:3]).rstrip(":,")
 
 
 class Rater:
@@ -117,7 +120,7 @@ class Rater:
     ):
         """`say` is called if the first completion fails; `printed` keeps the rewards' output."""
         self._options, self._most, self._say, self._printed = options, workers, say, printed
-        self._first_ones = _FirstOnes()
+        self._first_ones = FirstOnes()
         self._held: list[_Task] | None = None  # tasks held back until the first completion is rated
         self._opened = False
         self._changed = threading.Condition()
@@ -309,10 +312,10 @@ class Rater:
         worker.end()
 
 
-def explain_failing(error: RewardError) -> str:
-    """Return the warning that the first completion failed, with the traceback."""
+def explain_failing(error: RewardError, what: str = "completion") -> str:
+    """Return the warning that the first completion, or episode, failed, with the traceback."""
     trace = "" if error.traceback is None else "".join(f"\n  {line}" for line in error.traceback.splitlines())
-    return f"warning: the first completion of this run has no reward: {error}{trace}"
+    return f"warning: the first {what} of this run has no reward: {error}{trace}"
 
 
 def check_reward(options: WorkerOptions, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:

@@ -101,42 +101,56 @@ def call(reward: Reward, prompt: Any, completion: str, fields: Mapping[str, Any]
 
             returned = asyncio.run(returned)
     except BaseException as error:
-        isolated = isinstance(error, OSError) and error.errno == errno.EROFS
-        hint = "; an isolated reward writes to a /tmp of its own and to reward_writable alone" if isolated else ""
-        reason = f"the reward raised {_described(error)}{_place(error.__traceback__)}{hint}"
-        raise RewardError(reason, _traceback(error)) from None
+        raise failure(error, _behind_first(error.__traceback__)) from None  # the first frame is ours
+    return rating_of(returned)
+
+
+def _behind_first(trace: TracebackType | None) -> TracebackType | None:
+    return None if trace is None else trace.tb_next
+
+
+def failure(error: BaseException, inside: TracebackType | None, what: str = "the reward") -> RewardError:
+    """Return the error for an exception of a user's code. `inside` is its traceback from the user's first frame on."""
+    isolated = isinstance(error, OSError) and error.errno == errno.EROFS
+    hint = "; an isolated reward writes to a /tmp of its own and to reward_writable alone" if isolated else ""
+    reason = f"{what} raised {_described(error)}{_place(inside)}{hint}"
+    return RewardError(reason, _traceback(error, inside))
+
+
+def rating_of(returned: Any, what: str = "the reward", otherwise: str = "not a number") -> Rating:
+    """Return the rating that a user's code, named `what`, returned as a number or as parts."""
     if issubclass(type(returned), dict):  # isinstance would call the object's __class__
-        return _of_parts(returned)
+        return _of_parts(returned, what)
     value = _number(returned)
     if value is None:
-        raise RewardError(f"the reward returned {_shown(returned, repr)}, which is not a number")
+        raise RewardError(f"{what} returned {shown_value(returned)}, which is {otherwise}")
     return Rating(value)
 
 
-def _of_parts(returned: Mapping[Any, Any]) -> Rating:
+def _of_parts(returned: Mapping[Any, Any], what: str) -> Rating:
     """Return the rating of a dict: the part `reward` if present (other parts are only logged), else the parts' sum."""
-    names = _shown(", ".join(map(str, returned)), str)
+    names = shown_value(", ".join(map(str, returned)), str)
     if "score" in returned and TOTAL not in returned:
         raise RewardError(
-            f"the reward returned a dict ({names}), as for verl, where score is the reward and the rest is noted: "
+            f"{what} returned a dict ({names}), as for verl, where score is the reward and the rest is noted: "
             "name it reward, or return the number alone"
         )
     if not 0 < len(returned) <= _MOST_PARTS:
-        raise RewardError(f"the reward returned a dict of {len(returned)} parts: give 1 to {_MOST_PARTS}")
+        raise RewardError(f"{what} returned a dict of {len(returned)} parts: give 1 to {_MOST_PARTS}")
     parts: dict[str, float] = {}
     for name, given in returned.items():
         if type(name) is not str or not name.isprintable() or not name.strip() or len(name) > _LONGEST_NAME:
-            raise RewardError(f"the reward returned a dict with the name {_shown(name, repr)}: a name is a short text")
+            raise RewardError(f"{what} returned a dict with the name {shown_value(name)}: a name is a short text")
         if given is None:  # an absent part
             continue
         value = _number(given)
         if value is None or not math.isfinite(value):
-            raise RewardError(f"the reward's part {name!r} is {_shown(given, repr)}, which is not a finite number")
+            raise RewardError(f"{what}'s part {name!r} is {shown_value(given)}, which is not a finite number")
         parts[name] = value
     if TOTAL in parts:
         return Rating.of(parts.pop(TOTAL), parts)
     if not parts:
-        raise RewardError(f"the reward returned a dict ({names}) without a number in it")
+        raise RewardError(f"{what} returned a dict ({names}) without a number in it")
     return Rating.of(math.fsum(parts.values()), parts)
 
 
@@ -147,12 +161,10 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _traceback(error: BaseException) -> str | None:
-    """Return the traceback of the user's function, without this module's frame."""
+def _traceback(error: BaseException, inside: TracebackType | None) -> str | None:
     try:
         import traceback  # imported late: slow to import, and most rewards never raise
 
-        inside = None if error.__traceback__ is None else error.__traceback__.tb_next  # the first frame is ours
         lines = "".join(traceback.format_exception(type(error), error, inside)).splitlines()
     except BaseException:  # the exception's methods may raise, and the import may fail
         return None
@@ -160,14 +172,13 @@ def _traceback(error: BaseException) -> str | None:
 
 
 def _described(error: BaseException) -> str:
-    message = _shown(error, str)
-    name = _shown(type(error), lambda kind: kind.__name__)
+    message = shown_value(error, str)
+    name = shown_value(type(error), lambda kind: kind.__name__)
     return f"{name}: {message}" if message else name
 
 
-def _place(trace: TracebackType | None) -> str:
+def _place(inside: TracebackType | None) -> str:
     """Return the file and line of the error: the innermost frame in the file that defines the reward."""
-    inside = None if trace is None else trace.tb_next  # the first frame is ours
     if inside is None:
         return ""
     file, line = inside.tb_frame.f_code.co_filename, inside.tb_lineno
@@ -177,7 +188,7 @@ def _place(trace: TracebackType | None) -> str:
     return f" (at {printable(os.path.basename(file), 80)}:{line})"
 
 
-def _shown(value: Any, show: Callable[[Any], object]) -> str:
+def shown_value(value: Any, show: Callable[[Any], object] = repr) -> str:
     """Return a printable form of a user's object, whose methods may raise anything."""
     try:
         return printable(show(value), _LONGEST_REASON)

@@ -10,7 +10,6 @@ namespaces (`isolation`), which end with it.
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -20,13 +19,13 @@ import time
 from typing import Any
 
 from truestep.environments import frames, isolation
-from truestep.environments.descendants import Children, descendants, kill_below, reap
-from truestep.environments.memory import takes_more
+from truestep.environments.descendants import Children, kill_below, reap
+from truestep.environments.forked import adopt_orphans
+from truestep.environments.limits import EpisodeLimits, Limits
+from truestep.environments.relay import Relay
 from truestep.environments.valve import Valve
 
-MOST_PROCESSES = 256  # limit of a supervisor's descendants
-_ADOPTS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
-_TICK = 0.1  # seconds between checks of the limits
+_TICK = 0.1  # longest wait in seconds, so that limits are checked
 _KEPT_OUTPUT = 2000  # last bytes of a reward's output that are kept
 
 
@@ -44,12 +43,11 @@ def main() -> None:
         if start["room"] is not None:
             isolation.enter(start["room"])
     except isolation.IsolationError as error:
-        control.send(frames.encode({"ended": None, "breach": f"the reward could not be isolated: {error}"}))
+        control.send(frames.encode({"ended": None, "breach": f"the {start['what']} could not be isolated: {error}"}))
         return
     isolation.hide()
     run = os.getppid()  # 0 for an isolated supervisor, whose parent is outside its PID namespace and kills it
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL(None).prctl(_ADOPTS_ORPHANS, 1)
+    adopt_orphans()
     output, printed = os.pipe()
     ours, theirs = frames.connected()
     supervisor, worker = os.getpid(), os.fork()
@@ -66,30 +64,7 @@ def main() -> None:
         work(theirs.detach(), supervisor, start)
     theirs.close()
     os.close(printed)
-    private = None if start["room"] is None else isolation.PRIVATE
-    limits = _Limits(start["memory"], private)
-    _Supervisor(run, worker, control, output, limits, socket.socket(fileno=channel), ours).serve()
-
-
-class _Limits:
-    def __init__(self, memory: int, private: str | None):
-        """`memory` is in bytes; `private` is the worker's own in-memory file system, or None if it is not isolated."""
-        self.memory, self.private = memory, private
-
-    def breach(self, started: bool) -> str | None:
-        """Return the limit that all descendants together exceed, as a message, or None.
-
-        Before the worker has `started`, it may still be hidden, like the supervisor that it was forked from.
-        """
-        below = descendants(os.getpid())
-        if len(below) > MOST_PROCESSES:
-            return f"the reward started more than {MOST_PROCESSES} processes"
-        try:
-            if takes_more(self.memory, below, self.private):
-                return f"the reward took more than {self.memory / 2**30:.3g} GiB of memory"
-        except PermissionError:
-            return "the reward forbade to look at the memory of its process" if started else None
-        return None
+    _Supervisor(run, worker, control, output, start, socket.socket(fileno=channel), ours).serve()
 
 
 class _Supervisor:
@@ -99,16 +74,25 @@ class _Supervisor:
         worker: int,
         control: frames.Frames,
         output: int,
-        limits: _Limits,
+        start: dict[str, Any],
         channel: socket.socket,
         connection: socket.socket,
     ):
-        self._run, self._worker, self._control, self._output, self._limits = run, worker, control, output, limits
-        self._valve = Valve(channel, connection, self._end_orphans, self._say_with_output)
+        self._run, self._worker, self._control, self._output = run, worker, control, output
+        private = None if start["room"] is None else isolation.PRIVATE
+        limits = start["what"], start["memory"], private
+        self._limits, self._valve = self._made(limits, channel, connection, start.get("environment") is not None)
         self._children = Children(os.getpid())
         self._printed, self._new = b"", b""  # the last output, and the output not yet sent to the run
         self._status: int | None = None  # wait status of the worker, once it has exited
         os.set_blocking(output, False)
+
+    def _made(
+        self, limits: tuple[str, int, str | None], channel: socket.socket, connection: socket.socket, episodes: bool
+    ) -> tuple[Limits, Valve | Relay]:
+        if episodes:
+            return EpisodeLimits(*limits, self._worker, self._say), Relay(channel, connection, self._say_printed)
+        return Limits(*limits), Valve(channel, connection, self._end_orphans, self._say_with_output)
 
     def serve(self) -> None:
         """Serve until the worker exits or exceeds a limit, or the run asks for the end or is gone."""
@@ -121,7 +105,7 @@ class _Supervisor:
         poll = select.poll()
         for descriptor in (self._control.fileno(), self._output, woken):
             poll.register(descriptor, select.POLLIN)
-        looked, breach, wanted = 0.0, None, True
+        breach, wanted = None, True
         while wanted and breach is None and self._status is None:
             self._valve.register(poll)
             ready = {descriptor for descriptor, _ in poll.poll(self._valve.wait_at_most(_TICK) * 1000)}
@@ -133,10 +117,8 @@ class _Supervisor:
                 wanted = self._hear()
             wanted = self._valve.turn(ready) and wanted
             self._status = reap().get(self._worker, self._status)
-            if time.monotonic() - looked >= _TICK:
-                looked = time.monotonic()
-                breach = self._limits.breach(self._valve.started)
-                wanted = wanted and os.getppid() == self._run
+            breach = self._limits.breach(self._valve.started)
+            wanted = wanted and os.getppid() == self._run
         self._end(breach)
 
     def _hear(self) -> bool:
@@ -170,6 +152,10 @@ class _Supervisor:
         self._read_output()
         printed, self._new = self._new, b""
         self._say({**message, "new": printed.decode(errors="replace")} if printed else message)
+
+    def _say_printed(self) -> None:
+        if self._new:
+            self._say_with_output({})
 
     def _end(self, breach: str | None) -> None:
         ended = kill_below(os.getpid())

@@ -1,26 +1,26 @@
 """The process that imports a user's reward and calls it, one completion at a time.
 
+If the start names an environment instead, it forks a process for each of its episodes (`episodes.worker`).
+
 The supervisor forks it, and it dies with the supervisor. It has its own environment, session and limits, and one
 connection for frames (`frames`).
 """
 
 import contextlib
-import ctypes
 import os
-import random
 import resource
 import signal
 import sys
-import zlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from truestep.environments import frames, isolation
+from truestep.environments.forked import die_with_parent
+from truestep.environments.forked import seed_all as _seed
 from truestep.environments.rewards import Reward, RewardError, call, check_signature, load_reward
 
 _OPEN_FILES = 1024
 _LONGEST_FILE = 2**30
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def work(channel: int, supervisor: int, start: dict[str, Any]) -> NoReturn:
@@ -36,7 +36,13 @@ def work(channel: int, supervisor: int, start: dict[str, Any]) -> NoReturn:
         sys.path.extend(start["directories"])  # last, so that a user's modules replace no others, as in the run
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-        _serve(frames.from_descriptor(channel, frames.LARGEST_REQUEST), start)
+        connection = frames.from_descriptor(channel, frames.LARGEST_REQUEST)
+        if start.get("environment") is None:
+            _serve(connection, start)
+        else:
+            from truestep.environments.episodes.worker import serve_episodes  # imported late: rewards do not need it
+
+            serve_episodes(connection, start)
     except frames.EndOfFramesError:
         code = 0
     except BaseException:  # printed, because the run reports the last output of an exited worker
@@ -45,14 +51,6 @@ def work(channel: int, supervisor: int, start: dict[str, Any]) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _limit(memory: int) -> None:
@@ -95,17 +93,6 @@ def _rate(reward: Reward, request: dict[str, Any]) -> dict[str, Any]:
     except RewardError as error:
         return {**known, "problem": str(error), "traceback": error.traceback}
     return {**known, "value": float(rating), "parts": dict(rating.parts)}
-
-
-def _seed(seed: str) -> None:
-    """Seed the random generators, so that a reward's random numbers depend only on its completion."""
-    random.seed(seed)
-    number = zlib.crc32(seed.encode())
-    with contextlib.suppress(Exception):  # code of earlier completions may have changed these modules
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(number)
-        if "torch" in sys.modules:
-            sys.modules["torch"].manual_seed(number)
 
 
 def _keep_state() -> Callable[[], None]:

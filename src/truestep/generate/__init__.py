@@ -4,8 +4,10 @@ generator         the interface: requests, completions, and who completes them
 engine            a generator in process: continuous batching over a paged KV cache
 servers           a generator of inference servers: requests, and publication of weights
 openai            completions and answers of any OpenAI-compatible URL, for judges and teachers
-group_maker       asks for a group's completions and rates each as soon as it ends, for all samplers
-groups            from rated completions to a group's documents; rules that all samplers share
+play              plays an episode to its end; those of a reward function have one turn
+environment       episodes of several turns: the policy and its environment in turn
+group_maker       plays a group's episodes, for all samplers
+groups            rules for groups that all samplers share
 in_process        a source whose documents are sampled in process
 evaluate          evaluation on held-out prompts, greedy and sampled
 sticky            the place that has a conversation's past

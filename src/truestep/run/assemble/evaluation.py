@@ -8,13 +8,12 @@ from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.evaluate import Evaluator
 from truestep.generate.generator import DrawOptions, Generator
-from truestep.generate.play import SingleTurn
-from truestep.generate.read import reader, stop_ids
+from truestep.generate.read import stop_ids
 from truestep.generate.servers.shared import SharedServers
 from truestep.losses.objective import Denominator, Objective
 from truestep.model.policy import Policy
 from truestep.rollouts.files import DataError
-from truestep.run.assemble.rewards import Raters, evaluation_rewards
+from truestep.run.assemble.rewards import Raters, make_plays
 from truestep.run.assemble.sources import held_out_documents
 from truestep.run.assemble.step import make_objective, make_rule, make_runner
 from truestep.step.before.check import SamplerCheck
@@ -27,8 +26,8 @@ def make_evaluator(
     evaluation, sampler = config.evaluation, config.sampler
     if evaluation is not None and evaluation.prompts is None:
         return _make_held_out_loss(config, policy)
-    rewards = evaluation_rewards(config, policy.weights.ranks)
-    if evaluation is None or rewards is None:
+    plays = make_plays(config, policy, raters, evaluates=True)
+    if evaluation is None or plays is None:
         return None
     assert evaluation.prompts is not None
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
@@ -45,7 +44,7 @@ def make_evaluator(
     return Evaluator(
         generator=generator,
         prompts=held_out[: evaluation.max_prompts],
-        plays=SingleTurn(raters.of(rewards), reader(policy)),
+        plays=plays,
         options=DrawOptions(
             temperature=evaluation.temperature,
             max_new_tokens=max_new_tokens,

@@ -7,11 +7,16 @@ from typing import Any
 
 from truestep.config.schema import Config
 from truestep.config.sections import EvaluationConfig, SamplerBase
+from truestep.environments.episodes.service import EpisodeService, check_environment
 from truestep.environments.printed import PrintedLog
 from truestep.environments.process import WorkerOptions, isolation_refused
 from truestep.environments.prompts import fields_of
 from truestep.environments.rater import Rater, check_reward
 from truestep.environments.rewards import RewardError
+from truestep.generate.environment import EnvironmentPlay, EpisodeLimits
+from truestep.generate.play import Plays, SingleTurn
+from truestep.generate.read import reader
+from truestep.model.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.ranks.processes import machine_memory, usable_cores
 
@@ -24,12 +29,18 @@ class Raters:
 
     say: Callable[[str], None] | None = None  # shows a message if a reward fails on its first completion
     printed: PrintedLog | None = None  # keeps the output that rewards print
-    made: dict[tuple[WorkerOptions, int], Rater] = field(default_factory=dict)
+    made: dict[tuple[WorkerOptions, int], Rater | EpisodeService] = field(default_factory=dict)
 
     def of(self, options: tuple[WorkerOptions, int]) -> Rater:
-        if options not in self.made:
-            self.made[options] = Rater(*options, self.say, self.printed)
-        return self.made[options]
+        made = self.made.get(options) or self.made.setdefault(options, Rater(*options, self.say, self.printed))
+        assert isinstance(made, Rater)
+        return made
+
+    def environments_of(self, options: tuple[WorkerOptions, int], arguments: dict[str, Any]) -> EpisodeService:
+        new = EpisodeService(*options, arguments, self.say, self.printed)
+        made = self.made.setdefault(options, new)
+        assert isinstance(made, EpisodeService)
+        return made
 
     @property
     def notes(self) -> list[str]:
@@ -51,7 +62,7 @@ _DEFAULTS: dict[str, Any] = {  # used by an evaluation without a sampler; `_rewa
 def sampler_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
     """Return the options and the number of the workers that rate sampled completions."""
     sampler = config.sampler
-    return None if sampler is None else _rewards("sampler", sampler.reward, _options_of(sampler), ranks)
+    return None if sampler is None else _rewards("sampler", _code_of(sampler), _options_of(sampler), ranks)
 
 
 def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
@@ -59,12 +70,40 @@ def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int
     evaluation, sampler = config.evaluation, config.sampler
     if evaluation is None or evaluation.prompts is None:
         return None
-    reward = evaluation.reward or (sampler and sampler.reward)
+    reward = evaluation.reward or (sampler and _code_of(sampler))
     assert reward, "a contradiction that the configuration refuses"
     others = _DEFAULTS if sampler is None else _options_of(sampler)
     given = {name: others[name] if value is None else value for name, value in _options_of(evaluation).items()}
-    shared = sampler is not None and (reward, given) == (sampler.reward, others)
+    shared = sampler is not None and (reward, given) == (_code_of(sampler), others)
     return _rewards("sampler" if shared else "evaluation", reward, given, ranks)
+
+
+def _code_of(sampler: SamplerBase) -> str:
+    """Return the import path of the reward, or of the environment's class."""
+    code = sampler.reward if sampler.environment is None else getattr(sampler.environment, "class")
+    assert isinstance(code, str), "a contradiction that the configuration refuses"
+    return code
+
+
+def make_plays(config: Config, policy: Policy, raters: Raters, evaluates: bool = False) -> Plays | None:
+    """Make what plays the episodes of sampling, or of an evaluation. None: there are none."""
+    ranks, sampler = policy.weights.ranks, config.sampler
+    rewards = evaluation_rewards(config, ranks) if evaluates else sampler_rewards(config, ranks)
+    if rewards is None:
+        return None
+    environment = _environment(config, evaluates)
+    if environment is None:
+        return SingleTurn(raters.of(rewards), reader(policy))
+    assert sampler is not None
+    limits = EpisodeLimits(sampler.max_turns, sampler.max_episode_tokens, sampler.episode_timeout)
+    service = raters.environments_of(rewards, environment.options or {})
+    return EnvironmentPlay(service, policy.tokenizer, limits)
+
+
+def _environment(config: Config, evaluates: bool) -> Any:
+    """Return the environment's section. An evaluation with a reward of its own has none."""
+    has_reward = evaluates and config.evaluation is not None and config.evaluation.reward is not None
+    return None if config.sampler is None or has_reward else config.sampler.environment
 
 
 def _options_of(section: SamplerBase | EvaluationConfig) -> dict[str, Any]:
@@ -83,13 +122,16 @@ def _rewards(section: str, reward: str, given: dict[str, Any], ranks: Ranks) -> 
 def check_rewards(config: Config, ranks: Ranks) -> None:
     """Raise if a reward cannot be imported or an environment variable is missing, before the model is loaded."""
     sections = (
-        (config.sampler, sampler_rewards(config, ranks)),
-        (config.evaluation, evaluation_rewards(config, ranks)),
+        (config.sampler, sampler_rewards(config, ranks), _environment(config, False)),
+        (config.evaluation, evaluation_rewards(config, ranks), _environment(config, True)),
     )
     prompts: dict[tuple[WorkerOptions, int], list[str]] = {}
-    for section, found in sections:
+    environments: dict[WorkerOptions, dict[str, Any]] = {}  # options of their classes
+    for section, found, environment in sections:
         if section is not None and found is not None:
             prompts.setdefault(found, []).extend([section.prompts] if section.prompts else [])
+            if environment is not None:
+                environments[found[0]] = environment.options or {}
     for (options, _), files in prompts.items():
         for name in options.environment:
             if name not in os.environ:
@@ -97,6 +139,9 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
         _check_isolation(options)
 
         def check(options: WorkerOptions = options, files: Sequence[str] = files) -> None:
+            if options in environments:
+                check_environment(options, environments[options])
+                return
             check_reward(options, [fields for file in files for fields in fields_of(file)])
 
         ranks.share(check)

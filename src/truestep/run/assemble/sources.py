@@ -26,8 +26,7 @@ from truestep.generate.generator import DrawOptions
 from truestep.generate.group_maker import GroupOptions
 from truestep.generate.groups import check_lengths
 from truestep.generate.in_process import InProcessSource
-from truestep.generate.play import SingleTurn
-from truestep.generate.read import reader, stop_ids
+from truestep.generate.read import stop_ids
 from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.protocol import InferenceServer
 from truestep.generate.servers.servers import Servers
@@ -53,7 +52,7 @@ from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.rollouts.table.documents import TableDocuments, open_documents
-from truestep.run.assemble.rewards import Raters, check_rewards, sampler_rewards
+from truestep.run.assemble.rewards import Raters, check_rewards, make_plays
 from truestep.run.assemble.step import needs_logprobs, takes_reference_of_records, tolerance_of
 from truestep.text import keep_secret
 from truestep.types import PutAside, Rejected, Rollout
@@ -276,12 +275,12 @@ def _group_options(config: Config, draw: DrawOptions, check_share: float = 0.0) 
 def _make_in_process_source(
     config: Config, sampler: InProcessSampler, policy: Policy, raters: Raters
 ) -> InProcessSource:
-    rewards = sampler_rewards(config, policy.weights.ranks)
-    assert rewards is not None
+    plays = make_plays(config, policy, raters)
+    assert plays is not None
     return InProcessSource(
         generator=EngineGenerator(policy, engine_settings(sampler, config.deterministic)),
         prompts=read_prompts(sampler, policy),
-        plays=SingleTurn(raters.of(rewards), reader(policy)),
+        plays=plays,
         options=_group_options(config, draw_options(sampler, policy)),
         advantage_rule=advantage_rule(config),
         max_tokens=config.data.tokens_per_microbatch,
@@ -335,8 +334,8 @@ def _make_server_source(
     config: Config, sampler: ServerSampler, policy: Policy, raters: Raters, publisher: Publisher
 ) -> tuple[ServerSource, Servers]:
     data, schedule = config.data, config.schedule
-    rewards = sampler_rewards(config, policy.weights.ranks)
-    assert rewards is not None
+    plays = make_plays(config, policy, raters)
+    assert plays is not None
     prompts = read_prompts(sampler, policy)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
     draw = DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(policy))
@@ -344,7 +343,7 @@ def _make_server_source(
     servers = Servers(
         prompts=prompts,
         make_servers=server_maker(sampler),
-        plays=SingleTurn(raters.of(rewards), reader(policy)),
+        plays=plays,
         sampling=sampling,
         vocabulary_size=policy.vocabulary_size,
         limit=StalenessLimit(

@@ -1,0 +1,113 @@
+"""The process of one episode: it calls the methods of an instance of the user's class, as the run asks.
+
+Imports no torch, as the process that it is forked from.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Any, NoReturn
+
+from truestep.environments import frames
+from truestep.environments.episodes import environment
+from truestep.environments.episodes.answers import end_of, is_said, said_of
+from truestep.environments.episodes.environment import Answer, Environment, ToolCall
+from truestep.environments.forked import adopt_orphans, die_with_parent, seed_all
+from truestep.environments.rewards import RewardError, failure
+
+_OURS = (__file__, environment.__file__, os.path.dirname(asyncio.__file__) + os.sep)
+
+
+def run_episode(channel: frames.Frames, parent: int, kind: type[Environment], options: Mapping[str, Any]) -> NoReturn:
+    """Answer calls until the connection ends, then exit without running exit handlers."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent(parent)
+        adopt_orphans()
+        _Episode(kind, options).serve(channel)
+    except frames.EndOfFramesError:
+        code = 0
+    except BaseException:  # printed, because the run keeps what is printed
+        import traceback  # imported late: slow to import
+
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+class _Episode:
+    def __init__(self, kind: type[Environment], options: Mapping[str, Any]):
+        self._kind, self._options = kind, options
+        self._instance: Environment | None = None
+        self._turns = 0
+        self._runner: asyncio.Runner | None = None  # one event loop for the whole episode
+
+    def serve(self, channel: frames.Frames) -> None:
+        while True:
+            request = channel.receive()
+            known = {"nonce": request["nonce"]}
+            try:
+                answer = self._answer(request)
+            except RewardError as error:
+                answer = {"problem": str(error), "traceback": error.traceback}
+            channel.send(frames.encode({**known, **answer}))
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        method = request["call"]
+        what = f"the environment's {method}"
+        if method == "start":
+            seed_all(request["seed"])
+            made = self._instance = self._called("the environment's __init__", lambda: self._make(request["row"]))
+            return {"said": said_of(self._called(what, lambda: made.start(request["row"])), what)}
+        instance = self._instance
+        if instance is None:
+            raise RewardError(f"{what} was called before start")
+        if method == "cut":
+            return {"end": end_of(self._called(what, lambda: instance.cut(request["reason"])), what, self._turns)}
+        self._turns += 1
+        instance.turns = self._turns
+        returned = self._called(what, lambda: instance.step(answer_from(request["answer"])))
+        if is_said(returned):
+            return {"said": said_of(returned, what)}
+        return {"end": end_of(returned, what, self._turns)}
+
+    def _make(self, row: Mapping[str, Any]) -> Environment:
+        instance = self._kind(**self._options)
+        instance.row, instance.turns = row, 0
+        return instance
+
+    def _called(self, what: str, method: Callable[[], Any]) -> Any:
+        """Call a method of the user's, and await what it returns. Raises RewardError for whatever it raises."""
+        try:
+            returned = method()
+            if inspect.isawaitable(returned):
+                self._runner = self._runner or asyncio.Runner()
+                returned = self._runner.run(_awaited(returned))
+        except BaseException as error:
+            raise failure(error, _of_user(error.__traceback__), what) from None
+        return returned
+
+
+async def _awaited(returned: Awaitable[Any]) -> Any:
+    return await returned
+
+
+def _of_user(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the user's first frame on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    return trace
+
+
+def answer_from(given: Mapping[str, Any]) -> Answer:
+    """Return the policy's turn that a request has."""
+    calls = tuple(ToolCall(**call) for call in given["tool_calls"])
+    return Answer(given["text"], calls, given["reasoning"], given["raw"])

@@ -1,0 +1,152 @@
+"""Plays episodes of several turns: the policy and its environment in turn, token for token."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from truestep.environments.episodes.conversation import Conversation, ConversationError, Sequence
+from truestep.environments.episodes.environment import End
+from truestep.environments.episodes.service import Episode as Handle
+from truestep.environments.episodes.service import EpisodeService, Said
+from truestep.environments.rewards import Rating, RewardError
+from truestep.generate.generator import Completion, Generate, Request
+from truestep.generate.play import Episode, Played, PlayedSequence
+
+_NO_TURN = "an episode in which the policy drew nothing has nothing to learn from"
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """What cuts an episode, beside its environment."""
+
+    turns: int  # of the policy
+    tokens: int  # that the policy sees at once
+    seconds: float
+
+
+@dataclass
+class _Progress:
+    """An episode as far as it has been played."""
+
+    conversation: Conversation
+    completions: list[Completion] = field(default_factory=list)
+    tool_calls: int = 0
+    rating: Rating | RewardError | None = None
+    turn_rewards: list[float | None] = field(default_factory=list)
+    ended_by: str = "environment"  # or the limit that cut it
+    in_environment: bool = False  # it has a call that is not answered
+
+
+class EnvironmentPlay:
+    """Plays the episodes of an environment, with the processes of one service."""
+
+    def __init__(self, service: EpisodeService, tokenizer: Any, limits: EpisodeLimits):
+        self._service, self._tokenizer, self._limits = service, tokenizer, limits
+
+    def close(self) -> None:
+        self._service.close_all()
+
+    async def play(self, episode: Episode, generate: Generate) -> Played:
+        handle, progress = None, None
+        row = {"id": episode.prompt.id, "prompt": episode.prompt.prompt, **episode.prompt.fields}
+        try:
+            begun = await asyncio.wrap_future(self._service.begin(row, episode.reward_seed))
+            handle = begun.episode
+            progress = _Progress(Conversation(self._tokenizer, list(self._service.tools().values())))
+            progress.conversation.begin(_said(begun.said))
+            try:
+                async with asyncio.timeout(self._limits.seconds):
+                    await self._converse(episode, handle, progress, generate)
+            except TimeoutError:
+                progress.ended_by = "episode_timeout"
+                await self._cut(handle, progress)
+        except (RewardError, ConversationError) as error:
+            problem = error if isinstance(error, RewardError) else RewardError(str(error))
+            if progress is None:
+                return Played((), (), "", problem, truncated=False)
+            progress.rating = problem
+        finally:
+            if handle is not None:
+                self._service.close(handle)
+        return self._played(progress)
+
+    async def _converse(self, episode: Episode, handle: Handle, progress: _Progress, generate: Generate) -> None:
+        """Let policy and environment take turns until the episode ends or is cut."""
+        conversation, number = progress.conversation, 0
+        while True:
+            prompt = conversation.prompt
+            room = min(episode.draw.max_new_tokens, self._limits.tokens - len(prompt))
+            if room < 1 or number == self._limits.turns:
+                progress.ended_by = "max_episode_tokens" if room < 1 else "max_turns"
+                break
+            seed = (*episode.seed, number) if number else episode.seed
+            request = Request(prompt, replace(episode.draw, max_new_tokens=room), seed, episode.name)
+            completion = await generate(request)
+            if completion.aborted:  # for new weights: the turn is drawn again
+                continue
+            number += 1
+            progress.completions.append(completion)
+            answer = conversation.drawn(completion)
+            progress.tool_calls += len(answer.tool_calls)
+            if not completion.stopped:
+                whole = room == episode.draw.max_new_tokens
+                progress.ended_by = "max_new_tokens" if whole else "max_episode_tokens"
+                break
+            progress.in_environment = True
+            reply = await asyncio.wrap_future(self._service.step(handle, answer))
+            progress.in_environment = False
+            if isinstance(reply, End):
+                progress.rating, progress.turn_rewards = _rating(reply), list(reply.turn_rewards)
+                return
+            conversation.say(_said(reply))
+        await self._cut(handle, progress)
+
+    async def _cut(self, handle: Handle, progress: _Progress) -> None:
+        """Ask for the reward of an episode that is cut. One whose environment does not answer has 0."""
+        if not progress.completions:
+            raise RewardError(f"sampler.{progress.ended_by}: {_NO_TURN}")
+        progress.rating = Rating(0.0)
+        if not progress.in_environment:
+            progress.rating = await asyncio.wrap_future(self._service.cut(handle, progress.ended_by))
+
+    def _played(self, progress: _Progress) -> Played:
+        assert progress.rating is not None
+        sequences = progress.conversation.sequences
+        ids = sequences[-1].input_ids if sequences else []
+        metadata = {
+            "ended_by": progress.ended_by,
+            "num_turns": len(progress.completions),
+            "num_tool_calls": progress.tool_calls,
+        }
+        return Played(
+            _with_rewards(sequences, progress.turn_rewards),
+            progress.completions,
+            self._tokenizer.decode(ids),
+            progress.rating,
+            truncated=progress.ended_by != "environment",
+            metadata=metadata,
+        )
+
+
+def _said(said: Said) -> Any:
+    if said.messages is not None:
+        return said.messages
+    return said.tokens if said.text is None else said.text
+
+
+def _rating(end: End) -> Rating:
+    assert isinstance(end.reward, Rating)
+    return end.reward
+
+
+def _with_rewards(sequences: list[Sequence], rewards: list[float | None]) -> list[PlayedSequence]:
+    """Return the sequences, whose turns of the policy have these rewards, in order."""
+    played, left = [], iter(rewards)
+    for sequence in sequences:
+        turns = tuple(
+            replace(turn, reward=next(left, None)) if turn.role == "assistant" else turn for turn in sequence.turns
+        )
+        played.append(
+            PlayedSequence(sequence.input_ids, sequence.loss_mask, sequence.logprobs, sequence.versions, turns)
+        )
+    return played

@@ -1,0 +1,52 @@
+"""Environments that the tests of episodes play: they are imported by the run's processes."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+from truestep import Answer, End, Environment
+
+
+class Sorting(Environment):
+    """Answers each turn with the next digits, three times, and rewards the digits of all turns that come in order."""
+
+    def __init__(self, turns: int = 3, says: str = "sort 3 1 ="):
+        super().__init__()
+        self.most, self.says, self.rewards = turns, says, []
+
+    def step(self, answer: Answer) -> Any:
+        words = [word for word in answer.text.split() if word.isdigit()]
+        self.rewards.append(sum(first <= second for first, second in pairwise(words)) / 4)
+        if len(self.rewards) == self.most:
+            return End({"order": sum(self.rewards), "length": 0.01 * len(words)}, self.rewards)
+        return self.says
+
+    def cut(self, reason: str) -> float:
+        return -1.0
+
+
+class Tokens(Environment):
+    """Speaks in tokens."""
+
+    def start(self, row: Any) -> list[int]:
+        return [2, 3, 4]
+
+    def step(self, answer: Answer) -> Any:
+        self.asked = getattr(self, "asked", 0) + 1
+        return End(1.0) if self.asked == 2 else [5, 6]
+
+
+class Sleeping(Environment):
+    def step(self, answer: Answer) -> Any:
+        time.sleep(60)
+
+
+class Failing(Environment):
+    """Fails where the prompt's first digit is odd."""
+
+    def step(self, answer: Answer) -> Any:
+        if int(self.row["prompt"].split()[1]) % 2:
+            raise ValueError("this environment cannot go on")
+        return End(float(len(answer.text)))
