@@ -30,7 +30,7 @@ from truestep.step.before.check import SamplerCheck
 from truestep.step.before.scoring import score_documents, with_logprobs
 from truestep.step.compute.runner import StepRunner
 from truestep.step.plan.plan import StepRule, plan_exactly
-from truestep.step.update.clipping import clip_scale, gradient_norm
+from truestep.step.update.gradient_clipping import clip_scale, gradient_norm
 from truestep.step.update.optimizer import kernels_serve, make_adamw, prepare, update
 from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.types import Rollout

@@ -34,7 +34,7 @@ from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join
 from truestep.step.compute.runner import StepRunner
 from truestep.step.plan.plan import StepRule, plan_exactly
-from truestep.step.update.clipping import clip_scale, gradient_norm
+from truestep.step.update.gradient_clipping import clip_scale, gradient_norm
 from truestep.step.update.optimizer import kernels_serve, make_adamw, update
 from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.types import Rollout

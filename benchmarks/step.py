@@ -38,7 +38,7 @@ from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 from truestep.step.compute.runner import StepRunner
 from truestep.step.plan.plan import StepRule, plan_exactly
-from truestep.step.update.clipping import clip_scale, gradient_norm
+from truestep.step.update.gradient_clipping import clip_scale, gradient_norm
 from truestep.step.update.optimizer import kernels_serve, make_adamw, make_adamw_8bit, make_muon, prepare, update
 from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.step.update.optimizers.by_weight import Home

@@ -198,8 +198,8 @@ def test_the_product_compiles_for_a_hopper_gpu_without_one() -> None:
     [(1, 1, 8), (1, 256, 64), (127, 255, 72), (128, 257, 64), (129, 1000, 200), (300, 5003, 512), (2100, 40_000, 264)],
 )
 def test_the_real_product_gives_what_the_plain_one_does(labels: int, vocabulary: int, hidden: int, keep: bool) -> None:
+    from truestep.head import hopper_product as product
     from truestep.head import numerator_kernels as kernels
-    from truestep.head import product
 
     rows = make_rows(labels, vocabulary, hidden, dtype=torch.bfloat16, device="cuda")
     factor = (3 / rows.temperature).float()

@@ -9,7 +9,7 @@ from checkpoints import Held, optimizer_tensors
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
 from truestep.ranks.launch import run_ranks
-from truestep.step.update.clipping import gradient_norm
+from truestep.step.update.gradient_clipping import gradient_norm
 from truestep.step.update.optimizer import make_adamw, restore_optimizer, update
 from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.weights.pieces import WeightSlice, pieces_of, sum_parts

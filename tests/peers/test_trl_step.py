@@ -18,7 +18,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.model.loading.load import load_policy
 from truestep.step.compute.runner import StepRunner
 from truestep.step.plan.plan import StepRule, plan_exactly
-from truestep.step.update.clipping import gradient_norm
+from truestep.step.update.gradient_clipping import gradient_norm
 from truestep.types import Rollout
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -113,14 +113,14 @@ def check_secrets(config: Config, source: Path) -> None:
 
 @dataclass
 class _Source:
-    """The given options, and the place where each was given: `file:line` or `command line`."""
+    """The options that were given, and where each was given: `file:line` or `command line`."""
 
     file: str
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Name, str] = field(default_factory=dict)
 
     def where(self, name: Name) -> str:
-        """Return the place of an option, or else that of the nearest given section around it."""
+        """Return where an option was given, or else the nearest section around it."""
         while name:
             inside = [origin for option, origin in self.origins.items() if option[: len(name)] == name]
             if inside:

@@ -22,7 +22,8 @@ Name = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Preset:
-    """A recipe. Example: the options of `tis` are `loss.old_logprobs: recompute` and a correction."""
+    """Option values under a name, which a configuration can start from. Example: `tis` sets
+    `loss.old_logprobs: recompute` and `loss.correction`."""
 
     meaning: str
     options: Mapping[str, Any]  # by dotted name

@@ -32,7 +32,7 @@ class _BusyError(UnreachableError):
 
 
 class OpenAiUrl(HttpClient):
-    """Completions and chat of one address, from one event loop.
+    """A client of one OpenAI-compatible server, for completions and chat. One event loop uses it.
 
     Example: `OpenAiUrl("https://judge.example/v1", "judge", api_key=os.environ["JUDGE_KEY"])`. `generate` completes
     requests as `Generator.generate` does, and needs a server that returns token ids, such as vLLM; `chat` works with

@@ -4,7 +4,7 @@ chunked             the loop over chunks of rows: product, statistics, loss, gra
 logits              the arithmetic of one chunk in plain torch
 kernels             the same, with fused Triton kernels between the products
 passes              the choice between plain torch, these kernels and the Hopper product
-product             matrix product with a fused softmax for Hopper, which never stores logits (Gluon)
+hopper_product      matrix product with a fused softmax for Hopper, which never stores logits (Gluon)
 numerators          the output of that product
 numerator_kernels   Triton kernels that work on this output
 numerator_passes    forward and backward pass of a chunk with that product

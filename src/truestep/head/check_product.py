@@ -2,8 +2,8 @@
 
 import torch
 
+from truestep.head.hopper_product import multiply
 from truestep.head.numerators import PART, SLACK
-from truestep.head.product import multiply
 
 _ROWS, _HIDDEN, _VOCABULARY = 200, 200, 700  # gives full and partial tiles
 _TOLERANCE = 1e-4

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from truestep.head import hopper_product as product
 from truestep.head import numerator_kernels as kernels
-from truestep.head import product
 from truestep.head.kernels import to_front_
 from truestep.head.logits import HeadSettings, LogitsGradient, Rows, multiplier
 from truestep.types import Coefficients, RowStatistics

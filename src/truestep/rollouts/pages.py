@@ -111,7 +111,7 @@ def _measure_chunk(file: BinaryIO, chunk: Any, size: int) -> tuple[int, int]:
 def _integer(fields: dict[int, Any], number: int) -> int:
     value = fields.get(number)
     if type(value) is not int or value < 0:
-        raise ParquetError("a page of it has no header that can be read")
+        raise ParquetError("the header of one of its pages cannot be read")
     return value
 
 
@@ -155,7 +155,7 @@ def _page_header(file: BinaryIO, place: int) -> tuple[dict[int, Any], int]:
             return _Thrift(content).header()
         except IndexError:
             continue
-    raise ParquetError("a page of it has no header that can be read")
+    raise ParquetError("the header of one of its pages cannot be read")
 
 
 class _Thrift:
@@ -177,14 +177,14 @@ class _Thrift:
             number |= (byte & 0x7F) << shift
             shift += 7
             if shift > 70:
-                raise ParquetError("a page of it has a malformed number")
+                raise ParquetError("the header of one of its pages has a malformed number")
         return number | byte << shift
 
     def _struct(self, depth: int) -> dict[int, Any]:
         fields: dict[int, Any] = {}
         last = 0
         if depth > 8:
-            raise ParquetError("a page of it has a header that is nested deeply")
+            raise ParquetError("the header of one of its pages is nested deeply")
         while head := self._byte():
             last = last + (head >> 4) if head >> 4 else _signed(self._number())
             fields[last] = self._value(head & 15, depth)
@@ -203,7 +203,7 @@ class _Thrift:
             if self._place > len(self._content):
                 raise IndexError
             return None
-        raise ParquetError("a page of it has a malformed header")
+        raise ParquetError("the header of one of its pages is malformed")
 
 
 def _signed(number: int) -> int:

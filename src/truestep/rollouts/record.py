@@ -233,7 +233,7 @@ class _Reading(NamedTuple):
     """A field and its reader."""
 
     in_record: str
-    stands_in: bool  # `_instead` decides when a record lacks the field
+    stands_in: bool  # if a record lacks the field, `_instead` gives its default or rejects the record
     name: str
     read: _Reader
     place: str | None  # the rollout's mapping that holds the field; None: the field is an attribute

@@ -33,7 +33,7 @@ from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.gpu_use import gpu_metrics
 from truestep.step.plan.ahead import Planned, PlansAhead
 from truestep.step.update.blame import find_cause
-from truestep.step.update.clipping import clip_scale, explain_useless, gradient_norm, usable
+from truestep.step.update.gradient_clipping import clip_scale, explain_useless, gradient_norm, usable
 from truestep.step.update.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan

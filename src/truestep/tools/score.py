@@ -28,7 +28,7 @@ from truestep.run.assemble.step import make_annotators, make_rule, make_runner
 from truestep.step.before.scoring import by_record
 from truestep.step.compute.runner import Accumulated
 from truestep.step.plan.plan import plan_exactly
-from truestep.step.update.clipping import gradient_norm
+from truestep.step.update.gradient_clipping import gradient_norm
 from truestep.types import DocumentScore, Rejected, Rollout, StepPlan
 
 _GRADIENTS, _PARTIAL = "gradients.safetensors", ".gradients.safetensors.partial"

@@ -39,7 +39,7 @@ Narrower = Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]
 class Unread(torch.Tensor):
     """A meta tensor that records operations, and applies them to its values when these are read."""
 
-    # A function that reads the values in the stored type, and an optional narrower.
+    # A function that reads the values in the stored type, and a `Narrower` for views or None.
     _stored: tuple[Callable[[], torch.Tensor], Narrower | None]
 
     @classmethod
@@ -81,7 +81,9 @@ class Unread(torch.Tensor):
                 return arguments[0].read()
             if function in _MOVES:
                 as_stored = tree_map(_as_stored, arguments)
-                if len(_types(as_stored)) == len(_types(arguments)) == 1:  # convert the result once
+                if (
+                    len(_types(as_stored)) == len(_types(arguments)) == 1
+                ):  # one stored type: compute in it, convert the result
                     return function(*as_stored, **named)
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
 

@@ -152,7 +152,7 @@ class Scheduler:
 
     def submit(self, number: int, prompt: tuple[int, ...], most: int) -> None:
         if not prompt:
-            raise CacheError("a prompt has no tokens: nothing predicts its first one")
+            raise CacheError("a prompt has no tokens: at least one is needed to predict the completion's first token")
         length = len(prompt) + most - 1  # nothing reads the last token's keys and values
         if self._pages_for(length) > self._pool.size:
             raise CacheError(

@@ -28,7 +28,7 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device):
-        """`device`: of the tensors to copy. For a GPU the buffers are pinned, so that copies are asynchronous."""
+        """`device` holds the tensors to copy. If it is a GPU, buffers are pinned: copies are asynchronous."""
         self._device = device
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()  # the thread that sends weights may give a buffer back

@@ -111,7 +111,10 @@ def packed_attention(
     if packed_layout is None:
         raise RuntimeError(f"{type(module).__name__} does not pass the packed layout on to its attention")
     if dropout:
-        raise RuntimeError("attention dropout is 0 in training: a score is a function of the weights")
+        raise RuntimeError(
+            f"{type(module).__name__} asks for attention dropout {dropout}: it must be 0, so that log-probs depend on "
+            "the weights alone"
+        )
     if not getattr(module, "is_causal", True):
         raise RuntimeError(f"{type(module).__name__} is not causal")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

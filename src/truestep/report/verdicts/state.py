@@ -16,8 +16,8 @@ COLLAPSED = 0.9
 # A change of entropy between two steps, as a factor and in nats, which only a much too large update causes.
 _JUMP, _SMALLEST_JUMP = 3.0, 0.3
 _LOST = 0.5  # last reward relative to an earlier one, below which the reward counts as lost
-_ENTROPY_GROWTH, _SMALLEST_GROWTH = 2.0, 0.5  # a factor, and nats
-_LENGTH_GROWTH = 1.5  # a factor
+_ENTROPY_GROWTH, _SMALLEST_GROWTH = 2.0, 0.5  # last entropy relative to the first, and their difference in nats
+_LENGTH_GROWTH = 1.5  # last completion length relative to the first, from which it counts as grown
 CUT_OFF = 0.5  # fraction of completions
 _EMPTY = 0.9  # fraction of groups without advantages
 _USUAL = 0.7  # fraction of earlier steps with a higher reward

@@ -111,11 +111,11 @@ class _Mismatch(Exception):  # noqa: N818 - it carries a finding
 def _stretches(checkpoint: Path, content: dict[str, Any]) -> Iterator[_Stretch]:
     length = content["bytes_per_checksum"]
     if content.keys() != {"bytes_per_checksum", "files"} or type(length) is not int or length < _READ:
-        raise ValueError("not what was written")
+        raise ValueError("it lacks its fields, or has others")
     for name, facts in content["files"].items():
         size, checksums = facts["bytes"], facts["crc32"]
         if type(size) is not int or size < 0 or len(checksums) != -(-size // length):
-            raise ValueError(f"its entry of {name} is not what was written")
+            raise ValueError(f"the size of {name} or its number of checksums is malformed")
         file = checkpoint / name
         if not file.is_file():
             raise _Mismatch(f"{name} is missing")

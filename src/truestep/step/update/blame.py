@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from truestep.step.compute.runner import StepRunner
-from truestep.step.update.clipping import gradient_norm, usable
+from truestep.step.update.gradient_clipping import gradient_norm, usable
 from truestep.text import printable
 from truestep.types import DocumentScore, Rollout, StepPlan
 from truestep.weights.finite import largest

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from truestep.step.update.clipping import clip_scale, gradient_norm
+from truestep.step.update.gradient_clipping import clip_scale, gradient_norm
 from truestep.step.update.optimizer import make_adamw, make_adamw_8bit, make_custom_optimizer, make_muon, update
 from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.step.update.optimizers.muon import MuonOptions
