@@ -81,3 +81,28 @@ def test_a_run_goes_on_where_it_stopped_and_trains_each_document_once(servers: S
     assert ledger == ids and len(set(ids)) == 5 * 16
     groups = {int(name.split("-")[0]) for name in ids}
     assert groups <= set(range(24)), "what was under way at the stop is made again, and no prompt is passed over"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 32])
+def test_episodes_of_several_turns_have_the_log_probs_of_their_weights(
+    max_staleness: int, servers: Servers, tmp_path: Path
+) -> None:
+    config = server_config(
+        tmp_path,
+        [servers.first.url, servers.second.url],
+        sampler={
+            "reward": None,
+            "environment": {"class": "turn_environments:Sorting"},
+            "max_new_tokens": 60,
+            "max_episode_tokens": 300,
+            "max_staleness": max_staleness,
+        },
+        optimizer={"learning_rate": 1e-3},
+    )
+    run = recorded(config)
+    assert run.trainer.run() == "all 4 steps are done"
+    assert [len(documents) for _, documents in run.steps] == [16] * 4
+    assert run.worst_gap() < 1e-4
+    turns = [sum(turn.role == "assistant" for turn in document.turns) for document in run.taken]
+    assert max(turns) == 3, "an episode has up to three turns of the policy"
+    assert {document.rewards.get("order") is not None for document in run.taken} >= {True}

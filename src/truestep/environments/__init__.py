@@ -12,6 +12,10 @@ isolation         Linux namespaces for supervisor and worker
 memory            the memory that a group of processes takes
 descendants       finding and killing a process's descendants
 frames            the messages between run and worker: JSON, which cannot carry code
+episodes          environments of several turns, and conversations token for token
+relay             passes messages between the run and the process that forks episodes
+forked            what a forked process sets: seeds, signals, limits
+limits            the limits that a supervisor enforces
 printed           the log of the output that rewards print
 sorting           the demo's task
 """

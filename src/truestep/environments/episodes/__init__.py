@@ -3,7 +3,11 @@
 environment       what a user writes: `Environment`, its tools, and what passes between it and the policy
 tool_calls        tool calls in a completion's text, by model family
 conversation      a conversation's tokens: drawn ones as they were drawn, others as the chat template's difference
-service           the run's side of the processes that run environments
+service           the run's side: begins, steps and ends episodes, in several processes
+host              a thread that serves the episodes of one process
+connection        that process as the run sees it
 worker            the process that imports an environment and forks one process for each episode (imports no torch)
-play              plays an episode: turns of the policy and of its environment, until a document is made
+instance          the process of one episode (imports no torch)
+answers           the checks of what an environment's methods return
+wire              what the frames between run and processes hold
 """
