@@ -49,6 +49,19 @@ def _sampled_config(directory: Path) -> dict[str, Any]:
     }
 
 
+def _episodes_config(directory: Path) -> dict[str, Any]:
+    """Episodes of several turns, some of which are begun anew because their environment fails."""
+    config = _sampled_config(directory)
+    sampler = config["sampler"] | {
+        "reward": None,
+        "environment": {"class": "turn_environments:Unsteady"},
+        "max_episode_tokens": 64,
+        "stop": ["=", "1", "2", "3"],
+    }
+    schedule = config["schedule"] | {"steps": 20}
+    return config | {"sampler": sampler, "schedule": schedule, "evaluation": config["evaluation"] | {"stop": ["="]}}
+
+
 def _start(directory: Path, name: str, config: dict[str, Any], kills: list[Kill]) -> Path:
     """The run's directory, after all kills and a last start that was let be."""
     file = directory / f"{name}.yaml"
@@ -126,11 +139,16 @@ def test_kills_change_nothing_where_an_adapter_is_trained(tiny_model: Callable[[
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["files", "sampled"])
+@pytest.mark.parametrize("kind", ["files", "sampled", "episodes"])
 def test_a_killed_run_ends_bitwise_like_one_that_was_not(
     kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    config = _file_config(tmp_path, tiny_model("qwen3_tied")) if kind == "files" else _sampled_config(tmp_path)
+    kinds = {
+        "files": lambda: _file_config(tmp_path, tiny_model("qwen3_tied")),
+        "sampled": lambda: _sampled_config(tmp_path),
+        "episodes": lambda: _episodes_config(tmp_path),
+    }
+    config = kinds[kind]()
     whole = _start(tmp_path, "whole", config, [])
     generator = random.Random(kind)
     at_files = [("event", generator.randint(5, 50)) for _ in range(9)]

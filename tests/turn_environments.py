@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,18 @@ class Sorting(Environment):
 
     def cut(self, reason: str) -> float:
         return -1.0
+
+
+class Unsteady(Environment):
+    """Draws random numbers, takes its time, and fails now and then."""
+
+    def step(self, answer: Answer) -> Any:
+        time.sleep(random.random() * 0.01)
+        if len(answer.text) % 7 == 3:
+            raise ValueError("this episode cannot go on")
+        if self.turns == 3:
+            return End(len(answer.text) / 10 + random.random())
+        return f"sort {random.randint(0, 9)} ="
 
 
 class Tokens(Environment):

@@ -11,6 +11,7 @@ from truestep.environments.rewards import RewardError
 from truestep.generate.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.generate.generator import Completion, DrawOptions, Generate, run_all
 from truestep.generate.groups import DRAWS, TRIES, reject, stopping_error
+from truestep.generate.parts import part_of_work
 from truestep.generate.play import Episode, Played, Plays
 from truestep.types import Rejected, Rollout
 
@@ -97,7 +98,8 @@ class GroupMaker:
         options = self._options
         seed, name = (options.seed, DRAWS, group.number, number), f"{group.number}-{number}"
         try:
-            played = await self._plays.play(Episode(group.prompt, options.draw, seed, name), generate)
+            with part_of_work():
+                played = await self._plays.play(Episode(group.prompt, options.draw, seed, name), generate)
         except (UnreachableError, VoidedError, BadAnswerError) as error:
             return error
         if played.aborted:

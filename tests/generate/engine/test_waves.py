@@ -17,6 +17,7 @@ from truestep.generate.engine import service
 from truestep.generate.engine.phase import EngineSettings, Phase
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import Completion, Generate, run_all
+from truestep.generate.parts import part_of_work
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 from truestep.ranks.axes import RankLayout
@@ -47,23 +48,23 @@ class Traced(Phase):
 
 
 def talk(policy: Policy, waves: bool, pauses: int) -> tuple[list[list[Completion]], list[Any]]:
-    """Converse in three turns, two requests of each at once, with pauses that others draw from other seeds."""
+    """Hold conversations of up to three turns, two of each item at once, with pauses drawn from this seed."""
     prompts = requests(tuple(5 + 3 * number for number in range(ITEMS)))
     pause = random.Random(pauses * 100 + policy.weights.ranks.rank)
 
-    async def ask(number: int, turn: int, twin: int, ids: tuple[int, ...], generate: Generate) -> Completion:
-        completion = await generate(Asked(ids, (number, turn, twin)).request(HOW))
-        await asyncio.sleep(pause.random() * 0.02)
-        return completion
+    async def converse(number: int, twin: int, generate: Generate) -> list[Completion]:
+        ids, drawn = prompts[number].input_ids, []
+        with part_of_work():
+            for turn in range(1 + (number + twin) % 3):
+                await asyncio.sleep(pause.random() * 0.02)
+                drawn.append(await generate(Asked(ids, (number, turn, twin)).request(HOW)))
+                ids = (*ids, *drawn[-1].token_ids, 9)
+            await asyncio.sleep(pause.random() * 0.02)
+        return drawn
 
     async def work(number: int, generate: Generate) -> list[Completion]:
-        ids, all_of_them = prompts[number].input_ids, []
-        for turn in range(1 + number % 3):
-            await asyncio.sleep(pause.random() * 0.02)
-            both = await run_all([ask(number, turn, twin, ids, generate) for twin in range(2)])
-            ids = (*ids, *both[0].token_ids, 9)
-            all_of_them += both
-        return all_of_them
+        both = await run_all([converse(number, twin, generate) for twin in range(2)])
+        return [completion for each in both for completion in each]
 
     generator = EngineGenerator(policy, EngineSettings(rows=8, longest=100, waves=waves))
     drawn = generator.map(range(ITEMS), work)

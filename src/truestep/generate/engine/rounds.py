@@ -23,7 +23,7 @@ _ROUND_SECONDS = 0.02  # until the next round, where this rank has nothing to sa
 class Asked:
     key: Key
     request: Request
-    item: int  # of `map`, whose work asked; -1: another thread
+    place: tuple[int, ...]  # of the part of the work that asked; empty: another thread
     streams: bool  # its tokens are wanted as they come
 
 

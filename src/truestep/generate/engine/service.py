@@ -29,6 +29,7 @@ from truestep.generate.engine.rounds import Asked, News, Rounds
 from truestep.generate.engine.team import Team
 from truestep.generate.engine.waves import Waves
 from truestep.generate.generator import Completion, Generate, OnTokens, Request, run_all
+from truestep.generate.parts import Part, current_part, working_on
 from truestep.model.policy import Policy
 from truestep.process import progress
 from truestep.rollouts.source import Interrupted, never
@@ -65,7 +66,7 @@ class _Ask:
 
     future: asyncio.Future[Completion]
     on_tokens: OnTokens | None
-    item: int  # of `map`, whose work asked; -1: another thread
+    part: Part | None  # of the work; None: another thread
     told: int = 0  # tokens that `on_tokens` was called with
 
     def tell(self, tokens: Sequence[int]) -> None:
@@ -146,7 +147,7 @@ class _Mapping:
         room = rows + rows // 8 + 1 if len(teams) > 1 and not settings.waves else sys.maxsize
         self._dispatch = Dispatch(len(teams), room)
         self._waves = Waves(self._ranks.size) if settings.waves else None
-        self._at_work: set[int] = set()  # this rank's items whose work is not done
+        self._open: set[Part] = set()  # the parts of this rank's work that are not done
         self._longest = 0  # tokens of the longest request of any rank so far
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -170,17 +171,14 @@ class _Mapping:
             task.add_done_callback(partial(_pass_on, future=future))
 
     async def work(self, work: Callable[[T, Generate], Coroutine[Any, Any, R]], number: int, item: T) -> R:
-        self._at_work.add(number)
-        try:
-            return await work(item, partial(self.generate, item=number))
-        finally:
-            self._at_work.remove(number)
-            self._changed.set()
+        with working_on(Part((number,), self._open, self._changed.set)):
+            return await work(item, self.generate)
 
-    async def generate(self, request: Request, on_tokens: OnTokens | None = None, item: int = -1) -> Completion:
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
+        part = current_part()
         key = next(self._numbers) * self._ranks.size + self._ranks.rank
-        ask = self._asks[key] = _Ask(self._loop.create_future(), on_tokens, item)
-        self._news.asked.append(Asked(key, request, item, on_tokens is not None))
+        ask = self._asks[key] = _Ask(self._loop.create_future(), on_tokens, part)
+        self._news.asked.append(Asked(key, request, () if part is None else part.place, on_tokens is not None))
         self._changed.set()
         try:
             return await ask.future
@@ -232,10 +230,15 @@ class _Mapping:
         self._news.done = task.done()
         if task.done() and not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._news.error = error
-        if self._waves is not None and self._at_work <= {ask.item for ask in self._asks.values()}:
+        if self._waves is not None and self._all_wait():
             self._news.settled = self._waves.num_ended
         self._rounds.say(self._news)
         self._news = News()
+
+    def _all_wait(self) -> bool:
+        """Return whether all parts of this rank's work wait for completions."""
+        waiting = {ask.part for ask in self._asks.values()}
+        return all(part in waiting for part in self._open if not part.num_open)
 
     def _take_rounds(self, task: "asyncio.Task[Any]") -> bool:
         """Take what all ranks said. Return True if the work of all of them is done."""
@@ -261,7 +264,7 @@ class _Mapping:
         else:
             self._waves.settled(rank, news.settled)
             for asked in news.asked:
-                self._waves.ask(asked.item, asked.key, asked.request)
+                self._waves.ask(asked.place, asked.key, asked.request)
         for key in news.cancelled:
             self._forget(key)
             self._streams.pop(key, None)

@@ -1,8 +1,8 @@
 """Lets requests begin in waves, where the run is `deterministic`.
 
 Which requests are computed together changes how sums are rounded. So the requests of one wave must not depend on when
-a reward or a tool answered: a wave begins when nothing is in flight and all work of all ranks waits for completions or
-is done. Every rank keeps the same waves from the same rounds.
+a reward or a tool answered: a wave begins when nothing is in flight and all parts of the work of all ranks (`parts`)
+wait for a completion or are done. Every rank keeps the same waves from the same rounds.
 """
 
 from truestep.generate.engine.dispatch import Key
@@ -11,13 +11,14 @@ from truestep.generate.generator import Request
 
 class Waves:
     def __init__(self, ranks: int) -> None:
-        self._held: list[tuple[int, Key, Request]] = []  # what waits for the next wave, with its item of work
+        # What waits for the next wave, each with its part's place.
+        self._held: list[tuple[tuple[int, ...], Key, Request]] = []
         self._in_flight: set[Key] = set()
         self.num_ended = 0  # requests that ended or were cancelled
         self._settled = [-1] * ranks
 
-    def ask(self, item: int, key: Key, request: Request) -> None:
-        self._held.append((item, key, request))
+    def ask(self, place: tuple[int, ...], key: Key, request: Request) -> None:
+        self._held.append((place, key, request))
 
     def ended(self, key: Key) -> None:
         self._in_flight.discard(key)
