@@ -140,13 +140,17 @@ def _rating(end: End) -> Rating:
 
 
 def _with_rewards(sequences: list[Sequence], rewards: list[float | None]) -> list[PlayedSequence]:
-    """Return the sequences, whose turns of the policy have these rewards, in order."""
+    """Return the sequences up to their last drawn tokens, with the rewards of the policy's turns, in order."""
     played, left = [], iter(rewards)
     for sequence in sequences:
+        ids, mask = sequence.input_ids, sequence.loss_mask
+        # What was said behind the last drawn token would be computed for nothing, and might not fit.
+        end = max((turn.end for turn in sequence.turns if mask[turn.start]), default=0)
         turns = tuple(
-            replace(turn, reward=next(left, None)) if turn.role == "assistant" else turn for turn in sequence.turns
+            replace(turn, reward=next(left, None)) if mask[turn.start] else turn
+            for turn in sequence.turns
+            if turn.end <= end
         )
-        played.append(
-            PlayedSequence(sequence.input_ids, sequence.loss_mask, sequence.logprobs, sequence.versions, turns)
-        )
+        logprobs, versions = sequence.logprobs[:end], sequence.versions[:end]
+        played.append(PlayedSequence(ids[:end], mask[:end], logprobs, versions, turns))
     return played

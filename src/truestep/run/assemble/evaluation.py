@@ -13,7 +13,7 @@ from truestep.generate.servers.shared import SharedServers
 from truestep.losses.objective import Denominator, Objective
 from truestep.model.policy import Policy
 from truestep.rollouts.files import DataError
-from truestep.run.assemble.rewards import Raters, make_plays
+from truestep.run.assemble.rewards import Raters, longest_conversation, make_plays
 from truestep.run.assemble.sources import held_out_documents
 from truestep.run.assemble.step import make_objective, make_rule, make_runner
 from truestep.step.before.check import SamplerCheck
@@ -39,7 +39,8 @@ def make_evaluator(
     else:
         exact = getattr(sampler, "exact", False)  # sampling and evaluation share one engine
         rows, waves = evaluation.batch_size, config.deterministic
-        settings = EngineSettings(rows, engine=evaluation.engine, exact=exact, waves=waves)
+        longest = 0 if evaluation.reward is not None else longest_conversation(sampler)
+        settings = EngineSettings(rows, longest, evaluation.engine, exact, waves=waves)
         generator = EngineGenerator(policy, settings)
     return Evaluator(
         generator=generator,

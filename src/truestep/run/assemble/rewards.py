@@ -100,6 +100,11 @@ def make_plays(config: Config, policy: Policy, raters: Raters, evaluates: bool =
     return EnvironmentPlay(service, policy.tokenizer, limits)
 
 
+def longest_conversation(sampler: SamplerBase | None) -> int:
+    """Return the most tokens of an episode of several turns, for which the engine has room from the start; else 0."""
+    return 0 if sampler is None or sampler.environment is None else sampler.max_episode_tokens
+
+
 def _environment(config: Config, evaluates: bool) -> Any:
     """Return the environment's section. An evaluation with a reward of its own has none."""
     has_reward = evaluates and config.evaluation is not None and config.evaluation.reward is not None

@@ -52,7 +52,7 @@ from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.rollouts.table.documents import TableDocuments, open_documents
-from truestep.run.assemble.rewards import Raters, check_rewards, make_plays
+from truestep.run.assemble.rewards import Raters, check_rewards, longest_conversation, make_plays
 from truestep.run.assemble.step import needs_logprobs, takes_reference_of_records, tolerance_of
 from truestep.text import keep_secret
 from truestep.types import PutAside, Rejected, Rollout
@@ -263,7 +263,8 @@ def draw_options(sampler: InProcessSampler, policy: Policy) -> DrawOptions:
 
 
 def engine_settings(sampler: InProcessSampler, deterministic: bool = False) -> EngineSettings:
-    return EngineSettings(sampler.batch_size, engine=sampler.engine, exact=sampler.exact, waves=deterministic)
+    longest = longest_conversation(sampler)
+    return EngineSettings(sampler.batch_size, longest, sampler.engine, sampler.exact, waves=deterministic)
 
 
 def _group_options(config: Config, draw: DrawOptions, check_share: float = 0.0) -> GroupOptions:
