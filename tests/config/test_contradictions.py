@@ -107,6 +107,21 @@ CASES = [
         sampled() + "loss: {type: cross_entropy}\n",
         "5, run.yaml:4: loss.type: cross_entropy is supervised: give data.path instead of a sampler",
     ),
+    (
+        MODEL + "".join(SAMPLED.values()) + "sampler: {prompts: p}\n",
+        "4: sampler needs sampler.reward or sampler.environment: one of the two",
+    ),
+    (
+        sampled().replace("reward: r", "reward: r, max_turns: 3"),
+        "4: sampler.max_turns is for sampler.environment: a reward's episodes have one turn",
+    ),
+    (
+        sampled(data="data: {group_size: 4, tokens_per_microbatch: 64}\n").replace(
+            "reward: r", "environment: {class: a:B}"
+        ),
+        "2: sampler.max_episode_tokens: 16384 is more than data.tokens_per_microbatch: 64, so an episode "
+        "might not fit",
+    ),
     (sampled(data=""), "3: sampler needs data.group_size: how many completions each prompt gets"),
     (
         sampled(schedule="schedule: {steps: 3}\n"),

@@ -15,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import jit
 
-from truestep.head import kernels, numerator_kernels, product
+from truestep.head import hopper_product as product
+from truestep.head import kernels, numerator_kernels
 from truestep.types import Coefficients
 
 VOCABULARY, HIDDEN = 1000, 64

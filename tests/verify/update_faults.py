@@ -11,7 +11,7 @@ import torch
 
 from truestep.run import trainer
 from truestep.step.compute.runner import StepRunner
-from truestep.step.update import clipping
+from truestep.step.update import gradient_clipping as clipping
 from truestep.step.update.optimizer import LearningRate
 from truestep.step.update.optimizers.by_weight import ByWeight
 from truestep.tools.verify.reduced import VOCABULARY

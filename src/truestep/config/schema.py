@@ -185,12 +185,15 @@ def learns_from_groups_alone(config: "Config") -> bool:
     return not own and not any(getattr(config.loss, term, None) for term in terms)
 
 
-def _episodes(config: "Config", sampler: sections.SamplerBase) -> Iterator[str]:
+def _episodes(config: "Config") -> Iterator[str]:
+    sampler = config.sampler
+    if sampler is None:
+        return
     if (sampler.reward is None) == (sampler.environment is None):
         yield "sampler needs sampler.reward or sampler.environment: one of the two"
     if sampler.environment is None:
         for name in ("max_turns", "max_episode_tokens", "episode_timeout"):
-            if name in sampler.model_fields_set:
+            if getattr(sampler, name) != type(sampler).model_fields[name].default:
                 yield f"sampler.{name} is for sampler.environment: a reward's episodes have one turn"
         return
     most = config.data.tokens_per_microbatch
@@ -217,7 +220,6 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         )
     if docs_per_step == 0:
         yield "sampler needs schedule.docs_per_step: how many completions make a step"
-    yield from _episodes(config, config.sampler)
     if group_size is not None and docs_per_step % group_size:
         yield (
             f"schedule.docs_per_step: {docs_per_step} is not a multiple of data.group_size: {group_size}, so a group "
@@ -453,7 +455,8 @@ _RULES = (
     _activations,
     _offload,
     _reference,
-    _transfer,
+    _sampled_groups,
+    _episodes,
     _documents,
     _sampled_groups,
     _exact,
