@@ -119,8 +119,7 @@ CASES = [
         sampled(data="data: {group_size: 4, tokens_per_microbatch: 64}\n").replace(
             "reward: r", "environment: {class: a:B}"
         ),
-        "2: sampler.max_episode_tokens: 16384 is more than data.tokens_per_microbatch: 64, so an episode "
-        "might not fit",
+        "2: sampler.max_episode_tokens: 16384 is more than data.tokens_per_microbatch: 64, so an episode might not fit",
     ),
     (sampled(data=""), "3: sampler needs data.group_size: how many completions each prompt gets"),
     (
