@@ -737,8 +737,7 @@ def allowed(
             continue
 
 
-SHORT, LONG = 50, 1000
-CASES = [SHORT, pytest.param(LONG, marks=pytest.mark.long)]
+CASES = [50, pytest.param(1000, marks=pytest.mark.release)]
 
 
 @pytest.mark.parametrize("count", CASES)
