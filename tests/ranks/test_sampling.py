@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from truestep.generate.engine import plain as plain_module
 from truestep.generate.engine.attend import UnservedError
 from truestep.generate.engine.engine import Engine, Limits, engine_of
 from truestep.generate.engine.graphs import Graphs
-from truestep.generate.engine.phase import EngineSettings
+from truestep.generate.engine.phase import EngineSettings, Phase
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.engine.team import DisagreementError
 from truestep.generate.evaluate import Evaluator
@@ -218,6 +219,43 @@ def draw_otherwise(model: Path, how: How) -> None:
 def test_ranks_that_draw_different_tokens_are_found_out(how: How, tiny_model: Model) -> None:
     """On every rank, at the step in which it happens."""
     on_ranks(2, draw_otherwise, tiny_model("llama"), how)
+
+
+def sample_after_an_error(given: Case, parallel: dict[str, int], fails_on: set[int]) -> None:
+    """A step of the engine fails, while rank 0 waits in a round that rank 1 has not begun."""
+    ranks = joined(**parallel)
+    policy = load_policy(given.model, ranks=ranks)
+    honest_step, honest_gather = Phase.step, Ranks.gather
+    left = 0  # steps until one fails
+
+    def step(phase: Phase, *arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and ranks.rank in fails_on:
+            raise ZeroDivisionError("planted")
+        return honest_step(phase, *arguments)
+
+    def gather(self: Ranks, value: Any, ahead: bool = False, sampling: bool = False) -> Any:
+        if sampling and not ranks.first and left > 0:
+            time.sleep(0.1)
+        return honest_gather(self, value, ahead, sampling)
+
+    Phase.step, Ranks.gather = step, gather  # type: ignore[method-assign, assignment]
+    for _ in range(3):
+        left = 3
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            decode(policy, asked(), given.how)
+        for mine, theirs in zip(decode(policy, asked(), given.how), given.expected, strict=True):
+            same(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "fails_on"), [({"tensor": 2}, {0, 1}), ({"data_shard": 2}, {0}), ({"data_shard": 2}, {1})]
+)
+def test_after_an_error_ranks_sample_again(parallel: dict[str, int], fails_on: set[int], tiny_model: Model) -> None:
+    """Every rank gets the error, and no rank is left in a round that others do not take part in."""
+    (case,) = cases(tiny_model("llama"), PLAIN)
+    on_ranks(2, sample_after_an_error, case, parallel, fails_on)
 
 
 def lack_an_engine(model: Path, expected: list[Completion]) -> None:

@@ -1,10 +1,13 @@
 """Rounds in which ranks that sample tell each other of requests and completions.
 
 A thread of each rank exchanges what its rank has said since the last round with all others, again and again, so that no
-engine waits for another. Every rank gets the same rounds in the same order. One rank alone has its rounds at once.
+engine waits for another. Every rank gets the same rounds in the same order. The first one in which all ranks are done
+or one has an error is the last: no rank is left in a round that the others do not take part in. One rank alone has its
+rounds at once.
 """
 
 import asyncio
+import contextlib
 import copy
 import threading
 from collections import deque
@@ -17,6 +20,7 @@ from truestep.generate.generator import Completion, Request
 from truestep.ranks.group import Ranks
 
 _ROUND_SECONDS = 0.02  # until the next round, where this rank has nothing to say
+_LAST_SECONDS = 10.0  # that an error waits for other ranks, which may be gone, to take part in the last round
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class News:
     tokens: list[tuple[Key, list[int]]] = field(default_factory=list)  # new tokens of completions that are streamed
     ended: list[tuple[Key, Completion | None]] = field(default_factory=list)  # None: the rank itself had asked
     done: bool = False  # the rank's own work
-    error: Exception | None = None  # of the rank's own work
+    error: BaseException | None = None  # of the rank's own work or engine
     settled: int = -1  # see `Waves.settled`
 
     def add(self, news: "News") -> None:
@@ -61,7 +65,6 @@ class Rounds:
         self._received: deque[Sequence[News]] = deque()
         self._next = News()  # what this rank says in the next round
         self._lock = threading.Condition()
-        self._closed = False
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -88,12 +91,13 @@ class Rounds:
         return [self._received.popleft() for _ in range(count)]
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._lock.notify()
+        """Wait until the rounds have ended: this rank has said that it is done, or an error."""
+        if self._thread is not None:
+            self._thread.join(_LAST_SECONDS)
 
     def _exchange(self) -> None:
-        while not self._closed:
+        ended = False
+        while not ended:
             with self._lock:
                 news, self._next = self._next, News(done=self._next.done, settled=self._next.settled)
             try:
@@ -102,10 +106,9 @@ class Rounds:
                 self._put(None, error)
                 return
             self._put(received, None)
-            if all(each.done for each in received) or any(each.error for each in received):
-                return
+            ended = all(each.done for each in received) or any(each.error is not None for each in received)
             with self._lock:
-                if not self._closed and not self._next.urgent:
+                if not ended and not self._next.urgent:
                     self._lock.wait(_ROUND_SECONDS)
 
     def _put(self, received: Sequence[News] | None, error: Exception | None) -> None:
@@ -115,16 +118,16 @@ class Rounds:
                 self._received.append(received)
             self._changed.set()
 
-        try:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(put)
-        except RuntimeError:  # the event loop has ended
-            self._closed = True
 
 
-def _sendable(error: Exception | None) -> Exception | None:
-    """Return an error that other ranks can read."""
+def _sendable(error: BaseException | None) -> Exception | None:
+    """Return an error that other ranks can read and raise."""
+    if error is None:
+        return None
     try:
         copy.copy(error)  # as it is made anew on another rank
     except Exception:
         return TruestepError(f"{type(error).__name__}: {error}")
-    return error
+    return error if isinstance(error, Exception) else TruestepError(f"another rank ended: {type(error).__name__}")

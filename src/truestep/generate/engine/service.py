@@ -196,6 +196,9 @@ class _Mapping:
             with progress.working("sampling", "completions", len(self._news.asked) or None):
                 await self._serve(task)
             return task.result()
+        except BaseException as error:  # the other ranks get it
+            self._rounds.say(News(error=error))
+            raise
         finally:
             self._rounds.close()
             task.cancel()
