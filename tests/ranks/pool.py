@@ -30,6 +30,7 @@ from truestep.ranks import launch
 from truestep.ranks.axes import RankError
 
 _MOST = 7  # ranks that are kept, in all: each has some hundred MB of its own
+_ROOT = Path(__file__).parents[2]
 _CHANCE = 20.0  # seconds that ranks have to notice that their fellow has failed
 # Modules whose functions a case may replace, beside everything in truestep's own. Torch's values are its own affair.
 _FOREIGN = ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "os", "shutil", "time", "threading")
@@ -179,9 +180,10 @@ class _Fresh:
 
 def _forget_modules_of_cases() -> None:
     """Two cases may each write a reward into a file of the same name."""
-    written = tempfile.gettempdir()
+    written, ours = tempfile.gettempdir(), (sys.prefix, str(_ROOT))  # this clone may stand there too
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(written):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(written) and not file.startswith(ours):
             del sys.modules[name]
 
 
