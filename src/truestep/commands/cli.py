@@ -284,6 +284,36 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     )
 
 
+@_config_command
+@click.option("--host", default="127.0.0.1", show_default=True, help="Other than loopback: with --key-env alone.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: one that is free.")
+@click.option("--key-env", help="The environment variable with the secret that keys begin with: SECRET or SECRET:NAME.")
+@click.option(
+    "--documents",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file to which documents are appended, as records, when their rewards are posted.",
+)
+@click.option(
+    "--weights",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A checkpoint to serve, in place of model.path.",
+)
+def serve(
+    config: "Config", host: str, port: int, key_env: str | None, documents: Path | None, weights: Path | None
+) -> None:
+    """Serve the policy to OpenAI's clients, without training. A key names a document: docs/agents.md."""
+    secret = None if key_env is None else os.environ.get(key_env)
+    if key_env is not None and not secret:
+        _fail(f"--key-env: the environment has no variable {key_env}, or it is empty")
+
+    def ready(url: str) -> None:
+        _print(f"{config.model.path} is served at {url}; Ctrl-C ends it")
+
+    from truestep.tools.serve import serve as run
+
+    run(config, host=host, port=port, secret=secret, documents=documents, weights=weights, ready=ready)
+
+
 @main.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The Hugging Face directory to make.")

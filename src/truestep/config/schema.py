@@ -196,12 +196,29 @@ def _episodes(config: "Config") -> Iterator[str]:
             if getattr(sampler, name) != type(sampler).model_fields[name].default:
                 yield f"sampler.{name} is for sampler.environment: a reward's episodes have one turn"
         return
+    yield from _environment(sampler)
     most = config.data.tokens_per_microbatch
     if sampler.max_episode_tokens > most:
         yield (
             f"sampler.max_episode_tokens: {sampler.max_episode_tokens} is more than data.tokens_per_microbatch: "
             f"{most}, so an episode might not fit"
         )
+
+
+def _environment(sampler: sections.SamplerBase) -> Iterator[str]:
+    given: Any = sampler.environment
+    needed = {"python": "class", "command": "run"}
+    for type_, name in needed.items():
+        value = getattr(given, name)
+        if type_ == given.type and not value:
+            yield f"sampler.environment.{name} is required with type: {type_}"
+        if type_ != given.type and value is not None:
+            yield f"sampler.environment.{name} is for type: {type_}"
+    if given.type == "command":
+        if given.options is not None:
+            yield "sampler.environment.options are for type: python: give a program its arguments in run"
+        if not sampler.reward_network:
+            yield "sampler.reward_network: false would keep the program from asking for completions"
 
 
 def _sampled_groups(config: "Config") -> Iterator[str]:

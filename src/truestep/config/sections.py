@@ -209,10 +209,26 @@ EnvironmentConfig = create_model(
     "EnvironmentConfig",
     __base__=Section,
     **{
-        "type": (Literal["python"], Field("python", description="An environment written in Python.")),
+        "type": (
+            Literal["python", "command"],
+            Field(
+                "python",
+                description="python: a class written in Python. command: a program that asks for completions as "
+                "OpenAI's clients do (docs/agents.md).",
+            ),
+        ),
         "class": (
-            str,
-            Field(description="package.module:Class, a class as truestep.Environment is one."),
+            str | None,
+            Field(None, description="With python: package.module:Class, a class as truestep.Environment is one."),
+        ),
+        "run": (
+            str | Annotated[list[str], Field(min_length=1)] | None,
+            Field(
+                None,
+                description="With command: the program and its arguments, one text or a list. {name} is a field of the "
+                "prompt's record; the whole record is a line of JSON on its standard input. OPENAI_BASE_URL and "
+                "OPENAI_API_KEY say where it asks.",
+            ),
         ),
         "options": (dict[str, Any] | None, Field(None, description="Its options, by name. null: none.")),
     },  # type: ignore[call-overload]

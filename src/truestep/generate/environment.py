@@ -4,13 +4,13 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from truestep.environments.episodes.conversation import Conversation, ConversationError, Sequence
+from truestep.environments.episodes.conversation import Conversation, ConversationError
 from truestep.environments.episodes.environment import End
 from truestep.environments.episodes.service import Episode as Handle
 from truestep.environments.episodes.service import EpisodeService, Said
 from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.generator import Completion, Generate, Request
-from truestep.generate.play import Episode, Played, PlayedSequence
+from truestep.generate.play import Episode, Played, played_sequences
 
 _NO_TURN = "an episode in which the policy drew nothing has nothing to learn from"
 
@@ -119,7 +119,7 @@ class EnvironmentPlay:
             "num_tool_calls": progress.tool_calls,
         }
         return Played(
-            _with_rewards(sequences, progress.turn_rewards),
+            played_sequences(sequences, progress.turn_rewards),
             progress.completions,
             self._tokenizer.decode(ids),
             progress.rating,
@@ -137,20 +137,3 @@ def _said(said: Said) -> Any:
 def _rating(end: End) -> Rating:
     assert isinstance(end.reward, Rating)
     return end.reward
-
-
-def _with_rewards(sequences: list[Sequence], rewards: list[float | None]) -> list[PlayedSequence]:
-    """Return the sequences up to their last drawn tokens, with the rewards of the policy's turns, in order."""
-    played, left = [], iter(rewards)
-    for sequence in sequences:
-        ids, mask = sequence.input_ids, sequence.loss_mask
-        # What was said behind the last drawn token would be computed for nothing, and might not fit.
-        end = max((turn.end for turn in sequence.turns if mask[turn.start]), default=0)
-        turns = tuple(
-            replace(turn, reward=next(left, None)) if mask[turn.start] else turn
-            for turn in sequence.turns
-            if turn.end <= end
-        )
-        logprobs, versions = sequence.logprobs[:end], sequence.versions[:end]
-        played.append(PlayedSequence(ids[:end], mask[:end], logprobs, versions, turns))
-    return played

@@ -5,11 +5,12 @@ A reward function makes episodes of one turn. `episodes` plays those of several.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from truestep.environments.episodes.conversation import Sequence as ConversationSequence
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
 from truestep.environments.rewards import Rating, RewardError
@@ -118,6 +119,25 @@ def sequence_of(prompt: Sequence[int], completion: Completion) -> PlayedSequence
         [0.0] * len(prompt) + list(completion.logprobs),
         [0] * len(prompt) + list(completion.versions) if len(completion.versions) == drawn else (),
     )
+
+
+def played_sequences(
+    sequences: Sequence[ConversationSequence], rewards: Sequence[float | None]
+) -> list[PlayedSequence]:
+    """Return the sequences up to their last drawn tokens, with the rewards of the policy's turns, in order."""
+    played, left = [], iter(rewards)
+    for sequence in sequences:
+        ids, mask = sequence.input_ids, sequence.loss_mask
+        # What was said behind the last drawn token would be computed for nothing, and might not fit.
+        end = max((turn.end for turn in sequence.turns if mask[turn.start]), default=0)
+        turns = tuple(
+            replace(turn, reward=next(left, None)) if mask[turn.start] else turn
+            for turn in sequence.turns
+            if turn.end <= end
+        )
+        logprobs, versions = sequence.logprobs[:end], sequence.versions[:end]
+        played.append(PlayedSequence(ids[:end], mask[:end], logprobs, versions, turns))
+    return played
 
 
 class Plays(Protocol):

@@ -18,7 +18,8 @@ turns, a template is followed by the first way alone.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from truestep.environments.episodes.environment import Answer, Message
@@ -66,9 +67,10 @@ class Sequence:
     versions: list[int] = field(default_factory=list)  # of the weights that drew it, 0 elsewhere. Empty: unknown
     turns: tuple[Turn, ...] = ()  # of the policy, and what answered each; the first tokens belong to none
 
+    _knows_versions: bool = True
+
     def __post_init__(self) -> None:
-        self._knows_versions = True
-        self._label(len(self.input_ids), False)
+        self._label(len(self.input_ids) - len(self.loss_mask), False)
 
     def add(self, ids: AnySequence[int], role: str) -> None:
         """Append what others said."""
@@ -88,6 +90,19 @@ class Sequence:
             self.logprobs[-count:] = completion.logprobs
         if count and self._knows_versions:
             self.versions[-count:] = completion.versions
+
+    def copy(self) -> "Sequence":
+        return replace(
+            self,
+            input_ids=list(self.input_ids),
+            loss_mask=list(self.loss_mask),
+            logprobs=list(self.logprobs),
+            versions=list(self.versions),
+        )
+
+    def unlabel(self, end: int) -> None:
+        """Make the first tokens, up to `end`, no labels: they are labels of another sequence."""
+        self.loss_mask[:end], self.logprobs[:end] = [False] * end, [0.0] * end
 
     def _append(self, ids: AnySequence[int], role: str) -> None:
         start = len(self.input_ids)
@@ -132,6 +147,17 @@ class Conversation:
         """The tokens to complete next."""
         return tuple(self._current.input_ids)
 
+    @property
+    def is_thinking(self) -> bool:
+        """True where the next turn begins within reasoning, as the template of some models has it."""
+        return self._ends_in_thought(self._current.input_ids)
+
+    def branch(self) -> "Conversation":
+        """Return another conversation that goes on from here. It has the current sequence alone."""
+        other = copy(self)
+        other._sequences = [self._current.copy()]
+        return other
+
     def begin(self, said: Said) -> None:
         """Start with text (tokenised as it is), messages or tokens."""
         if self._sequences:
@@ -153,7 +179,7 @@ class Conversation:
         if self._answer is not None:
             raise ConversationError("the policy has had its turn and was not answered")
         sequence = self._current
-        self._thinking = self._ends_in_thought(sequence.input_ids)
+        self._thinking = self.is_thinking
         sequence.add_drawn(completion)
         self._answer = self._family.read(self._decoded(completion.token_ids), self._thinking)
         return self._answer

@@ -20,6 +20,7 @@ class EngineSettings:
     longest: int = 0  # tokens of the longest conversation; 0: of the longest request that is there when a session opens
     engine: bool = True  # False: static batches with transformers' own attention and cache
     exact: bool = False  # log-probs equal those of training bit by bit
+    at_once: int = 0  # completions in flight for which there is room when a session opens, if more than there are
     waves: bool = False  # what is computed together does not depend on when rewards arrive
 
     def most_rows(self, policy: Policy) -> int:
@@ -82,7 +83,7 @@ class Phase:
                 engine = engine_of(self._policy, settings.exact)
         if not isinstance(engine, Engine):
             return PlainSession(self._policy, settings.rows)
-        rows = min(max(len(waiting), at_once), settings.most_rows(self._policy))
+        rows = min(max(len(waiting), at_once, settings.at_once), settings.most_rows(self._policy))
         longest = max(longest, settings.longest, *(request.most_tokens for request in waiting))
         return self._opened.enter_context(engine.session(self._policy, Limits(rows, longest)))
 

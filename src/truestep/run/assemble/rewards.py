@@ -1,18 +1,21 @@
 """Makes the reward services of a run. Sampling and evaluation share one if their reward and options are the same."""
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from truestep.config.schema import Config
 from truestep.config.sections import EvaluationConfig, SamplerBase
+from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService, check_environment
 from truestep.environments.printed import PrintedLog
 from truestep.environments.process import WorkerOptions, isolation_refused
 from truestep.environments.prompts import fields_of
 from truestep.environments.rater import Rater, check_reward
 from truestep.environments.rewards import RewardError
+from truestep.generate.command import CommandPlay
 from truestep.generate.environment import EnvironmentPlay, EpisodeLimits
 from truestep.generate.play import Plays, SingleTurn
 from truestep.generate.read import reader
@@ -21,6 +24,7 @@ from truestep.ranks.group import Ranks
 from truestep.ranks.processes import machine_memory, usable_cores
 
 _GIBIBYTE = 2**30
+_LONGEST_STEP = 10.0  # seconds of one wait for the end of a program
 
 
 @dataclass
@@ -80,7 +84,10 @@ def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int
 
 def _code_of(sampler: SamplerBase) -> str:
     """Return the import path of the reward, or of the environment's class."""
-    code = sampler.reward if sampler.environment is None else getattr(sampler.environment, "class")
+    environment: Any = sampler.environment
+    if environment is not None and environment.type == "command":
+        return program.CLASS
+    code = sampler.reward if environment is None else getattr(environment, "class")
     assert isinstance(code, str), "a contradiction that the configuration refuses"
     return code
 
@@ -96,8 +103,20 @@ def make_plays(config: Config, policy: Policy, raters: Raters, evaluates: bool =
         return SingleTurn(raters.of(rewards), reader(policy))
     assert sampler is not None
     limits = EpisodeLimits(sampler.max_turns, sampler.max_episode_tokens, sampler.episode_timeout)
-    service = raters.environments_of(rewards, environment.options or {})
+    service = raters.environments_of(rewards, _arguments(environment, rewards[0]))
+    if environment.type == "command":
+        stops_by_text = sampler.type == "in_process"
+        say = raters.say or (lambda _: None)
+        return CommandPlay(service, policy.tokenizer, limits, stops_by_text=stops_by_text, say=say)
     return EnvironmentPlay(service, policy.tokenizer, limits)
+
+
+def _arguments(environment: Any, options: WorkerOptions) -> dict[str, Any]:
+    """Return the arguments of the environment's class."""
+    if environment.type != "command":
+        return environment.options or {}
+    run = shlex.split(environment.run) if isinstance(environment.run, str) else environment.run
+    return {"run": run, "seconds": min(_LONGEST_STEP, options.timeout / 2)}
 
 
 def longest_conversation(sampler: SamplerBase | None) -> int:
@@ -136,7 +155,7 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
         if section is not None and found is not None:
             prompts.setdefault(found, []).extend([section.prompts] if section.prompts else [])
             if environment is not None:
-                environments[found[0]] = environment.options or {}
+                environments[found[0]] = _arguments(environment, found[0])
     for (options, _), files in prompts.items():
         for name in options.environment:
             if name not in os.environ:

@@ -1,0 +1,124 @@
+"""Plays episodes that are programs: each asks for completions at the endpoint, with a key that names its document."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from truestep.environments.episodes.environment import Answer
+from truestep.environments.episodes.program import RUNNING
+from truestep.environments.episodes.service import Episode as Handle
+from truestep.environments.episodes.service import EpisodeError, EpisodeService
+from truestep.environments.rewards import Rating, RewardError
+from truestep.generate.endpoint.document import Document, Limits
+from truestep.generate.endpoint.errors import RequestError
+from truestep.generate.endpoint.keys import SecretKeys, Served
+from truestep.generate.endpoint.server import Endpoint
+from truestep.generate.environment import EpisodeLimits
+from truestep.generate.generator import Generate
+from truestep.generate.play import Episode, Played, played_sequences
+
+_NO_REWARD = (
+    "the program gave no reward: it posts one to $OPENAI_BASE_URL/documents/$OPENAI_API_KEY/reward, or its last line "
+    'is {"reward": a number or its parts}'
+)
+
+
+class CommandPlay:
+    def __init__(
+        self,
+        service: EpisodeService,
+        tokenizer: Any,
+        limits: EpisodeLimits,
+        *,
+        stops_by_text: bool,
+        say: Callable[[str], None],
+    ):
+        """`stops_by_text`: the generator knows stop texts. `say` shows a message."""
+        self._service, self._tokenizer, self._limits = service, tokenizer, limits
+        self._stops_by_text, self._say = stops_by_text, say
+        self._keys = SecretKeys()
+        self._endpoint = Endpoint(self._keys, "policy")
+        self._has_said = False
+
+    def close(self) -> None:
+        self._service.close_all()
+        self._endpoint.close()
+
+    async def play(self, episode: Episode, generate: Generate) -> Played:
+        failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        document = Document(
+            self._tokenizer,
+            generate,
+            episode.draw,
+            Limits(self._limits.turns, self._limits.tokens),
+            lambda error: None if failed.done() else failed.set_result(error),
+            seed=episode.seed,
+            name=episode.name,
+            stops_by_text=self._stops_by_text,
+        )
+        key, handle = self._keys.add(Served(document)), None
+        row = {"id": episode.prompt.id, "prompt": episode.prompt.prompt, **episode.prompt.fields}
+        cut_by, problem = None, None
+        try:
+            given = {"url": self._endpoint.url, "key": key, "row": row}
+            begun = await asyncio.wrap_future(self._service.begin(given, episode.reward_seed))
+            handle = begun.episode
+            async with asyncio.timeout(self._limits.seconds):
+                await self._until_end(handle, document, failed)
+        except TimeoutError:
+            cut_by = "episode_timeout"
+        except RewardError as error:
+            problem = error  # where a limit was reached, the program may well fail of it
+        finally:
+            self._keys.remove(key)
+            document.close()
+            if handle is not None:
+                self._service.close(handle)
+        return self._played(document, document.cut_by or cut_by, problem)
+
+    async def _until_end(self, handle: Handle, document: Document, failed: "asyncio.Future[Exception]") -> None:
+        """Wait for the program's end. Raise an error of the generator as it is."""
+        last = RUNNING
+        while last == RUNNING:
+            stepping = asyncio.wrap_future(self._service.step(handle, Answer("")))
+            waits: set[asyncio.Future[Any]] = {stepping, failed}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                stepping.cancel()
+                raise failed.result()
+            last = getattr(stepping.result(), "text", None) or ""
+        if document.rating is None:
+            try:
+                document.post(json.loads(last))
+            except (ValueError, RecursionError, RequestError):
+                if document.cut_by is None:
+                    raise self._service.judge(handle, EpisodeError(_NO_REWARD)) from None
+        self._service.judge(handle, document.rating or Rating(0.0))
+
+    def _played(self, document: Document, cut_by: str | None, problem: RewardError | None) -> Played:
+        if document.differs is not None and not self._has_said:
+            self._has_said = True
+            self._say(
+                f"sampler.environment: a program asked for {document.differs}, and what is trained on is drawn as "
+                "the sampler's section says"
+            )
+        rating: Rating | RewardError = document.rating or Rating(0.0)
+        if problem is not None and document.cut_by is None:
+            rating = problem
+        elif not document.completions:
+            rating = RewardError("the program asked for no completion, so there is nothing to learn from")
+        ids = document.sequences[-1].input_ids if document.sequences else []
+        metadata = {
+            "ended_by": cut_by or "environment",
+            "num_turns": len(document.completions),
+            "num_tool_calls": document.num_tool_calls,
+        }
+        return Played(
+            played_sequences(document.sequences, document.turn_rewards),
+            document.completions,
+            self._tokenizer.decode(ids),
+            rating,
+            truncated=cut_by is not None,
+            metadata=metadata,
+        )

@@ -1,0 +1,228 @@
+"""The endpoint's routes: what OpenAI's clients ask, completions of token ids, and rewards.
+
+A key names a document: who has the key writes that document and no other. Documents live in the generator's event loop,
+and this module runs in a thread of its own.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from truestep.generate.endpoint import requests
+from truestep.generate.endpoint.answers import LAST_EVENT, Form, Streamed, as_event, usage
+from truestep.generate.endpoint.errors import RequestError
+from truestep.generate.endpoint.keys import Keys, Served
+from truestep.generate.endpoint.requests import Asked
+
+T = TypeVar("T")
+_LARGEST_BODY = 2**24  # bytes
+_CLIENT_GONE = 499  # nobody reads the answer
+
+_READ: Mapping[str, Callable[[Mapping[str, Any]], Asked]] = {
+    "chat": requests.chat,
+    "text": requests.text,
+    "token_ids": requests.token_ids,
+}
+
+
+def make_app(keys: Keys, model: str) -> Starlette:
+    """`model`: the name that the endpoint gives its model."""
+    numbers = itertools.count(1)
+
+    def completes(form: str) -> Callable[[Request], Awaitable[Response]]:
+        async def complete(request: Request) -> Response:
+            served = _served(request, keys)
+            asked = _READ[form](await _body(request))
+            name = {"chat": "chatcmpl", "text": "cmpl", "token_ids": "generate"}[form]
+            answers = Form(form, f"{name}-{next(numbers)}", model, served.document.tokenizer)
+            if asked.streams:
+                return await _stream(served, asked, answers)
+            work = served.run(lambda: served.document.complete(asked))
+            choices = await _unless_gone(request, work)
+            return JSONResponse(answers.answer(asked, choices))
+
+        return complete
+
+    async def models(request: Request) -> Response:
+        _served(request, keys)
+        return JSONResponse({"object": "list", "data": [_model(model)]})
+
+    async def one_model(request: Request) -> Response:
+        _served(request, keys)
+        if request.path_params["name"] != model:
+            raise RequestError(f"there is no such model; there is {model}", status=404, code="model_not_found")
+        return JSONResponse(_model(model))
+
+    async def reward(request: Request) -> Response:
+        served = _served(request, keys, request.path_params["key"])
+        body = await _body(request)
+        await asyncio.wrap_future(served.run(lambda: _post(served, body)))
+        return JSONResponse({"object": "reward", "reward": body["reward"]})
+
+    async def document(request: Request) -> Response:
+        written = _served(request, keys, request.path_params["key"]).document
+        counts = {"num_turns": len(written.completions), "num_sequences": len(written.sequences)}
+        return JSONResponse({"object": "document", **counts, "cut_by": written.cut_by})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", completes("chat"), methods=["POST"]),
+            Route("/v1/completions", completes("text"), methods=["POST"]),
+            Route("/inference/v1/generate", completes("token_ids"), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/v1/documents/{key}/reward", reward, methods=["POST"]),
+            Route("/v1/documents/{key}", document),
+            Route("/health", health),
+        ],
+        exception_handlers={
+            RequestError: _refused,
+            ClientDisconnect: _gone,
+            404: _not_served,
+            405: _not_served,
+            Exception: _failed,
+        },
+    )
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "truestep"}
+
+
+def _served(request: Request, keys: Keys, named: str | None = None) -> Served:
+    """Return the document of the request's key. `named`: the document that the path names, which must be that one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    served = keys.find(key.strip()) if scheme.lower() == "bearer" else None
+    if served is None or (named is not None and keys.find(named) is not served):
+        raise RequestError("the API key is of no document that is being written", status=401, code="invalid_api_key")
+    return served
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    too_large = RequestError(f"the body has more than {_LARGEST_BODY} bytes", status=413, code="request_too_large")
+    said = request.headers.get("content-length", "")
+    if said.isascii() and said.isdigit() and int(said[:20]) > _LARGEST_BODY:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST_BODY:
+            raise too_large
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not JSON") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body is not an object of JSON")
+    return value
+
+
+async def _post(served: Served, body: dict[str, Any]) -> None:
+    served.document.post(body)
+    served.posted()
+
+
+async def _unless_gone(request: Request, work: "Future[T]") -> T:
+    """Wait for work, and cancel it when the client disconnects."""
+    waited: asyncio.Future[T] = asyncio.wrap_future(work)
+    gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
+    waits: set[asyncio.Future[Any]] = {waited, gone}
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not waited.done():
+            raise ClientDisconnect
+        if waited.cancelled():
+            raise RequestError("the document has ended", status=404, code="document_ended")
+        return waited.result()
+    finally:
+        waited.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stream(served: Served, asked: Asked, form: Form) -> Response:
+    """Begin to answer by events. What is wrong with the request is known before the first one."""
+    here = asyncio.get_running_loop()
+    told: asyncio.Queue[tuple[int, Sequence[int]] | None] = asyncio.Queue()
+
+    def tell(number: int, tokens: Sequence[int]) -> None:
+        with contextlib.suppress(RuntimeError):  # the endpoint is closed
+            here.call_soon_threadsafe(told.put_nowait, (number, list(tokens)))
+
+    work = asyncio.wrap_future(served.run(lambda: served.document.complete(asked, tell)))
+    work.add_done_callback(lambda _: told.put_nowait(None))
+    first = await told.get()
+    if first is None and (work.cancelled() or work.exception() is not None):
+        return _refused_for(_why(work))
+
+    async def events() -> AsyncIterator[bytes]:
+        choices = [Streamed(form, asked, number) for number in range(asked.count)]
+        try:
+            for choice in choices:
+                for part in choice.first():
+                    yield as_event(form.event([part]))
+            following = first
+            while following is not None:
+                number, tokens = following
+                for part in choices[number].more(tokens):
+                    yield as_event(form.event([part]))
+                following = await told.get()
+            if work.cancelled() or work.exception() is not None:
+                yield as_event(_why(work).body)
+                return
+            for choice, done in zip(choices, work.result(), strict=True):
+                for part in choice.last(done):
+                    yield as_event(form.event([part]))
+            if asked.streams_usage:
+                yield as_event(form.event([], usage=usage(work.result())))
+            yield LAST_EVENT
+        finally:
+            work.cancel()
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _why(work: "asyncio.Future[Any]") -> RequestError:
+    error = None if work.cancelled() else work.exception()
+    if error is None:
+        return RequestError("the document has ended", status=404, code="document_ended")
+    return error if isinstance(error, RequestError) else RequestError("an internal error", status=500)
+
+
+def _refused_for(error: RequestError) -> Response:
+    return JSONResponse(error.body, status_code=error.status)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _refused_for(error)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    what = f"{request.method} is not served here" if status == 405 else "nothing is served here"
+    return _refused_for(RequestError(what, status=status))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _refused_for(RequestError("an internal error", status=500))
