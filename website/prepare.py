@@ -31,6 +31,8 @@ NAVIGATION: dict[str, list[str]] = {
     ],
     "Rollouts": [
         "docs/rewards.md",
+        "docs/environments.md",
+        "docs/agents.md",
         "docs/rollouts.md",
         "docs/engine.md",
         "docs/sampling.md",

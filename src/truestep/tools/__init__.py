@@ -4,6 +4,7 @@ verify            compares a configuration under many layouts with a float64 ref
 parity            measures the gap between the sampler's and the trainer's log-probs, and finds its cause
 score             computes one step over files: log-probs, metrics, gradients
 export            converts a checkpoint to a Hugging Face directory
+serve             serves the policy without training, and keeps the documents that are written
 demo              a whole run on a tiny task
 init              creates a new task to start from
 """

@@ -132,6 +132,18 @@ def test_openais_client_chats_calls_tools_and_goes_on() -> None:
         )
 
 
+def test_a_malformed_call_is_part_of_the_text() -> None:
+    broken = '<tool_call>\n{"name": "add", "arguments": {"a": 1,\n</tool_call>'
+    with served(Writes(f"I add. {broken}", "again")) as house:
+        client: Any = house.client
+        choice = client.chat.completions.create(model="policy", messages=USER, tools=TOOLS).choices[0]
+        assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+        assert choice.message.content == f"I add. {broken}"
+        messages = [*USER, choice.message.model_dump(), {"role": "user", "content": "no"}]
+        client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        assert len(house.document.sequences) == 1
+
+
 @pytest.mark.parametrize("text", ["Hello, you", CALL, f"I add.\n{CALL}", "a < b, or [1]", "naïve ✓ 漢字", " spaced \n"])
 def test_a_stream_says_what_a_whole_answer_says(text: str) -> None:
     with served(Writes(text)) as house:

@@ -16,6 +16,7 @@ from truestep.environments.process import WorkerOptions
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
 from truestep.generate.command import CommandPlay
+from truestep.generate.endpoint.keys import SecretKeys, Served
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.environment import EpisodeLimits
 from truestep.generate.generator import DrawOptions
@@ -110,6 +111,20 @@ def test_a_program_that_hangs_is_cut_by_its_timeout(model: Path) -> None:
 def test_without_a_reward_it_says_how_to_give_one(model: Path) -> None:
     for each in played(model, "says nothing"):
         assert isinstance(each.rating, RewardError) and "/documents/$OPENAI_API_KEY/reward" in str(each.rating)
+
+
+def test_a_key_ends_with_its_episode(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[SecretKeys, str]] = []
+    honest = SecretKeys.add
+
+    def add(keys: SecretKeys, served: Served) -> str:
+        made.append((keys, honest(keys, served)))
+        return made[-1][1]
+
+    monkeypatch.setattr(SecretKeys, "add", add)
+    played(model, "ends")
+    assert len(made) == 2 and all(len(key) == len("sk-") + 32 for _, key in made)
+    assert all(keys.find(key) is None for keys, key in made)
 
 
 def test_contradictions_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ host              a thread that serves the episodes of one process
 connection        that process as the run sees it
 worker            the process that imports an environment and forks one process for each episode (imports no torch)
 instance          the process of one episode (imports no torch)
+program           the environment of an episode that is a program
 answers           the checks of what an environment's methods return
 wire              what the frames between run and processes hold
 """
