@@ -71,8 +71,9 @@ class EpisodeService:
 
     # ---- calls
 
-    def begin(self, row: Mapping[str, Any], seed: str) -> "Future[Begun]":
-        """Begin an episode with a prompt's record. `seed` seeds its random numbers."""
+    def begin(self, row: Mapping[str, Any], seed: str, name: str | None = None) -> "Future[Begun]":
+        """Begin an episode with a prompt's record. `seed` seeds its random numbers; what it prints is kept under its
+        `name`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the environments are closed")
@@ -80,7 +81,7 @@ class EpisodeService:
             self._num_first -= is_first
         episode = Episode(next(self._numbers), is_first)
         begun: Future[Begun] = Future()
-        started = self._call(Call(episode, "start", {"row": dict(row), "seed": seed}))
+        started = self._call(Call(episode, "start", {"row": dict(row), "seed": seed, "name": name}))
         begun.add_done_callback(lambda future: started.cancel() if future.cancelled() else None)
         started.add_done_callback(partial(_pass_on, episode, begun))
         return begun
