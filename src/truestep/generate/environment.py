@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +33,7 @@ class _Progress:
     """An episode as far as it has been played."""
 
     conversation: Conversation
-    tools: frozenset[str]  # names of which calls are counted by themselves
+    tools: tuple[str, ...]  # names of which calls are counted by themselves
     completions: list[Completion] = field(default_factory=list)
     turns: list[TurnFacts] = field(default_factory=list)  # one for each completion
     rating: Rating | RewardError | None = None
@@ -59,7 +59,7 @@ class EnvironmentPlay:
             handle = begun.episode
             tools = self._service.tools()
             conversation = Conversation(self._tokenizer, list(tools.values()))
-            progress = _Progress(conversation, frozenset(list(tools)[:MOST_TOOLS]))
+            progress = _Progress(conversation, tuple(tools)[:MOST_TOOLS])
             progress.conversation.begin(_said(begun.said))
             try:
                 async with asyncio.timeout(self._limits.seconds):
@@ -130,6 +130,7 @@ class EnvironmentPlay:
             "ended_by": progress.ended_by,
             "num_turns": len(progress.completions),
             "num_tool_calls": sum(turn.calls for turn in progress.turns),
+            "tools": list(progress.tools),
             "by_turn": [turn.line() for turn in progress.turns],
         }
         return Played(
@@ -142,7 +143,7 @@ class EnvironmentPlay:
         )
 
 
-def _turn(answer: Answer, drawing: float, known: frozenset[str]) -> TurnFacts:
+def _turn(answer: Answer, drawing: float, known: Collection[str]) -> TurnFacts:
     """Count the tool calls of a turn."""
     turn = TurnFacts(drawing)
     for call in answer.tool_calls:
@@ -153,7 +154,7 @@ def _turn(answer: Answer, drawing: float, known: frozenset[str]) -> TurnFacts:
     return turn
 
 
-def _add_seconds(turn: TurnFacts, seconds: Mapping[str, float], known: frozenset[str]) -> None:
+def _add_seconds(turn: TurnFacts, seconds: Mapping[str, float], known: Collection[str]) -> None:
     """Add what the episode's process measured, of tools that the policy called."""
     for name, spent in seconds.items():
         use = turn.tools.get(name if name in known else OTHER_TOOL)

@@ -1,8 +1,9 @@
 """What is known of an episode beside its tokens: why it ended, and the time and the tool calls of each of its turns.
 
-It stands in a document's metadata, as `ended_by` and `by_turn`:
+It stands in a document's metadata, as `ended_by`, `tools` (the environment's) and `by_turn`:
 
     {"ended_by": "max_turns",
+     "tools": ["calculate", "look"],
      "by_turn": [{"drawing": 0.31, "environment": 0.02, "malformed": 1,
                   "tools": {"calculate": {"calls": 2, "seconds": 0.01}}}]}
 """
@@ -56,19 +57,25 @@ class EpisodeFacts:
     """What a document's metadata say of its episode."""
 
     ended_by: str | None  # one of `ENDS`; None: unknown
-    turns: list[TurnFacts]  # of the policy, in order; empty: unknown
+    turns: list[TurnFacts] = field(default_factory=list)  # of the policy, in order; empty: unknown
+    tools: list[str] = field(default_factory=list)  # those of the environment
 
 
 def facts_of(metadata: Mapping[str, Any]) -> EpisodeFacts:
     """Read a document's metadata. They may come from anybody: what does not have the form is unknown."""
     ended_by, given = metadata.get("ended_by"), metadata.get("by_turn")
     known = ended_by if isinstance(ended_by, str) and ended_by in ENDS else None
-    if not isinstance(given, list) or len(given) > _MOST_TURNS:
-        return EpisodeFacts(known, [])
     try:
-        return EpisodeFacts(known, [_read_turn(one) for one in given])
+        tools = [_name(one) for one in _list(metadata.get("tools", []), MOST_TOOLS)]
+        return EpisodeFacts(known, [_read_turn(one) for one in _list(given, _MOST_TURNS)], tools)
     except UnfitError:
-        return EpisodeFacts(known, [])
+        return EpisodeFacts(known)
+
+
+def _list(value: Any, most: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise UnfitError("not a list")
+    return value
 
 
 def _read_turn(given: Any) -> TurnFacts:

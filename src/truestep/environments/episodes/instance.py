@@ -77,7 +77,8 @@ class _Episode:
             return {"end": end_of(self._called(what, lambda: instance.cut(request["reason"])), what, self._turns)}
         self._turns += 1
         instance.turns = self._turns
-        instance._tool_seconds = seconds = {}
+        seconds: dict[str, float] = {}
+        instance._tool_seconds = seconds
         returned = self._called(what, lambda: instance.step(answer_from(request["answer"])))
         if is_said(returned):
             return {"said": said_of(returned, what), "tools": seconds}

@@ -4,10 +4,10 @@ They are about documents that have turns; without one nothing is measured. Every
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from truestep.metrics.types import Max, Mean, Metric
-from truestep.rollouts.episodes import ENDS, MOST_TOOLS, OTHER_TOOL, ToolUse, TurnFacts, facts_of
+from truestep.rollouts.episodes import ENDS, MOST_TOOLS, OTHER_TOOL, EpisodeFacts, ToolUse, TurnFacts, facts_of
 from truestep.types import Rollout
 
 
@@ -24,7 +24,7 @@ def measure_episodes(documents: Sequence[Rollout]) -> dict[str, Metric]:
     }
     if ends:
         metrics |= {f"ended_by/{end}": Mean(float(ends[end]), float(ends.total())) for end in ENDS}
-    return metrics | _of_turns([one.turns for one in facts if one.turns])
+    return metrics | _of_turns([one for one in facts if one.turns])
 
 
 def policy_turns(document: Rollout) -> int:
@@ -32,13 +32,13 @@ def policy_turns(document: Rollout) -> int:
     return sum(bool(document.loss_mask[turn.start : turn.end].any()) for turn in document.turns)
 
 
-def _of_turns(episodes: Sequence[Sequence[TurnFacts]]) -> dict[str, Metric]:
-    """Measure calls and times, given the turns of each episode for which they are known."""
+def _of_turns(episodes: Sequence[EpisodeFacts]) -> dict[str, Metric]:
+    """Measure calls and times, given the episodes whose turns are known."""
     if not episodes:
         return {}
-    turns = [turn for episode in episodes for turn in episode]
+    turns = [turn for episode in episodes for turn in episode.turns]
     calls, count = float(sum(turn.calls for turn in turns)), float(len(episodes))
-    tools = _by_tool(turns)
+    tools = _by_tool(turns, {name for episode in episodes for name in episode.tools})
     metrics: dict[str, Metric] = {
         "turn_time/drawing": _mean([turn.drawing for turn in turns]),
         "turn_time/environment": _mean([turn.environment for turn in turns]),
@@ -51,16 +51,18 @@ def _of_turns(episodes: Sequence[Sequence[TurnFacts]]) -> dict[str, Metric]:
     return metrics | {f"tool_time/{name}": _seconds_of_a_call(uses) for name, uses in tools.items()}
 
 
-def _by_tool(turns: Sequence[TurnFacts]) -> dict[str, list[ToolUse]]:
-    """Return the uses of each tool. Beyond `MOST_TOOLS` names, those with the fewest calls count together."""
-    calls = Counter[str]()
+def _by_tool(turns: Sequence[TurnFacts], offered: Collection[str]) -> dict[str, list[ToolUse]]:
+    """Return the uses of each tool that is offered or called. Beyond `MOST_TOOLS` names, those with the fewest calls
+    count together."""
+    calls = Counter(dict.fromkeys(offered, 0))
     for turn in turns:
         calls.update({name: use.calls for name, use in turn.tools.items()})
-    kept = sorted(calls, key=lambda name: (-calls[name], name))[:MOST_TOOLS]
-    tools: dict[str, list[ToolUse]] = {name: [] for name in kept}
+    names = sorted(calls, key=lambda name: (-calls[name], name))
+    place = {name: name if number < MOST_TOOLS else OTHER_TOOL for number, name in enumerate(names)}
+    tools: dict[str, list[ToolUse]] = {place[name]: [] for name in names}
     for turn in turns:
         for name, use in turn.tools.items():
-            tools.setdefault(name if name in kept else OTHER_TOOL, []).append(use)
+            tools[place[name]].append(use)
     return tools
 
 

@@ -25,8 +25,8 @@ from truestep.ranks.group import Ranks
 from truestep.rollouts.fields import Field
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
-from truestep.step.compute.exact import score_exactly
 from truestep.step.compute.episodes import measure_episodes
+from truestep.step.compute.exact import score_exactly
 from truestep.step.compute.groups import measure_answers, measure_groups
 from truestep.step.compute.label_shares import LabelShare, MicroBatch
 from truestep.step.compute.passes import Passes

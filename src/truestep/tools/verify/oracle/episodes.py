@@ -15,9 +15,10 @@ def episode_metrics(documents: list[Document]) -> dict[str, Metric]:
     metrics = _drawn_turns(documents)
     for reason in _REASONS:
         metrics |= _mean(f"ended_by/{reason}", [float(one == reason) for one in known])
-    episodes = [turns for document in documents if (turns := _readable_turns(document.metadata.get("by_turn")))]
+    found = [(document, _readable_turns(document.metadata)) for document in documents]
+    episodes = [turns for _, turns in found if turns]
     called, broken = [], 0
-    by_name: dict[str, int] = {}
+    by_name = {name: 0 for document, turns in found if turns for name in document.metadata.get("tools", [])}
     for turns in episodes:
         count = 0
         for turn in turns:
@@ -55,8 +56,11 @@ def _mean(name: str, values: list[float]) -> dict[str, Metric]:
     return {name: (mean, mean)} if values else {}
 
 
-def _readable_turns(given: Any) -> list[dict[str, Any]]:
+def _readable_turns(metadata: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the turns of a document's metadata; an empty list for what has another form."""
+    given, offered = metadata.get("by_turn"), metadata.get("tools", [])
+    if not isinstance(offered, list) or len(offered) > 64 or not all(_is_name(name) for name in offered):
+        return []
     if not isinstance(given, list) or not 0 < len(given) <= 65536:
         return []
     for turn in given:
@@ -66,11 +70,15 @@ def _readable_turns(given: Any) -> list[dict[str, Any]]:
         if not all(_is_time(turn.get(name)) for name in ("drawing", "environment")):
             return []
         for name, use in tools.items():
-            if not 0 < len(name) <= 64 or not name.isprintable() or not isinstance(use, dict):
+            if not _is_name(name) or not isinstance(use, dict):
                 return []
             if not _is_count(use.get("calls")) or not _is_time(use.get("seconds")):
                 return []
     return given
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable()
 
 
 def _is_count(value: Any) -> bool:
