@@ -93,7 +93,7 @@ def test_of_a_past_that_is_said_again_the_end_is_kept() -> None:
     blocks = blocks_of(made, reader(80))
     assert [block["sequence"] for block in blocks] == [0, 0, 1, 1]
     assert blocks[0]["text"].startswith("w0 w1 ") and len(blocks[0]["text"]) == 80
-    assert blocks[2]["text"] == f"{CUT}97 w198 " and blocks[3]["text"] == "w199 "
+    assert blocks[2]["text"] == f"{CUT}197 w198 " and blocks[3]["text"] == "w199 "
 
 
 def test_a_row_with_turns_is_read_back_as_it_was(tmp_path: Path) -> None:
