@@ -48,8 +48,8 @@ def with_turns(record: Record) -> Record:
     size = len(record["input_ids"])
     half = size // 2
     written = {"start": half, "end": size, "role": "assistant", "reward": 0.25 * half}
-    calls = {"add": {"calls": 1 + size % 3, "seconds": 0.5}, "(other)": {"calls": size % 2, "seconds": None}}
-    turn = {"drawing": 0.25 * size, "environment": None, "malformed": size % 4, "tools": calls if size % 5 else {}}
+    calls = {"add": {"calls": 1 + size % 3}, "(other)": {"calls": size % 2}}
+    turn = {"malformed": size % 4, "tools": calls if size % 5 else {}}
     facts = {"ended_by": ("environment", "max_turns", "its own")[size % 3], "tools": ["add", "look"], "by_turn": [turn]}
     turns = [*([{"start": 0, "end": half, "role": "user"}] if half else []), written]
     return record | {"turns": turns, "metadata": facts if size % 7 else {"by_turn": 3}}
