@@ -44,7 +44,12 @@ def _document(members: list[Record], name: str) -> list[Record]:
 
 
 def with_turns(record: Record) -> Record:
-    """Give a record turns: half of it answered, half written."""
-    half = len(record["input_ids"]) // 2
-    written = {"start": half, "end": len(record["input_ids"]), "role": "assistant", "reward": 0.25 * half}
-    return record | {"turns": [*([{"start": 0, "end": half, "role": "user"}] if half else []), written]}
+    """Give a record turns: half of it answered, half written; and facts about its episode."""
+    size = len(record["input_ids"])
+    half = size // 2
+    written = {"start": half, "end": size, "role": "assistant", "reward": 0.25 * half}
+    calls = {"add": {"calls": 1 + size % 3}, "(other)": {"calls": size % 2}}
+    turn = {"malformed": size % 4, "tools": calls if size % 5 else {}}
+    facts = {"ended_by": ("environment", "max_turns", "its own")[size % 3], "tools": ["add", "look"], "by_turn": [turn]}
+    turns = [*([{"start": 0, "end": half, "role": "user"}] if half else []), written]
+    return record | {"turns": turns, "metadata": facts if size % 7 else {"by_turn": 3}}

@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from truestep import Answer, End, Environment
+from truestep import Answer, End, Environment, tool
 
 
 class Sorting(Environment):
@@ -63,3 +63,30 @@ class Failing(Environment):
         if int(self.row["prompt"].split()[1]) % 2:
             raise ValueError("this environment cannot go on")
         return End(float(len(answer.text)))
+
+
+class Tooled(Environment):
+    """Has two tools, one of which fails to answer now and then, and rewards each turn."""
+
+    def start(self, row: Any) -> list[dict[str, Any]]:
+        self.rewards: list[float | None] = []
+        return [{"role": "user", "content": row["prompt"]}]
+
+    @tool
+    def calculate(self, expression: str) -> str:
+        """Return the value of a sum."""
+        time.sleep(0.003)
+        return str(sum(int(part) for part in expression.split("+")))
+
+    @tool
+    async def look(self) -> str:
+        """Look at it."""
+        return "seen"
+
+    def step(self, answer: Answer) -> Any:
+        self.rewards.append(0.25 * len(answer.tool_calls) or None)
+        print("turn", self.turns)
+        return super().step(answer)
+
+    def finish(self, answer: Answer) -> End:
+        return End(float("3" in answer.text), self.rewards)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from doors.own_server import Process, serve
 from selection import long_except
 from small_runs import merged, quiet_trainer, sampled_config, sort_prompts, word_model, write_lines
-from truestep.environments.printed import _MOST_BYTES, PrintedLog
+from truestep.environments.printed import _MOST_BYTES, PrintedLog, name_lines
 from truestep.environments.process import WorkerOptions, isolation_refused
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import _NEVER_WORKED, FailingRewardError, Rater
@@ -88,3 +90,17 @@ def test_the_file_of_what_rewards_print_stays_small_and_keeps_the_end(tmp_path: 
 def test_a_reward_that_may_not_write_is_told_the_option() -> None:
     (error,) = outcomes("writes_here", ["x"])
     assert "Read-only file system" in str(error) and "reward_writable" in str(error)
+
+
+def test_lines_of_an_episode_have_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    name_lines("3-1: ")
+    print("one\ntwo", end="")
+    assert written.getvalue() == "3-1: one\n", "a line is written when it ends"
+    print("", 3, flush=True)
+    sys.stdout.writelines(["a\n", "b\n"])
+    sys.stdout.write("x" * 600)
+    assert written.getvalue() == f"3-1: one\n3-1: two 3\n3-1: a\n3-1: b\n3-1: {'x' * 600}\n"
+    assert sys.stdout.getvalue() == written.getvalue(), "all else is the stream's own"

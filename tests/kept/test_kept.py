@@ -28,7 +28,8 @@ from small_runs import (
 from tiny import label_positions
 from truestep.config.schema import Config
 from truestep.rollouts.kept import files
-from truestep.rollouts.kept.rows import Reader, choose
+from truestep.rollouts.kept.reader import Reader
+from truestep.rollouts.kept.rows import choose
 from truestep.step.compute.runner import Accumulated
 from truestep.types import Rollout, StepPlan
 

@@ -91,6 +91,24 @@ def test_tensorboard_shows_rollouts_as_text(tmp_path: Path) -> None:
     assert "| a\\|b ⏎ c\\x1b[2J | 0.5 |" in row
 
 
+def test_conversations_are_text_in_a_tracker(tmp_path: Path) -> None:
+    blocks = [
+        {"sequence": 0, "label": False, "text": "what is 1+2"},
+        {"sequence": 0, "label": True, "role": "assistant", "text": "a|b"},
+        {"sequence": 0, "label": False, "role": None, "text": "further"},
+        {"sequence": 1, "label": True, "role": "x\x1b[2J", "text": "3"},
+    ]
+    sink = TensorBoardSink(str(tmp_path))
+    sink.rollouts({"step": 1}, [{"step": 1, "turns": blocks, "ended_by": "max_turns"}, {"step": 1, "completion": "c"}])
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    head, _, row, other = events.Tensors("rollouts/text_summary")[0].tensor_proto.string_val[0].decode().splitlines()
+    assert head.endswith("| rejected | ended_by | conversation |")
+    conversation = "what is 1+2 ⏎ [assistant] ⏎ a\\|b ⏎ further ⏎ --- sequence 2 --- ⏎ [x\\x1b[2J] ⏎ 3"
+    assert row.endswith(f"| max_turns | {conversation} |") and other.count("|") == head.count("|")
+
+
 def test_tensorboard_forgets_the_steps_that_a_restart_rolled_back(tmp_path: Path) -> None:
     first = TensorBoardSink(str(tmp_path))
     for step in (1, 2, 3):

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from truestep.report import rollouts, write_report
 from truestep.report.health import health
 from truestep.report.rollouts import collect, spread
 from truestep.report.runs import read_run
 from truestep.rollouts.kept import files
+from truestep.text import printable
 
 HOSTILE = "</script><img src=x onerror=alert(1)> & 'quotes' \x1b[31m \N{PARTY POPPER}"
 
@@ -26,15 +28,30 @@ def make_run(path: Path, steps: int = 6, members: int = 4, length: int = 1) -> P
             {
                 "step": step, "id": f"{step}-{member}", "group_id": f"g{step}", "prompt": f"what is {step}? {HOSTILE}",
                 "completion": f"{member} {HOSTILE}" * length, "reward": member / 4, "rewards": [("unit", 0.5)],
-                "advantage": member - 1.5, "length": 2, "tokens": 5, "truncated": member == 0, "staleness": 3,
+                "advantage": member - 1.5, "length": 2, "tokens": 20, "truncated": member == 0, "staleness": 3,
                 "log_ratio": 0.01, "largest_log_ratio": 0.02, "entropy": 0.5,
             }
             for member in range(members)
         ]  # fmt: skip
         rows[0] |= {"token_texts": ["a", HOSTILE], "token_logprobs": [-1, -2], "token_log_ratios": [0.5, float("nan")]}
+        rows[2] |= {"ended_by": HOSTILE if step == 2 else "max_turns", "turns": conversation(step)}
         rows[-1] |= {"rejected": "its reward raised", "reward": None}
         files.write_rows(path / "rollouts", rows)
     return path
+
+
+def conversation(step: int) -> list[dict[str, Any]]:
+    """Blocks of two sequences, as a file may have them, whoever wrote it: no name and no text is trusted."""
+    tools = [{"name": HOSTILE, "calls": step, "seconds": 0.25}, {"name": "add", "calls": 1, "seconds": None}]
+    said = {"sequence": 0, "turn": 1, "label": False, "tokens": 2, "role": "tool", "text": HOSTILE}
+    facts = {"reward": 0.0, "drawing_seconds": 1.5, "environment_seconds": 0.0625, "tools": tools, "malformed": step}
+    return [
+        {"sequence": 0, "turn": None, "label": False, "tokens": 3, "text": "what"},
+        {"sequence": 0, "turn": 0, "label": True, "tokens": 1, "role": HOSTILE, "text": HOSTILE, **facts},
+        said,
+        {"sequence": 1, "turn": None, "label": False, "tokens": 4, "text": f"again {HOSTILE}"},
+        {"sequence": 1, "turn": 2, "label": True, "tokens": 1, "role": "assistant", "text": "end", "reward": None},
+    ]
 
 
 def payload(page: str, name: str) -> Any:
@@ -59,6 +76,44 @@ def test_the_page_has_all_numbers_and_texts(tmp_path: Path) -> None:
     assert texts["rows"][4][5] == [["a", HOSTILE], [-100, -200], [500, None], None]
     assert texts["prompts"][1] == f"what is 2? {HOSTILE}"
     assert "not in this page" not in page.split("<script>")[0]
+
+
+def test_conversations_are_in_the_page(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run"))
+    index, texts = payload(page, "index"), payload(page, "texts")
+    known = printable(HOSTILE, 60)
+    assert [index["ends"][number] for number in index["ended"][:8]] == [
+        *[None] * 2,
+        "max_turns",
+        *[None] * 3,
+        known,
+        None,
+    ]
+    assert [len(row) for row in texts["rows"]] == [6, 6, 7, 6] * 6
+    role = printable(HOSTILE, 64)
+    assert texts["rows"][6][6] == [
+        20 - 11,
+        [
+            [0, 0, 3, "what"],
+            [0, 1, 1, HOSTILE, role, 0.0, 1.5, 0.0625, [[role, 2, 0.25], ["add", 1, None]], 2],
+            [0, 0, 2, HOSTILE, "tool"],
+            [1, 0, 4, f"again {HOSTILE}"],
+            [1, 1, 1, "end", "assistant"],
+        ],
+    ]
+
+
+def test_files_without_turns_are_shown_beside_those_with_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    first = files.list_files(run / "rollouts")[0]
+    table = parquet.read_table(first)
+    parquet.write_table(table.drop_columns(["turns", "ended_by"]), first)
+    page = page_of(run)
+    assert f"{first.name} cannot be read" not in page
+    assert [len(row) for row in payload(page, "texts")["rows"]] == [6, 6, 6, 6, 6, 6, 7, 6]
+    assert payload(page, "index")["ended"] == [0] * 6 + [1, 0]
+    parquet.write_table(table.drop_columns(["reward"]), first)
+    assert f"{first.name} cannot be read." in page_of(run)
 
 
 def test_nothing_that_a_model_wrote_is_in_the_page_as_it_is(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from rollouts.rollout_records import NEEDS, NOTHING, record, write
 from truestep.rollouts.check import check_files
 from truestep.rollouts.documents import document_line, read_document
 from truestep.rollouts.files import Documents, load_documents
-from truestep.rollouts.kept.rows import Reader, row_of
+from truestep.rollouts.kept.reader import Reader
+from truestep.rollouts.kept.rows import row_of
 from truestep.rollouts.packing import pack
 from truestep.rollouts.record import Checks
 from truestep.rollouts.table.documents import load_tables

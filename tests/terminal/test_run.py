@@ -81,6 +81,7 @@ def test_a_line_shows_what_there_is() -> None:
     assert live_line({"step": 1, "loss": 0.5, "entropy": 3.0}) == "loss +0.5000"
     assert live_line({"step": 1, "loss": math.nan, "grad_norm": math.inf}) == "loss +nan  grad inf"
     assert live_line({}) == ""
+    assert live_line({"response_length": 30.0, "policy_turns": 2.5, "turns": 4.0}) == "length 30.0  turns 2.5"
     assert number_lines({"step": 3}, 80) == []
     assert number_lines({"loss": 0.5, "grad_norm": math.inf}, 80) == ["loss +0.5000  grad inf"]
 

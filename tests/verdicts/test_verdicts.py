@@ -129,6 +129,10 @@ MADE_UP: dict[str, tuple[str, dict[str, Callable[[int], float]]]] = {
     "a reward is far from the sampler's policy": ("far from the sampler", {"kl_new_old": lambda step: 0.5}),
     "most tokens are clipped": ("far from the sampler", {"clipped_ratio_fraction": lambda step: 0.4}),
     "completions are cut off from the start": ("cut off", {"truncated_fraction": lambda step: 0.7}),
+    "limits cut many episodes": (
+        "cut off",
+        {"ended_by/max_turns": lambda step: 0.2, "ended_by/episode_timeout": lambda step: 0.15},
+    ),
     "steps have no gradient": ("no gradient", {"grad_norm": lambda step: 0.0}),
     "groups do not differ": ("groups without a difference", {"zero_advantage_groups": lambda step: 0.85}),
     "rewards are waited for": ("slow rewards", {"time/rating": lambda step: 8.0, "step_time": lambda step: 10.0}),
@@ -190,6 +194,15 @@ HONEST: dict[str, dict[str, Callable[[int], float]]] = {
     },
     "half of the groups do not differ": {"zero_advantage_groups": lambda step: 0.6},
     "classes of which one is common": {"most_common_completion": noisy(lambda step: 0.7, 0.1)},
+    "episodes of which a few are cut": {
+        "truncated_fraction": noisy(lambda step: 0.2, 0.01),
+        "ended_by/max_turns": noisy(lambda step: 0.1, 0.01),
+        "ended_by/max_new_tokens": noisy(lambda step: 0.1, 0.01),
+    },
+    "episodes that are cut less and less": {
+        "ended_by/max_turns": lambda step: 0.29 / step,
+        "truncated_fraction": lambda step: 0.29 / step,
+    },
     "steered to an entropy": {
         "entropy": lambda step: 0.2 + 0.1 * step,
         "entropy_bonus_weight": lambda step: 0.01,
@@ -267,6 +280,7 @@ def test_supervised_runs_are_judged_by_the_held_out_loss(losses: list[float], ki
 def test_anything_may_be_missing_or_of_any_size() -> None:
     generator = random.Random(0)
     names = sorted(recorded("collapse")[0][0].keys() | {"time/rating", "step_time", "entropy_bonus", "staleness"})
+    names += ["ended_by/max_turns", "ended_by/episode_timeout"]
     for _ in range(150):
         present = generator.sample(names, generator.randrange(len(names)))
         count = generator.choice([0, 1, 2, 5, 30])
@@ -287,6 +301,25 @@ def test_anything_may_be_missing_or_of_any_size() -> None:
 def test_slow_rewards_are_said_after_three_steps_of_any_size() -> None:
     told = played_without_a_look(lines_of(3, num_documents=lambda step: 8, **MADE_UP["rewards are waited for"][1]))
     assert told.kinds == ["slow rewards"] and "80.0 % of a step's time, 8.0 s" in told.said[0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "advice"),
+    [
+        ("max_turns", "Raise sampler.max_turns"),
+        ("max_episode_tokens", "Raise sampler.max_episode_tokens"),
+        ("max_new_tokens", "Raise sampler.max_new_tokens"),
+        ("episode_timeout", "sampler.episode_timeout"),
+    ],
+)
+def test_the_limit_that_cuts_most_episodes_is_named(limit: str, advice: str) -> None:
+    shares: dict[str, Callable[[int], float]] = {
+        f"ended_by/{name}": lambda step, name=name: 0.4 if name == limit else 0.05  # type: ignore[misc]
+        for name in ("max_turns", "max_new_tokens", "episode_timeout", "max_episode_tokens")
+    }
+    told = played(lines_of(5, truncated_fraction=lambda step: 0.55, **shares))
+    assert told.kinds == ["cut off"], "once, and not as completions too"
+    assert f"limits cut 55.0 %: 40.0 % by {limit}, 5.00 % by" in told.said[0] and advice in told.said[0]
 
 
 def test_prompts_that_were_easy_from_the_start_are_no_success_though_the_last_mistakes_go() -> None:

@@ -1,9 +1,14 @@
-"""The log of the last output that rewards print, a file in the run's directory."""
+"""The log of the last output that rewards and environments print, a file in the run's directory.
+
+Imports no torch, as the processes of episodes import it.
+"""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 from truestep.text import printable
 
@@ -33,3 +38,34 @@ class PrintedLog:
         say, self._say = self._say, None
         if say is not None:
             say(f"the reward prints; what it printed last is in {self._path}")
+
+
+class _NamedLines:
+    """A text stream that writes whole lines to another one, each with a name before it."""
+
+    def __init__(self, stream: TextIO, name: str):
+        self._stream, self._name, self._rest = stream, name, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        if len(self._rest) > _LONGEST_LINE:
+            lines, self._rest = [*lines, self._rest], ""
+        if lines:
+            self._stream.write("".join(f"{self._name}{line}\n" for line in lines))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def name_lines(name: str) -> None:
+    """Put a name before each line that this process prints from now on."""
+    for stream in ("stdout", "stderr"):
+        setattr(sys, stream, _NamedLines(getattr(sys, stream), name))

@@ -16,7 +16,7 @@ from truestep.generate.endpoint.keys import SecretKeys, Served
 from truestep.generate.endpoint.server import Endpoint
 from truestep.generate.environment import EpisodeLimits
 from truestep.generate.generator import Generate
-from truestep.generate.play import Episode, Played, played_sequences
+from truestep.generate.play import Episode, Played, metadata_of, played_sequences
 
 _NO_REWARD = (
     "the program gave no reward: it posts one to $OPENAI_BASE_URL/documents/$OPENAI_API_KEY/reward, or its last line "
@@ -62,7 +62,7 @@ class CommandPlay:
         cut_by, problem = None, None
         try:
             given = {"url": self._endpoint.url, "key": key, "row": row}
-            begun = await asyncio.wrap_future(self._service.begin(given, episode.reward_seed))
+            begun = await asyncio.wrap_future(self._service.begin(given, episode.reward_seed, episode.name))
             handle = begun.episode
             async with asyncio.timeout(self._limits.seconds):
                 await self._until_end(handle, document, failed)
@@ -109,16 +109,11 @@ class CommandPlay:
         elif not document.completions:
             rating = RewardError("the program asked for no completion, so there is nothing to learn from")
         ids = document.sequences[-1].input_ids if document.sequences else []
-        metadata = {
-            "ended_by": cut_by or "environment",
-            "num_turns": len(document.completions),
-            "num_tool_calls": document.num_tool_calls,
-        }
         return Played(
             played_sequences(document.sequences, document.turn_rewards),
             document.completions,
             self._tokenizer.decode(ids),
             rating,
             truncated=cut_by is not None,
-            metadata=metadata,
+            metadata=metadata_of(cut_by or "environment", document.turns, list(document.tools)),
         )

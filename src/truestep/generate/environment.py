@@ -1,6 +1,9 @@
 """Plays episodes of several turns: the policy and its environment in turn, token for token."""
 
 import asyncio
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +13,8 @@ from truestep.environments.episodes.service import Episode as Handle
 from truestep.environments.episodes.service import EpisodeService, Said
 from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.generator import Completion, Generate, Request
-from truestep.generate.play import Episode, Played, played_sequences
+from truestep.generate.play import Episode, Played, metadata_of, played_sequences, turn_of
+from truestep.rollouts.episodes import MOST_TOOLS, OTHER_TOOL, TurnFacts
 
 _NO_TURN = "an episode in which the policy drew nothing has nothing to learn from"
 
@@ -29,8 +33,9 @@ class _Progress:
     """An episode as far as it has been played."""
 
     conversation: Conversation
+    tools: tuple[str, ...]  # names of which calls are counted by themselves
     completions: list[Completion] = field(default_factory=list)
-    tool_calls: int = 0
+    turns: list[TurnFacts] = field(default_factory=list)  # one for each completion
     rating: Rating | RewardError | None = None
     turn_rewards: list[float | None] = field(default_factory=list)
     ended_by: str = "environment"  # or the limit that cut it
@@ -50,9 +55,11 @@ class EnvironmentPlay:
         handle, progress = None, None
         row = {"id": episode.prompt.id, "prompt": episode.prompt.prompt, **episode.prompt.fields}
         try:
-            begun = await asyncio.wrap_future(self._service.begin(row, episode.reward_seed))
+            begun = await asyncio.wrap_future(self._service.begin(row, episode.reward_seed, episode.name))
             handle = begun.episode
-            progress = _Progress(Conversation(self._tokenizer, list(self._service.tools().values())))
+            tools = self._service.tools()
+            conversation = Conversation(self._tokenizer, list(tools.values()))
+            progress = _Progress(conversation, tuple(tools)[:MOST_TOOLS])
             progress.conversation.begin(_said(begun.said))
             try:
                 async with asyncio.timeout(self._limits.seconds):
@@ -72,7 +79,7 @@ class EnvironmentPlay:
 
     async def _converse(self, episode: Episode, handle: Handle, progress: _Progress, generate: Generate) -> None:
         """Let policy and environment take turns until the episode ends or is cut."""
-        conversation, number = progress.conversation, 0
+        conversation, number, drawing = progress.conversation, 0, 0.0
         while True:
             prompt = conversation.prompt
             room = min(episode.draw.max_new_tokens, self._limits.tokens - len(prompt))
@@ -81,20 +88,26 @@ class EnvironmentPlay:
                 break
             seed = (*episode.seed, number) if number else episode.seed
             request = Request(prompt, replace(episode.draw, max_new_tokens=room), seed, episode.name)
+            start = time.perf_counter()
             completion = await generate(request)
+            drawing += time.perf_counter() - start
             if completion.aborted:  # for new weights: the turn is drawn again
                 continue
             number += 1
             progress.completions.append(completion)
             answer = conversation.drawn(completion)
-            progress.tool_calls += len(answer.tool_calls)
+            turn = turn_of(answer, drawing, progress.tools)
+            progress.turns.append(turn)
+            drawing = 0.0
             if not completion.stopped:
                 whole = room == episode.draw.max_new_tokens
                 progress.ended_by = "max_new_tokens" if whole else "max_episode_tokens"
                 break
             progress.in_environment = True
-            reply = await asyncio.wrap_future(self._service.step(handle, answer))
+            with _timed(turn):
+                reply = await asyncio.wrap_future(self._service.step(handle, answer))
             progress.in_environment = False
+            _add_seconds(turn, handle.tool_seconds, progress.tools)
             if isinstance(reply, End):
                 progress.rating, progress.turn_rewards = _rating(reply), list(reply.turn_rewards)
                 return
@@ -113,19 +126,32 @@ class EnvironmentPlay:
         assert progress.rating is not None
         sequences = progress.conversation.sequences
         ids = sequences[-1].input_ids if sequences else []
-        metadata = {
-            "ended_by": progress.ended_by,
-            "num_turns": len(progress.completions),
-            "num_tool_calls": progress.tool_calls,
-        }
         return Played(
             played_sequences(sequences, progress.turn_rewards),
             progress.completions,
             self._tokenizer.decode(ids),
             progress.rating,
             truncated=progress.ended_by != "environment",
-            metadata=metadata,
+            metadata=metadata_of(progress.ended_by, progress.turns, progress.tools),
         )
+
+
+def _add_seconds(turn: TurnFacts, seconds: Mapping[str, float], known: Collection[str]) -> None:
+    """Add what the episode's process measured, of tools that the policy called."""
+    for name, spent in seconds.items():
+        use = turn.tools.get(name if name in known else OTHER_TOOL)
+        if use is not None:
+            use.seconds = (use.seconds or 0.0) + spent
+
+
+@contextmanager
+def _timed(turn: TurnFacts) -> Iterator[None]:
+    """Note how long the environment takes, also where a limit of time ends it."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        turn.environment = time.perf_counter() - start
 
 
 def _said(said: Said) -> Any:

@@ -4,17 +4,19 @@ A reward function makes episodes of one turn. `episodes` plays those of several.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from truestep.environments.episodes.conversation import Sequence as ConversationSequence
+from truestep.environments.episodes.environment import Answer
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rates
 from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.generator import Completion, DrawOptions, Generate, Request
+from truestep.rollouts.episodes import OTHER_TOOL, ToolUse, TurnFacts
 from truestep.rollouts.sequences import join
 from truestep.types import Rollout, Turn
 
@@ -119,6 +121,28 @@ def sequence_of(prompt: Sequence[int], completion: Completion) -> PlayedSequence
         [0.0] * len(prompt) + list(completion.logprobs),
         [0] * len(prompt) + list(completion.versions) if len(completion.versions) == drawn else (),
     )
+
+
+def turn_of(answer: Answer, drawing: float, known: Collection[str]) -> TurnFacts:
+    """Count the tool calls of a turn."""
+    turn = TurnFacts(drawing)
+    for call in answer.tool_calls:
+        if call.problem is not None:
+            turn.malformed += 1
+        else:
+            turn.tools.setdefault(call.name if call.name in known else OTHER_TOOL, ToolUse()).calls += 1
+    return turn
+
+
+def metadata_of(ended_by: str, turns: Sequence[TurnFacts], tools: Sequence[str]) -> dict[str, Any]:
+    """Return what a document's metadata say of its episode. `turns`: of the policy; `tools`: those it could call."""
+    return {
+        "ended_by": ended_by,
+        "num_turns": len(turns),
+        "num_tool_calls": sum(turn.calls for turn in turns),
+        "tools": list(tools),
+        "by_turn": [turn.line() for turn in turns],
+    }
 
 
 def played_sequences(

@@ -19,6 +19,8 @@ SAMPLE_COLUMNS = (
     *("step", "group_id", "prompt", "completion", "reward", "advantage", "length", "truncated", "log_ratio"),
     "rejected",
 )
+# Further columns, where documents have turns.
+EPISODE_COLUMNS = ("ended_by", "conversation")
 
 
 class SinkError(TruestepError):
@@ -85,11 +87,30 @@ class Samples:
     def __init__(self, every: int):
         self._every = every
 
-    def of(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-        """Return the rows of a table with SAMPLE_COLUMNS; [] if this step is not shown."""
+    def of(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+        """Return the columns and the rows of a table; no rows if this step is not shown."""
         if not self._every or (line["step"] != 1 and line["step"] % self._every):
-            return []
-        return [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]
+            return list(SAMPLE_COLUMNS), []
+        conversations = any(row.get("turns") for row in rows)
+        columns = [*SAMPLE_COLUMNS, *(EPISODE_COLUMNS if conversations else ())]
+        return columns, [[_sampled(row, name) for name in columns] for row in rows]
+
+
+def _sampled(row: Mapping[str, Any], name: str) -> Any:
+    return transcript(row.get("turns") or ()) if name == "conversation" else row.get(name)
+
+
+def transcript(blocks: Iterable[Mapping[str, Any]]) -> str:
+    """Return the blocks of a kept conversation as one text, with a heading for each turn and each further sequence."""
+    lines, sequence = [], 0
+    for block in blocks:
+        if block["sequence"] != sequence:
+            sequence = block["sequence"]
+            lines.append(f"--- sequence {sequence + 1} ---")
+        if block.get("role") is not None:
+            lines.append(f"[{block['role']}]")
+        lines.append(block["text"])
+    return "\n".join(lines)
 
 
 class JsonLines:
@@ -125,8 +146,9 @@ class TensorBoardSink:
             self._writer.add_scalar(f"evaluation/{name}", value, line["step"])
 
     def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        if table := self._samples.of(line, rows):
-            lines = [SAMPLE_COLUMNS, ["---"] * len(SAMPLE_COLUMNS), *(map(_cell, row) for row in table)]
+        columns, table = self._samples.of(line, rows)
+        if table:
+            lines = [columns, ["---"] * len(columns), *(map(_cell, row) for row in table)]
             self._writer.add_text("rollouts", "\n".join(f"| {' | '.join(line)} |" for line in lines), line["step"])
 
     def close(self) -> None:
@@ -165,8 +187,9 @@ class WandbSink:
         self._run.log(renamed | {"documents_seen": line["documents_seen"]})
 
     def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        if data := self._samples.of(line, rows):
-            table = self._table(columns=list(SAMPLE_COLUMNS), data=data)
+        columns, data = self._samples.of(line, rows)
+        if data:
+            table = self._table(columns=[*columns], data=data)
             self._run.log({"rollouts": table, "documents_seen": line["documents_seen"]})
 
     def close(self) -> None:
@@ -219,8 +242,9 @@ class TrackioSink:
         self._run.log(numbers, step=line["step"])
 
     def rollouts(self, line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        if data := self._samples.of(line, rows):
-            self._run.log({"rollouts": self._table(columns=list(SAMPLE_COLUMNS), data=data)}, step=line["step"])
+        columns, data = self._samples.of(line, rows)
+        if data:
+            self._run.log({"rollouts": self._table(columns=columns, data=data)}, step=line["step"])
 
     def close(self) -> None:
         self._run.finish()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 PREFIX = "time/"
+_PREFIXES = (PREFIX, "turn_time/", "tool_time/")  # of all metrics that are times
 # The parts of `step_time`, in the order of a step; `REST` is the remaining time.
 PARTS = (
     *("sampling", "rating", "waiting", "reference", "exact"),
@@ -33,7 +34,7 @@ _OF_THE_MACHINE = frozenset(
 
 def of_the_machine(name: str) -> bool:
     """Tell whether a metric measures the machine (times, speeds, memory), and so differs between equal runs."""
-    return name in _OF_THE_MACHINE or name.startswith(PREFIX)
+    return name in _OF_THE_MACHINE or name.startswith(_PREFIXES)
 
 
 class Stopwatch:

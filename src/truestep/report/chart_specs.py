@@ -87,6 +87,7 @@ GROUPS: dict[str, tuple[ChartSpec, ...]] = {
         ChartSpec("Entropy", {"entropy": "entropy"}, unit="nats", from_zero=True),
         ChartSpec("Log-probability", {"new_logprobs": "new policy", "old_logprobs": "old policy"}, unit="nats"),
     ),
+    "Episodes": (),
     "New policy against old": (
         ChartSpec("Ratio new/old", {"ratio_new_old": "ratio"}, unit="mean", reference=1.0, least_range=1e-3),
         ChartSpec(
@@ -141,11 +142,32 @@ _OLD_TIMES = {
     "rating_time": "waiting for rewards",
 }
 
+# Why episodes ended, from the bottom of the chart to its top.
+_ENDS = ("environment", "max_turns", "max_episode_tokens", "max_new_tokens", "episode_timeout")
+_EPISODES = (
+    ChartSpec(
+        "Turns",
+        {"policy_turns": "of the policy", "max_policy_turns": "of the policy, most", "turns": "all"},
+        unit="per document",
+        from_zero=True,
+    ),
+    ChartSpec("Reward of a turn", {"turn_reward": "mean"}, unit="mean of the turns that have one", from_zero=True),
+    ChartSpec(
+        "Time of a turn",
+        {"turn_time/drawing": "drawing", "turn_time/environment": "environment"},
+        unit="seconds",
+        compare_each=True,
+        from_zero=True,
+    ),
+    _share("Malformed tool calls", malformed_tool_calls="of all calls"),
+)
+
 # Metrics without a chart of their own: they are for other programs, or part of a chart above.
 _NOT_DRAWN = re.compile(
     r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss|kl_cov"
     r"|zero_advantage_fraction|effective_sample_size|min_response_length|(?:max|min)_(?:reward|staleness|ratio_new_old)"
     r"|data_wait_time|sampling_time|rating_time|rewards/.*|time/.*"
+    r"|(?:max_policy_|policy_)?turns|turn_reward|turn_time/.*|tool_time/.*|(?:malformed_)?tool_calls(?:/.*)?|ended_by/.*"
 )
 
 
@@ -170,6 +192,8 @@ def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Chart
             ChartSpec("Held-out loss", {"loss": "loss"}, unit="mean of labels", from_evaluation=True),
         ]
         return [spec for spec in specs if spec.metrics and (spec.title != "Held-out loss" or "loss" in evaluated)]
+    if group == "Episodes":
+        return [spec for spec in (_ended(logged), *_EPISODES, *_tools(logged)) if spec.metrics.keys() & set(logged)]
     if group == "Time and speed":
         times = {f"time/{name}": name for name in _TIMES if f"time/{name}" in logged}
         times |= {key: printable(key[5:], 60) for key in logged if key.startswith("time/") and key not in times}
@@ -178,3 +202,23 @@ def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Chart
         old = {key: name for key, name in _OLD_TIMES.items() if key in logged}
         return [ChartSpec("Where the time goes", old, "seconds", compare_each=True, from_zero=True)] if old else []
     return []
+
+
+def _ended(logged: Sequence[str]) -> ChartSpec:
+    ends = {f"ended_by/{end}": end for end in _ENDS if f"ended_by/{end}" in logged}
+    return ChartSpec("How episodes end", ends, "share", from_zero=True, stacked=True, wide=True)
+
+
+def _tools(logged: Sequence[str]) -> list[ChartSpec]:
+    """Make the charts of calls and of time by tool."""
+    calls, seconds = (
+        {key: printable(key.partition("/")[2], 60) for key in logged if key.startswith(prefix)}
+        for prefix in ("tool_calls/", "tool_time/")
+    )
+    total = {"tool_calls": "all"} if "tool_calls" in logged else {}
+    return [
+        ChartSpec("Tool calls", total | calls, "per document", compare_each=True, from_zero=True),
+        ChartSpec(
+            "Time of a tool call", seconds, "seconds", compare_each=True, from_zero=True, logarithmic_if_wide=True
+        ),
+    ]

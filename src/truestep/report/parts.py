@@ -11,7 +11,7 @@ from typing import Any
 from truestep.report.style import palette_css
 
 _FOLDER = Path(__file__).parent / "static"
-_SCRIPTS = ("uPlot.iife.min.js", "common.js", "charts.js", "rollouts.js")
+_SCRIPTS = ("uPlot.iife.min.js", "common.js", "charts.js", "conversation.js", "rollouts.js")
 _STYLES = ("uPlot.min.css", "page.css")
 
 

@@ -23,8 +23,10 @@ LARGEST_RAW = 40_000_000  # characters of unpacked texts, which a browser parses
 LONGEST_TEXT = 20_000
 NUMBERS = ("reward", "advantage", "log_ratio", "largest_log_ratio", "entropy")
 COUNTS = ("length", "staleness")
-_NAMES = ("step", "group_id", "truncated", "rejected", *NUMBERS, *COUNTS)
-_TEXTS = ("id", "prompt", "completion", "rejected", "rewards")
+_MAY_LACK = ("ended_by", "turns")  # columns that files of older versions do not have
+_NAMES = ("step", "ended_by", "group_id", "truncated", "rejected", *NUMBERS, *COUNTS)
+_TEXTS = ("id", "prompt", "completion", "rejected", "rewards", "tokens", "turns")
+MOST_BLOCKS = 600  # of a conversation
 _TOKENS = ("token_texts", "token_logprobs", "token_log_ratios", "token_advantages")
 
 
@@ -106,7 +108,13 @@ def read_rows(file: Path, names: Sequence[str]) -> list[dict[str, Any]] | None:
     try:
         # Without threads: for small files this takes a third of the time of `read_table`.
         with parquet.ParquetFile(file) as opened:
-            found: list[dict[str, Any]] = opened.read(columns=list(names), use_threads=False).to_pylist()
+            lacks = [name for name in names if name not in opened.schema_arrow.names]
+            if not set(lacks) <= set(_MAY_LACK):
+                return None
+            there = [name for name in names if name not in lacks]
+            found: list[dict[str, Any]] = opened.read(columns=there, use_threads=False).to_pylist()
+        for row in found:
+            row.update(dict.fromkeys(lacks))
         return found if all(isinstance(row.get("step", 0), int) for row in found) else None
     except Exception:  # pyarrow raises many kinds of errors for a damaged file or one of another version
         return None
@@ -134,7 +142,9 @@ def _add_texts(browser: Browser, files: Sequence[Path], room: int) -> None:
             if row not in by_file[place]:
                 continue
             tokens = _tokens(values) if of_tokens <= raw / 4 else None
-            listed.append([by_file[place][row], *(_text(values[name]) for name in _TEXTS[:3]), _parts(values), tokens])
+            texts = [_text(values[name]) for name in _TEXTS[:3]]
+            conversation = [_conversation(values)] if values["turns"] else []
+            listed.append([by_file[place][row], *texts, _parts(values), tokens, *conversation])
             of_tokens += 0 if tokens is None else len(_json(tokens))
         text = _json(listed)
         compressed, raw = compressed + len(zlib.compress(text.encode(), 1)), raw + len(text)
@@ -183,6 +193,32 @@ def _tokens(values: dict[str, Any]) -> list[Any] | None:
     ]
 
 
+def _conversation(values: dict[str, Any]) -> list[Any]:
+    """Return the number of tokens beyond the kept blocks, and the blocks."""
+    blocks = [block for block in values["turns"] if isinstance(block, dict)][:MOST_BLOCKS]
+    left_out = (values["tokens"] or 0) - sum(block.get("tokens") or 0 for block in blocks)
+    return [max(0, left_out), [_block(block) for block in blocks]]
+
+
+def _block(block: dict[str, Any]) -> list[Any]:
+    """Return the values of a block, without those at the end that are missing."""
+    role, tools = block.get("role"), block.get("tools") or ()
+    listed = [
+        block.get("sequence") or 0,
+        int(bool(block.get("label"))),
+        block.get("tokens") or 0,
+        _text(block.get("text")),
+        None if role is None else printable(role, 64),
+        _short(block.get("reward")),
+        *(_short(block.get(name), 3) for name in ("drawing_seconds", "environment_seconds")),
+        [[printable(use["name"], 64), use["calls"], _short(use["seconds"], 3)] for use in tools] or None,
+        block.get("malformed") or None,
+    ]
+    while listed[-1] is None:
+        listed.pop()
+    return listed
+
+
 def _short(value: float | None, digits: int = 4) -> float | None:
     return float(f"{value:.{digits}g}") if is_finite(value) else None
 
@@ -202,6 +238,10 @@ def _index(browser: Browser, names: Sequence[str]) -> dict[str, Any]:
         **{name: [_short(value, 4 if name == "reward" else 3) for value in columns[name]] for name in NUMBERS},
         **{name: columns[name] for name in COUNTS},
     }
+    if any(end is not None for end in columns["ended_by"]):
+        ends: dict[str | None, int] = {}
+        index["ended"] = [ends.setdefault(end, len(ends)) for end in columns["ended_by"]]
+        index["ends"] = [None if end is None else printable(end, 60) for end in ends]
     index["groups"] = [None if group is None else printable(group, 100) for group in groups]
     index["reasons"] = [None if reason is None else printable(reason, 500) for reason in reasons]
     return index

@@ -29,6 +29,7 @@ from truestep.environments.episodes.service import (
     Said,
     check_environment,
 )
+from truestep.environments.episodes.tool_calls import Family
 from truestep.environments.printed import PrintedLog
 from truestep.environments.process import WorkerOptions
 from truestep.environments.rewards import Rating, RewardError
@@ -141,10 +142,22 @@ def test_a_calculator_with_a_tool_over_three_turns() -> None:
             known = {"role": "tool", "name": "calculate", "tool_call_id": "id"}
             got = service.step(episode, Answer("", (call,))).result(PATIENCE)
             assert got == Said(messages=[{**known, "content": value}])
+            assert episode.tool_seconds.keys() == {"calculate"} and episode.tool_seconds["calculate"] > 0
         end = stepped(service, episode, " 6 ")
         assert isinstance(end, End) and isinstance(end.reward, Rating) and end == End(1.0)
         with pytest.raises(EpisodeError, match="the episode has ended"):
             stepped(service, episode)
+
+
+def test_malformed_calls_are_answered_and_only_tools_that_ran_are_timed() -> None:
+    written = '<tool_call>{"name": broken</tool_call><tool_call>{"name": "other", "arguments": {}}</tool_call>'
+    answer = Family("hermes").read(written)
+    with serving("Calculator") as service:
+        episode = begun(service)
+        broken, other = service.step(episode, answer).result(PATIENCE).messages
+        assert broken["content"].startswith("error: ") and "JSON" in broken["content"]
+        assert other["content"] == "error: there is no tool 'other'; there are calculate"
+        assert episode.tool_seconds == {}
 
 
 def test_state_is_kept_between_turns_and_not_between_episodes() -> None:

@@ -15,6 +15,7 @@ Each episode has a process of its own. Methods may be coroutines. Imports no tor
 """
 
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
@@ -64,6 +65,7 @@ class Environment:
 
     row: Mapping[str, Any]  # the prompt's record
     turns: int = 0  # of the policy so far
+    _tool_seconds: dict[str, float] | None = None  # of the present turn's calls, by tool; None: nobody asks
 
     def __init__(self, **options: Any):
         """`options` are those of sampler.environment.options."""
@@ -105,8 +107,13 @@ class Environment:
             inspect.signature(method).bind(**call.arguments)
         except TypeError as error:
             return f"error: {call.name}: {error}"
+        start = time.perf_counter()
         result = method(**call.arguments)
-        return str(await result if inspect.isawaitable(result) else result)
+        text = str(await result if inspect.isawaitable(result) else result)
+        if self._tool_seconds is not None:
+            spent = time.perf_counter() - start
+            self._tool_seconds[call.name] = self._tool_seconds.get(call.name, 0.0) + spent
+        return text
 
 
 def tool_message(call: ToolCall, content: str) -> Message:

@@ -28,6 +28,7 @@ from truestep.text import printable
 
 _FORK_SECONDS = 30.0  # until an episode's process is forked, beyond the time limit of a call
 _CLOSE_SECONDS = 10.0  # until an episode's process is killed
+_MOST_TOOLS = 1000  # of an answer
 _GRACE = 1.0  # seconds that a call may be late while answers are still being read
 
 
@@ -55,6 +56,7 @@ class Episode:
     number: int
     is_first: bool = False  # one of the run's first ones, of which not all may fail alike
     turns: int = 0  # of the policy
+    tool_seconds: dict[str, float] = field(default_factory=dict)  # in the last step, by tool, as its process measured
     over: str | None = None  # why it takes no more calls
     host: "Host | None" = field(default=None, repr=False)
 
@@ -343,6 +345,7 @@ def outcome_of(call: Call, message: dict[str, Any]) -> Said | End | Rating | Epi
     if isinstance(problem := message.get("problem"), str):
         return EpisodeError(printable(problem), printable_traceback(message.get("traceback")))
     what = f"the environment's {call.method}"
+    call.episode.tool_seconds = _tool_seconds(message.pop("tools", None))
     (kind, value) = next(iter(message.items()))
     try:
         if kind == "said" and call.method != "cut":
@@ -353,6 +356,12 @@ def outcome_of(call: Call, message: dict[str, Any]) -> Said | End | Rating | Epi
     except RewardError as error:
         return EpisodeError(printable(error))
     raise frames.FrameError("no answer")
+
+
+def _tool_seconds(given: Any) -> dict[str, float]:
+    """Return the seconds by tool. What is no number of seconds is left out."""
+    found = list(given.items())[:_MOST_TOOLS] if isinstance(given, dict) else []
+    return {name: value for name, value in found if type(value) is float and 0 <= value < math.inf}
 
 
 def _end_from(call: Call, value: Mapping[str, Any], what: str) -> End | Rating:

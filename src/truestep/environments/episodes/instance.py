@@ -17,6 +17,7 @@ from truestep.environments.episodes import environment
 from truestep.environments.episodes.answers import end_of, is_said, said_of
 from truestep.environments.episodes.environment import Answer, Environment, ToolCall
 from truestep.environments.forked import adopt_orphans, die_with_parent, seed_all
+from truestep.environments.printed import name_lines
 from truestep.environments.rewards import RewardError, failure
 
 _OURS = (__file__, environment.__file__, os.path.dirname(asyncio.__file__) + os.sep)
@@ -65,6 +66,8 @@ class _Episode:
         what = f"the environment's {method}"
         if method == "start":
             seed_all(request["seed"])
+            if request["name"] is not None:
+                name_lines(f"{request['name']}: ")
             made = self._instance = self._called("the environment's __init__", lambda: self._make(request["row"]))
             return {"said": said_of(self._called(what, lambda: made.start(request["row"])), what)}
         instance = self._instance
@@ -74,10 +77,12 @@ class _Episode:
             return {"end": end_of(self._called(what, lambda: instance.cut(request["reason"])), what, self._turns)}
         self._turns += 1
         instance.turns = self._turns
+        seconds: dict[str, float] = {}
+        instance._tool_seconds = seconds
         returned = self._called(what, lambda: instance.step(answer_from(request["answer"])))
         if is_said(returned):
-            return {"said": said_of(returned, what)}
-        return {"end": end_of(returned, what, self._turns)}
+            return {"said": said_of(returned, what), "tools": seconds}
+        return {"end": end_of(returned, what, self._turns), "tools": seconds}
 
     def _make(self, row: Mapping[str, Any]) -> Environment:
         instance = self._kind(**self._options)

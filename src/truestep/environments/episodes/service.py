@@ -9,12 +9,12 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
 from truestep.environments.episodes.connection import Connection
-from truestep.environments.episodes.environment import Answer, End
+from truestep.environments.episodes.environment import Answer, End, ToolCall
 from truestep.environments.episodes.host import Call, Episode, EpisodeError, Host, LateEpisodeError, Said, settle
 from truestep.environments.printed import PrintedLog
 from truestep.environments.process import LostError, WorkerOptions
@@ -34,6 +34,7 @@ __all__ = [
 
 _FULL = 64  # episodes of a process, before another one is started
 _JOIN_SECONDS = 30.0
+_OF_CALLS = frozenset(field.name for field in fields(ToolCall))  # a malformed call has more, which is the run's own
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ class EpisodeService:
 
     # ---- calls
 
-    def begin(self, row: Mapping[str, Any], seed: str) -> "Future[Begun]":
-        """Begin an episode with a prompt's record. `seed` seeds its random numbers."""
+    def begin(self, row: Mapping[str, Any], seed: str, name: str | None = None) -> "Future[Begun]":
+        """Begin an episode with a prompt's record. `seed` seeds its random numbers; what it prints is kept under its
+        `name`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the environments are closed")
@@ -80,14 +82,17 @@ class EpisodeService:
             self._num_first -= is_first
         episode = Episode(next(self._numbers), is_first)
         begun: Future[Begun] = Future()
-        started = self._call(Call(episode, "start", {"row": dict(row), "seed": seed}))
+        started = self._call(Call(episode, "start", {"row": dict(row), "seed": seed, "name": name}))
         begun.add_done_callback(lambda future: started.cancel() if future.cancelled() else None)
         started.add_done_callback(partial(_pass_on, episode, begun))
         return begun
 
     def step(self, episode: Episode, answer: Answer) -> "Future[Said | End]":
         """Give a turn of the policy to an episode. The `reward` of an End is a Rating."""
-        given = asdict(answer) | {"tool_calls": [asdict(call) for call in answer.tool_calls]}
+        calls = [
+            {name: value for name, value in asdict(call).items() if name in _OF_CALLS} for call in answer.tool_calls
+        ]
+        given = asdict(answer) | {"tool_calls": calls}
         return self._call(Call(episode, "step", {"answer": given}))
 
     def cut(self, episode: Episode, reason: str) -> "Future[Rating]":

@@ -1,6 +1,7 @@
 """A document that a program writes by requests to the endpoint."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,12 @@ from truestep.generate.endpoint.messages import to_client
 from truestep.generate.endpoint.requests import Asked
 from truestep.generate.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.generate.generator import Completion, DrawOptions, Generate, OnTokens, Request, run_all
+from truestep.generate.play import turn_of
+from truestep.rollouts.episodes import MOST_TOOLS, TurnFacts
 from truestep.text import printable
 
 _MOST_AT_ONCE = 256  # requests of one document
+_LONGEST_NAME = 64  # characters of a tool's name that are told apart
 _LONGEST_TOKEN = 128  # characters; a text that is longer than so many for each token is not tokenised
 
 OnChoice = Callable[
@@ -70,7 +74,8 @@ class Document:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_begun = 0  # turns
         self.completions: list[Completion] = []
-        self.num_tool_calls = 0
+        self.turns: list[TurnFacts] = []  # one for each of them
+        self.tools: dict[str, None] = {}  # names of the tools that requests offered
         self.cut_by: str | None = None  # the limit that was reached
         self.rating: Rating | None = None  # that was posted
         self.turn_rewards: list[float | None] = []
@@ -105,6 +110,10 @@ class Document:
     async def _complete(self, asked: Asked, on_tokens: OnChoice | None) -> list[Choice]:
         if asked.stop and not self._stops_by_text:
             raise RequestError("stop: servers that sample for a run take no stop texts", param="stop")
+        names = (str(tool["function"]["name"])[:_LONGEST_NAME] for tool in asked.tools)
+        self.tools |= dict.fromkeys(
+            name for name in names if name and name.isprintable() and len(self.tools) < MOST_TOOLS
+        )
         if not self.obeys:
             self.differs = self.differs or asked.differs(self.draw)
         self._check_size(asked)
@@ -147,8 +156,9 @@ class Document:
         seed = (*self._seed, number) if number else self._seed
         if self.obeys and asked.draw.seed is not None:
             seed = (asked.draw.seed % 2**63, number)
-        prompt = branch.conversation.prompt
+        prompt, start = branch.conversation.prompt, time.perf_counter()
         completion = await self._drawn(Request(prompt, options, seed, self._name), on_tokens)
+        seconds = time.perf_counter() - start
         self.completions.append(completion)
         self.temperatures.add(options.temperature)
         text, reason = "", "stop" if completion.stopped else "length"
@@ -156,7 +166,7 @@ class Document:
         def show(answer: Answer) -> Shown:
             nonlocal text, reason
             written = cut_at_stop(self._decoded(completion.token_ids), asked.stop)
-            self.num_tool_calls += len(answer.tool_calls)
+            self.turns.append(turn_of(answer, seconds, self.tools))
             if isinstance(asked.said, str):
                 return written
             if isinstance(asked.said, tuple):

@@ -61,6 +61,8 @@
     ['whole', 'not truncated'], ['text', 'with text'], ['tokens', 'with tokens']]);
   if (index.runs.length > 1)
     choice('run', 'Run', [['', 'all'], ...index.runs.map((name, at) => [String(at), name])]);
+  if (index.ended)
+    choice('ended', 'Ended by', [['', 'all'], ...index.ends.map((name, at) => [String(at), name === null ? 'unknown' : name])]);
   choice('sort', 'Order', [['step', 'by step'], ['-step', 'newest first'], ['-reward', 'highest reward'],
     ['reward', 'lowest reward'], ['-length', 'longest'], ['length', 'shortest'],
     ['-largest_log_ratio', 'largest log-ratio'], ['-staleness', 'stalest']]);
@@ -92,7 +94,7 @@
     const ranges = ['step', 'reward', 'length', 'largest_log_ratio'].map(name =>
       [columns[name], bound(name + '_from', -Infinity), bound(name + '_to', Infinity)])
       .filter(([, from, to]) => from !== -Infinity || to !== Infinity);
-    const kind = value('kind'), run = value('run'), wanted = value('search').toLowerCase(), group = value('group');
+    const kind = value('kind'), run = value('run'), ended = value('ended'), wanted = value('search').toLowerCase(), group = value('group');
     const exact = index.groups.indexOf(group);
     const groups = group === '' ? null : index.groups.map((name, at) =>
       name !== null && (exact >= 0 ? at === exact : name.includes(group)));
@@ -101,6 +103,7 @@
       for (const [column, from, to] of ranges) if (!(column[row] >= from && column[row] <= to)) continue rows;
       if (groups && !groups[index.group[row]]) continue;
       if (run !== '' && index.run[row] !== Number(run)) continue;
+      if (ended !== '' && index.ended[row] !== Number(ended)) continue;
       if (kind === 'trained' && index.rejected[row]) continue;
       if (kind === 'rejected' && !index.rejected[row]) continue;
       if (kind === 'cut' && index.truncated[row] !== 1) continue;
@@ -184,22 +187,21 @@
     };
   };
 
-  const coloured = (parent, row, stored) => {
+  // How tokens are coloured: `paint` puts the text of labels into a box, `note` says what colours mean.
+  const colouring = (row, stored) => {
     const by = value('colour'), tokens = stored[5];
     const column = {log_ratio: 2, advantage: 3, logprob: 1}[by];
     const scale = by === 'log_ratio' ? 1000 : 100;
     let values = tokens && column ? tokens[column] : null;
     if (tokens && by === 'advantage' && !values && !Number.isNaN(columns.advantage[row]))
       values = tokens[0].map(() => scale * columns.advantage[row]);
-    if (!values) {
-      make('div', 'text', parent, stored[3] === null ? '' : stored[3] || '(empty)');
-      if (by && !tokens) make('div', 'more', parent, 'The values of its tokens are not in this page.');
-      return;
-    }
+    if (!values) return {
+      paint: (box, text) => { box.textContent = text || '(empty)'; },
+      note: by && !tokens ? 'The values of its tokens are not in this page.' : '',
+    };
     const most = Math.max(1, ...values.filter(one => one !== null).map(Math.abs));
-    const box = make('div', 'text', parent);
-    tokens[0].forEach((piece, at) => {
-      const span = make('span', '', box, plain(piece));
+    const token = (box, at) => {
+      const span = make('span', '', box, plain(tokens[0][at]));
       const one = values[at];
       if (one === null || one === undefined) return;
       const share = Math.round(70 * Math.abs(one) / most);
@@ -207,14 +209,21 @@
       if (share) span.style.background = 'color-mix(in srgb, ' + colour + ' ' + share + '%, transparent)';
       const shown = (list, by) => list && list[at] !== null ? short(list[at] / by) : '\u2013';
       span.title = 'log-ratio ' + shown(tokens[2], 1000) + ', log-prob ' + shown(tokens[1], 100);
-    });
-    make('div', 'more', parent, 'Blue is above 0, orange below; the strongest is ' + short(most / scale) + '.');
+    };
+    return {
+      paint: (box, text, from = 0, count = tokens[0].length) => {
+        if (from + count > tokens[0].length) box.textContent = text;  // the values of these were not kept
+        else for (let at = from; at < from + count; at++) token(box, at);
+      },
+      note: 'Blue is above 0, orange below; the strongest is ' + short(most / scale) + '.',
+    };
   };
 
   const body = (parent, row) => {
     const box = make('div', 'body', parent), at = textAt[row];
     const facts = ['entropy ' + short(columns.entropy[row]), 'mean log-ratio ' + short(columns.log_ratio[row]),
       'staleness ' + short(columns.staleness[row])];
+    if (index.ended && index.ends[index.ended[row]] !== null) facts.unshift('ended by ' + index.ends[index.ended[row]]);
     if (index.runs.length > 1) facts.unshift(index.runs[index.run[row]]);
     const reason = index.reasons[index.rejected[row]];
     if (reason) make('div', 'more flag', box, 'Rejected: ' + reason);
@@ -238,12 +247,17 @@
         update();
       });
     }
-    const asked = make('div', '', box);
-    make('h4', '', asked, 'Prompt');
-    make('div', 'text', asked, texts.prompts[stored[2]] || '(empty)');
-    const answered = make('div', '', box);
-    make('h4', '', answered, 'Completion');
-    coloured(answered, row, stored);
+    const {paint, note} = colouring(row, stored);
+    if (stored[6]) conversation(box, stored[6], paint);
+    else {
+      const asked = make('div', '', box);
+      make('h4', '', asked, 'Prompt');
+      make('div', 'text', asked, texts.prompts[stored[2]] || '(empty)');
+      const answered = make('div', '', box);
+      make('h4', '', answered, 'Completion');
+      paint(make('div', 'text', answered), stored[3]);
+    }
+    if (note) make('div', 'more', box, note);
   };
 
   const card = row => {

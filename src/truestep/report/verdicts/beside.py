@@ -16,6 +16,15 @@ _SLOW, _SLOW_SECONDS = 0.5, 1.0  # waiting for rewards: fraction of a step's tim
 _REPEATS = 0.5  # last share of distinct completions, relative to the first
 _SILENT = 0.1  # last entropy, relative to the first
 _EMPTY, _NEARLY_ALL = 0.5, 0.8  # fraction of groups without advantages: above it a note, a warning
+_MANY_CUT = 0.3  # fraction of episodes that a limit cuts
+# What to do where a limit cuts many episodes, by the limit.
+_RAISE = {
+    "max_turns": "Raise sampler.max_turns, or let the environment end its episodes sooner.",
+    "max_episode_tokens": "Raise sampler.max_episode_tokens, or let the environment say less.",
+    "max_new_tokens": "Raise sampler.max_new_tokens, the most tokens of one turn.",
+    "episode_timeout": "Look at turn_time/environment and turn_time/drawing: make the slower one faster, or raise "
+    "sampler.episode_timeout.",
+}
 # States that imply groups without advantages.
 _WITHOUT_DIFFERENCE = ("collapse", "constant reward", "too hard", "too easy", "lost", "rate", "entropy", "length")
 # States in which the reward rises, so that less exploration is no fault.
@@ -110,6 +119,9 @@ def _far(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 
 def _cut_off(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     cut = evidence.recent_mean("truncated_fraction")
+    if f"ended_by/{next(iter(_RAISE))}" in evidence.names:
+        yield from _cut_episodes(evidence, state)
+        return
     if cut is None or state.kind in ("length", "collapse", "rate", "entropy", "lost"):
         return
     # Only if most were cut off from the start; growth is judged by the verdict "length".
@@ -121,6 +133,22 @@ def _cut_off(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
         "Most completions are cut off",
         f"{format_percent(cut)} of those of {evidence.since()} reached the length limit before they ended.",
         "Raise sampler.max_new_tokens, or give data.overlong_penalty.",
+    )
+
+
+def _cut_episodes(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    """Name the limit that cuts most episodes, where limits cut many."""
+    shares = {limit: evidence.recent_mean(f"ended_by/{limit}") or 0.0 for limit in _RAISE}
+    if sum(shares.values()) < _MANY_CUT or state.kind in ("collapse", "rate", "entropy", "lost"):
+        return
+    limits = sorted((limit for limit in shares if shares[limit] > 0), key=lambda limit: -shares[limit])
+    listed = ", ".join(f"{format_percent(shares[limit])} by {limit}" for limit in limits)
+    yield Verdict(
+        "cut off",
+        "warning",
+        "Many episodes are cut before they end",
+        f"of those of {evidence.since()}, limits cut {format_percent(sum(shares.values()))}: {listed}.",
+        _RAISE[limits[0]],
     )
 
 

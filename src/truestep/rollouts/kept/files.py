@@ -47,8 +47,28 @@ def columns() -> Any:
             ("token_logprobs", arrow.list_(arrow.float32())),
             ("token_log_ratios", arrow.list_(arrow.float32())),
             ("token_advantages", arrow.list_(arrow.float32())),
+            ("ended_by", arrow.string()),
+            ("turns", arrow.list_(arrow.struct(_block(arrow)))),
         ]
     )
+
+
+def _block(arrow: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a block of a conversation (`kept/conversation.py`)."""
+    use = arrow.struct([("name", arrow.string()), ("calls", arrow.int64()), ("seconds", arrow.float64())])
+    return [
+        ("sequence", arrow.int64()),
+        ("turn", arrow.int64()),
+        ("role", arrow.string()),
+        ("label", arrow.bool_()),
+        ("tokens", arrow.int64()),
+        ("text", arrow.string()),
+        ("reward", arrow.float64()),
+        ("drawing_seconds", arrow.float64()),
+        ("environment_seconds", arrow.float64()),
+        ("malformed", arrow.int64()),
+        ("tools", arrow.list_(use)),
+    ]
 
 
 def steps_of(file: Path) -> tuple[int, int] | None:

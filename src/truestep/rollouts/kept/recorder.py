@@ -8,7 +8,8 @@ from typing import Any
 
 from truestep.metrics.observers import Observer
 from truestep.rollouts.kept import files
-from truestep.rollouts.kept.rows import Reader, choose, rejected_row, row_of
+from truestep.rollouts.kept.reader import Reader
+from truestep.rollouts.kept.rows import choose, rejected_row, row_of
 from truestep.text import printable
 from truestep.types import DocumentScore, Rejected, StepPlan
 

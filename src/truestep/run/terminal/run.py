@@ -21,6 +21,7 @@ _PLAIN = {
     "grad_norm": "grad {:.3g}",
     "tokens_per_second": "{:,.0f} tok/s",
     "response_length": "length {:,.1f}",
+    "policy_turns": "turns {:.1f}",
     "kl_new_old": "kl {:.1e}",
 }
 # The metrics always shown on a terminal, over several lines if it is narrow; `_WIDE` has more for a wide one.
@@ -33,6 +34,7 @@ _ALWAYS = {
     "tokens_per_second": "{:,.0f} tok/s",
 }
 _WIDE = {
+    "policy_turns": "turns {:.1f}",
     "loss": "loss {:+.4f}",
     "entropy": "entropy {:.3f}",
     "clipped_ratio_fraction": "clipped {:.1%}",

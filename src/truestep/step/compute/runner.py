@@ -25,6 +25,7 @@ from truestep.ranks.group import Ranks
 from truestep.rollouts.fields import Field
 from truestep.rollouts.packing import pack
 from truestep.rollouts.selection import has_advantage
+from truestep.step.compute.episodes import measure_episodes
 from truestep.step.compute.exact import score_exactly
 from truestep.step.compute.groups import measure_answers, measure_groups
 from truestep.step.compute.label_shares import LabelShare, MicroBatch
@@ -111,7 +112,8 @@ class StepRunner:
             passes.settle()
         metrics = _counts(plan)
         if self.metrics_level in MEASURED:
-            metrics |= measure_groups(plan.documents) | measure_answers(plan.documents)
+            documents = plan.documents
+            metrics |= measure_groups(documents) | measure_answers(documents) | measure_episodes(documents)
         for part, _, _ in parts:
             metrics = merge(metrics, part)
         scores = {index: score for _, part, _ in parts for index, score in part.items()}

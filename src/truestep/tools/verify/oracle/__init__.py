@@ -9,6 +9,7 @@ advantages        advantages from rewards
 values            log-probs and entropies of a model
 losses            loss terms and their weights
 metrics           the metrics of a step
+episodes          those of turns and tool calls
 step              loss, gradients and metrics of a step
 schedule          learning rate and gradient clipping
 updates           the optimizers' updates, with the rounding of float32

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from truestep.tools.verify.oracle.episodes import episode_metrics
 from truestep.tools.verify.oracle.losses import (
     Metric,
     correction_weights,
@@ -78,6 +79,7 @@ def step_metrics(
     metrics.update(group_metrics(documents))
     metrics.update(answer_metrics(documents))
     metrics.update(turn_metrics(documents))
+    metrics.update(episode_metrics([document for document in documents if document.turns]))
     metrics.update(ratio_metrics(ratios, ratios_of_sequences, loss_config))
     metrics.update(share_metrics(sequences, values_of_sequences, loss_config))
     metrics.update(covariance_metric(sequences, values_of_sequences))

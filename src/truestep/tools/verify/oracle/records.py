@@ -32,6 +32,7 @@ class Document:
     )  # a user's own: a list over the labels, or the document's value
     document_id: str | None = None  # of a document of several sequences
     turns: list[dict[str, Any]] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
@@ -75,6 +76,7 @@ def read_document(record: Record, default_temperature: float, declared: dict[str
         group_id=record.get("group_id"),
         document_id=record.get("document_id"),
         turns=record.get("turns") or [],
+        metadata=record.get("metadata") or {},
         rewards={name: value for name, value in (record.get("rewards") or {}).items() if value is not None},
         fields={
             name: _declared(record.get(name), options, positions, len(input_ids))
@@ -95,11 +97,13 @@ def merged(sequences: list[Document]) -> Document:
     """Put the sequences of a document one after another."""
     if len(sequences) == 1:
         return sequences[0]
-    whole = replace(sequences[0], input_ids=[], positions=[], turns=[])
+    whole = replace(sequences[0], input_ids=[], positions=[], turns=[], metadata={})
     for sequence in sequences:
+        shift = len(whole.input_ids)
         whole.positions += [len(whole.input_ids) + place for place in sequence.positions]
         whole.input_ids += sequence.input_ids
-        whole.turns += sequence.turns
+        whole.turns += [turn | {"start": turn["start"] + shift, "end": turn["end"] + shift} for turn in sequence.turns]
+        whole.metadata = sequence.metadata | whole.metadata
     for name in _LISTS:
         parts = [getattr(sequence, name) for sequence in sequences if sequence.positions]
         known = parts and all(part is not None for part in parts)
