@@ -110,10 +110,10 @@ class Document:
     async def _complete(self, asked: Asked, on_tokens: OnChoice | None) -> list[Choice]:
         if asked.stop and not self._stops_by_text:
             raise RequestError("stop: servers that sample for a run take no stop texts", param="stop")
-        names = (str(tool["function"]["name"])[:_LONGEST_NAME] for tool in asked.tools)
-        self.tools |= dict.fromkeys(
-            name for name in names if name and name.isprintable() and len(self.tools) < MOST_TOOLS
-        )
+        for tool in asked.tools:
+            name = tool["function"]["name"]
+            if 0 < len(name) <= _LONGEST_NAME and name.isprintable() and len(self.tools) < MOST_TOOLS:
+                self.tools[name] = None
         if not self.obeys:
             self.differs = self.differs or asked.differs(self.draw)
         self._check_size(asked)
