@@ -152,11 +152,11 @@ def test_a_group_whose_rewards_fail_is_given_up_and_its_members_are_noted() -> N
 
     def fails(text: str) -> str | None:
         calls["n"] = calls.get("n", 0) + 1
-        return "broken" if 2 <= calls["n"] <= 5 else None
+        return "broken" if 2 <= calls["n"] <= 8 else None
 
     run = Run([FakeServer()], rewards=FakeRewards(fails), concurrency=1).run(1)
     assert run.group_numbers == [[1, 2]]
-    assert reasons(run) == ["broken"] * 4 + ["its group could not be completed: 1 of 5 completions rated"]
+    assert reasons(run) == ["broken"] * 7 + ["its group could not be completed: 1 of 8 completions rated"]
     run.close()
 
 
@@ -328,14 +328,14 @@ def test_what_is_voided_at_the_moment_when_its_group_ends_is_made_anew() -> None
     run = Run([FakeServer()])
     add = run.ahead.maker._add
 
-    def voided_first(group: Any, first: int, answers: Any) -> Any:
-        problems = add(group, first, answers)
-        if group.number == 0 and not run.ahead.maker.counts["void"]:
-            run.ahead.fleet._void(answers[0].completions[0].answer.server)
+    def voided_last(group: Any, number: int, played: Any, problems: Any) -> Any:
+        added = add(group, number, played, problems)
+        if group.number == 0 and len(group.members) == GROUP and not run.ahead.maker.counts["void"]:
+            run.ahead.fleet._void(played.completions[0].answer.server)
             assert not group.members
-        return problems
+        return added
 
-    run.ahead.maker._add = voided_first  # type: ignore[method-assign]
+    run.ahead.maker._add = voided_last  # type: ignore[method-assign]
     run.run(2)
     run.close()
 
@@ -581,5 +581,5 @@ def test_a_run_that_ends_in_the_middle_of_a_sync_leaves_no_server_standing_still
 def test_a_group_is_as_old_as_its_oldest_token() -> None:
     nothing: Any = None
     drawn = [Completion([], [], stopped=True, versions=versions) for versions in ([16, 24], [8, 24, 32], [24])]
-    group = Group(0, nothing, [Member(nothing, [completion]) for completion in drawn])
+    group = Group(0, nothing, [Member(0, nothing, [completion]) for completion in drawn])
     assert group.version == 8
