@@ -88,13 +88,15 @@ class LookAhead:
                 raise self._fatal
             self._admit()
             kept, replaced = self._next_step(self._open.values(), wanted)
-            is_ready = len(kept) == wanted and all(group.number in self._complete for group in kept)
+            if len(kept) < wanted or any(group.number not in self._complete for group in kept):
+                await self._wait(start)
+                continue
             unconfirmed = {server for group in (*kept, *replaced) for server in _unconfirmed(group)}
-            if is_ready and not unconfirmed:
+            if not unconfirmed:
                 self._hand_over(kept, replaced)
                 return kept, replaced
             reachable = {server for server in unconfirmed if server.lost_at is None}
-            if is_ready and reachable:
+            if reachable:
                 await self.fleet.confirm(reachable)
             else:
                 await self._wait(start)
