@@ -43,6 +43,10 @@ class Scripted:
         draw = random.Random(f"{self.seed} {group} {number}")
         return draw.choice([0.0, draw.random(), 5 * draw.random(), SLOW])
 
+    def rating(self, group: int, number: int) -> Rating | RewardError:
+        fate = self.fate(group)
+        return RewardError(fate) if fate == "hopeless" else Rating(1.0 if fate == "equal" else float(number))
+
     async def play(self, episode: Episode, generate: Generate) -> Played:
         group, number = episode.seed[2:]
         self.begun.append(group)
@@ -50,9 +54,8 @@ class Scripted:
         completion = await generate(request)
         await asyncio.sleep(self.seconds(group, number))
         self.ended.append(group)
-        fate = self.fate(group)
-        rating = RewardError("hopeless") if fate == "hopeless" else Rating(1.0 if fate == "equal" else float(number))
         sequences = (sequence_of(request.token_ids, completion),)
+        rating = self.rating(group, number)
         return Played(sequences, (completion,), "", rating, not completion.stopped)
 
     def close(self) -> None: ...
@@ -160,6 +163,20 @@ def test_a_slow_group_is_waited_for_and_others_are_made_meanwhile() -> None:
     # The step that waited is the second: the two after it were permitted, and with two groups at once they were made.
     last = script.ended.index(2)
     assert set(script.ended[:last]) == {0, 1, 3, 4, 5, 6, 7}
+    run.close()
+
+
+def test_an_episode_that_failed_is_played_anew_beside_those_under_way() -> None:
+    class Failing(Scripted):
+        def rating(self, group: int, number: int) -> Rating | RewardError:
+            return RewardError("it failed") if number == 1 else Rating(float(number))
+
+    script = Failing(0)
+    script.seconds = lambda group, number: 1.0 if number == 1 else SLOW  # type: ignore[method-assign]
+    run = Run([FakeServer()], plays=script).run(1)
+    assert run.thread.loop.now < 2 * SLOW, "one after the other they would take longer"
+    assert [document.id for document in run.steps[0]] == ["0-0", "0-2", "1-0", "1-2"]
+    assert {record.id for record in run.rejected()} == {"0-1", "1-1"}
     run.close()
 
 
