@@ -292,7 +292,16 @@ def _after(seconds: float, value: Any) -> Any:
     from concurrent.futures import Future
 
     future: Future[Any] = Future()
-    asyncio.get_running_loop().call_later(seconds, lambda: future.cancelled() or future.set_result(value))
+
+    def settle() -> None:
+        if future.cancelled():
+            return
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+    asyncio.get_running_loop().call_later(seconds, settle)
     return future
 
 
