@@ -201,14 +201,14 @@ def test_a_completion_without_a_reward_is_sampled_anew_and_the_group_is_whole(
 
 
 def test_a_group_that_cannot_be_completed_gives_its_place_to_the_next_prompt(policy: Policy, tmp_path: Path) -> None:
-    """One completion of the first group is rated, and no other in four tries: nothing of it is trained on."""
+    """One completion of the first group is rated, and no other of four times four: nothing of it is trained on."""
     rater = NumberedRater(lambda group, member: 1.0 if group or member == 1 else None)
     source = make_source(policy, tmp_path, rater=rater)
     taken = source.take(4, 0)
     assert [rollout.id for rollout in taken.documents] == ["1-0", "1-1", "1-2", "1-3"]
     rejected = taken.rejected
-    assert len(rejected) == 13
-    assert rejected[-1].reason == "its group could not be completed: 1 of 13 completions rated"
+    assert len(rejected) == 16
+    assert rejected[-1].reason == "its group could not be completed: 1 of 16 completions rated"
     assert [rollout.id for rollout in source.take(4, 4).documents] == ["2-0", "2-1", "2-2", "2-3"]
 
 

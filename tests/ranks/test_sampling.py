@@ -335,12 +335,12 @@ def test_rewards_are_computed_once_and_a_stop_reaches_every_rank(tmp_path: Path)
     on_ranks(2, rate_and_be_stopped, tokenised_model(tmp_path / "model", "llama"))
 
 
-def run_of(size: int, tmp_path: Path, **parallel: int) -> Path:
-    """Train with sampling and evaluation."""
+def run_of(size: int, tmp_path: Path, reward: str = "digit_reward", **parallel: int) -> Path:
+    """Train with sampling and evaluation. One group of each step is replaced if all of its rewards are alike."""
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(5))
     given = config(word_model(tmp_path / "model"), "unused", tmp_path / f"on{size}", checkpoint={"every": 0})
-    given["data"] = {"group_size": 4, "tokens_per_microbatch": 64}
-    given["sampler"] = {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 6}
+    given["data"] = {"group_size": 4, "tokens_per_microbatch": 64, "zero_advantage": "replace", "replace_limit": 1}
+    given["sampler"] = {"prompts": str(prompts), "reward": f"plain_rewards:{reward}", "max_new_tokens": 6}
     given["evaluation"] = {"prompts": str(prompts), "every": 2}
     given["schedule"] = {"docs_per_step": 8, "steps": 2, "stall_timeout": 30}
     given |= {"parallel": parallel, "seed": 1}
@@ -357,6 +357,14 @@ def test_a_run_that_samples_and_evaluates_is_that_of_one_process(size: int, tmp_
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-5)
     evaluated = [without_times(read_lines(run / "evaluation.jsonl")) for run in (mine, theirs)]
     assert evaluated[0] == evaluated[1] and evaluated[0]
+
+
+@pytest.mark.long
+def test_over_ranks_groups_are_trained_on_and_replaced_in_their_order(tmp_path: Path) -> None:
+    lines = read_lines(run_of(2, tmp_path, "one_reward") / "ledger.jsonl")
+    trained = [list(dict.fromkeys(name.split("-")[0] for name in line["documents"])) for line in lines]
+    aside = [sorted({one["id"].split("-")[0] for one in line["put_aside"]}) for line in lines]
+    assert trained == [["1", "2"], ["4", "5"]] and aside == [["0"], ["3"]]
 
 
 def share_unevenly(model: Path, expected: list[Completion]) -> None:

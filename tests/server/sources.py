@@ -25,7 +25,7 @@ from server.fake import (
 from server.virtual import VirtualThread
 from truestep.generate.generator import DrawOptions
 from truestep.generate.group_maker import GroupOptions
-from truestep.generate.play import SingleTurn
+from truestep.generate.play import Plays, SingleTurn
 from truestep.generate.servers import shared
 from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.servers import Servers
@@ -70,6 +70,10 @@ class Run:
     weights: FakeWeights = field(default_factory=FakeWeights)
     seed: int = 0
     replace_limit: int = 0
+    group_size: int = GROUP
+    docs_per_step: int = STEP
+    max_new_tokens: int = 6
+    plays: Plays | None = None  # None: episodes of one turn, which `rewards` rates
 
     def __post_init__(self) -> None:
         self.thread = VirtualThread()
@@ -81,14 +85,16 @@ class Run:
         self._put_aside: list[PutAside] = []
         self._policy: Any = SimpleNamespace(weights=SimpleNamespace(ranks=ALONE))
         with self._patched():
-            sampling = GroupOptions(GROUP, self.seed, DrawOptions(0.8, 6, frozenset({0})), self.stop_at_rejected)
+            draw = DrawOptions(0.8, self.max_new_tokens, frozenset({0}))
+            sampling = GroupOptions(self.group_size, self.seed, draw, self.stop_at_rejected)
+            step = self.docs_per_step
             self.talking = Servers(
                 prompts=make_prompts(),
                 make_servers=lambda: self.servers,
-                plays=SingleTurn(self.rewards, read),
+                plays=self.plays or SingleTurn(self.rewards, read),
                 sampling=sampling,
                 vocabulary_size=VOCABULARY,
-                limit=StalenessLimit(STEP, STEP, self.max_staleness, self.concurrency, self.stall_timeout),
+                limit=StalenessLimit(step, step, self.max_staleness, self.concurrency, self.stall_timeout),
                 publisher=self.weights,  # type: ignore[arg-type]
                 pause=self.pause,
                 tolerance=0.01,
@@ -113,14 +119,14 @@ class Run:
 
     def step(self) -> list[Rollout]:
         with self._patched():
-            taken = self.source.take(STEP, self.seen)
+            taken = self.source.take(self.docs_per_step, self.seen)
             self.snapshot = self.source.snapshot()
             self._hear(taken)
             documents = list(taken.documents)
             self.check(documents)
             self.steps.append(documents)
             self.thread.advance(self.busy)
-            self.seen += STEP
+            self.seen += self.docs_per_step
             self.shared.updated(len(self.steps), self.seen)
         return documents
 
@@ -153,7 +159,7 @@ class Run:
 
     def check(self, documents: Sequence[Rollout]) -> None:
         """Whatever happened to the servers, this holds of every document that is trained on."""
-        assert len(documents) == STEP
+        assert len(documents) == self.docs_per_step
         groups: dict[str, list[Rollout]] = defaultdict(list)
         for document in documents:
             groups[str(document.group_id)].append(document)
@@ -164,7 +170,7 @@ class Run:
             assert all(0 <= self.seen - version <= self.max_staleness for version in versions)
             assert len(set(versions)) == 1 or self.pause == "keep"
             self._check_probed(document, made_by)
-        assert {len(members) for members in groups.values()} == {GROUP}, "groups are whole"
+        assert {len(members) for members in groups.values()} == {self.group_size}, "groups are whole"
         for number, members in groups.items():
             assert {document.id.split("-")[0] for document in members} == {number}
             assert abs(sum(float(member.advantages[-1]) for member in members if member.advantages is not None)) < 1e-4

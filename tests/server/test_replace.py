@@ -25,7 +25,7 @@ class Rewards(FakeRewards):
         number = int(prompt.id.removeprefix("p"))
         self.drawn += 1
         rating = Rating(1.0 if number in self.equal else float(self.drawn))
-        return 500.0 if number in self.slow else 0.1 * number, lambda: rating
+        return 50.0 if number in self.slow else 0.1 * number, lambda: rating
 
 
 def prompt_number(document: Any) -> int:
@@ -108,7 +108,7 @@ def test_advantages_of_the_user_that_fail_end_the_run_in_words() -> None:
     def fails(group: Any) -> bool:
         raise AdvantageError("data.advantages 'a:b': group 0: KeyError")
 
-    run.ahead._sorted_out = fails
+    run.ahead._is_to_replace = fails
     with pytest.raises(AdvantageError, match="group 0: KeyError"):
         run.step()
     run.close(finished=False)

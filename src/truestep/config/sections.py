@@ -318,8 +318,7 @@ class ServerSampler(SamplerBase):
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """The largest staleness of a token: the number of documents that the policy may have been trained on between the
     token's sampling and its training. 0: sampling and training alternate. n x schedule.docs_per_step: servers sample
-    up to n steps ahead while the trainer trains. Older documents go to rejected.jsonl, and their prompts are sampled
-    again."""
+    up to n steps ahead while the trainer trains. Documents are trained on in the order in which they were begun."""
     pause: Literal["wait", "keep", "abort"] = "wait"
     """What happens to running completions when servers get new weights. wait: they finish with the old weights first.
     keep: they continue with the new weights, and each token records its version. abort: they are discarded and sampled
@@ -328,8 +327,8 @@ class ServerSampler(SamplerBase):
     """How several servers get new weights. at_once: all at the same time. rolling: one after another; the others keep
     sampling meanwhile."""
     concurrency: Count = 256
-    """The largest number of groups in flight over all servers; one request asks for a whole group. Raise it if servers
-    have capacity left."""
+    """The largest number of groups in flight over all servers; one request asks for a whole group. A group of which a
+    part is done counts by the rest. Raise it if servers have capacity left."""
     request_timeout: Positive = 600.0
     """Seconds until a request must be answered completely."""
     adapter: Literal["merged", "served"] = "merged"

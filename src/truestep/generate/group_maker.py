@@ -34,6 +34,7 @@ class GroupOptions:
 class Member:
     """An episode that is rated, as a document, and its completions as they came."""
 
+    number: int  # in its group
     rollout: Rollout
     completions: Sequence[Completion]
 
@@ -46,7 +47,6 @@ class Group:
     prompt: Prompt
     members: list[Member] = field(default_factory=list)
     num_asked: int = 0  # episodes begun so far
-    num_drops: int = 0  # times that it was dropped as too stale
 
     @property
     def version(self) -> int:
@@ -58,7 +58,7 @@ class GroupMaker:
     """Makes groups, many at a time."""
 
     def __init__(self, options: GroupOptions, plays: Plays, note_progress: Callable[[], None] = lambda: None):
-        """`note_progress` is called when an episode is rated."""
+        """`note_progress` is called when an episode is rated, and in its group if it can be used."""
         self._options, self._plays, self._note_progress = options, plays, note_progress
         self.counts: Counter[str] = Counter()  # unused completions, by reason
         self.tokens = 0  # drawn
@@ -71,22 +71,31 @@ class GroupMaker:
         self.rejected.append(reject(group.prompt, group.number, name, reason, text))
 
     async def make(self, group: Group, generate: Generate) -> str | None:
-        """Play episodes until the group is complete. Return None, or the last problem if the group
-        is given up."""
-        failures, reason = 0, ""
+        """Play episodes until the group is complete. One that cannot be used is played anew at once, and waits for no
+        other. Return None, or the last problem if the group is given up."""
+        problems: list[Exception] = []
         while (missing := self._options.group_size - len(group.members)) > 0:
-            if failures == TRIES:
+            await run_all([self._fill(group, problems, generate) for _ in range(missing)])
+            if self._is_hopeless(problems):
                 self._give_up(group)
-                return reason
-            first = group.num_asked
-            group.num_asked += missing
-            numbers = range(first, first + missing)
-            answers = await run_all([self._one(group, number, generate) for number in numbers])
-            if problems := self._add(group, first, answers):
-                failures, reason = failures + 1, problems[0]
-            if any(isinstance(answer, UnreachableError) for answer in answers):
-                await asyncio.sleep(_RETRY_SECONDS)
+                return _said(problems[-1])
+        group.members.sort(key=lambda member: member.number)
         return None
+
+    def _is_hopeless(self, problems: Sequence[object]) -> bool:
+        """Return whether the group has had `TRIES` times its number of episodes, without those that no server ended."""
+        return len(problems) > (TRIES - 1) * self._options.group_size
+
+    async def _fill(self, group: Group, problems: list[Exception], generate: Generate) -> None:
+        """Play episodes until one can be used. `problems` are those of the whole group: how many there are in the end
+        does not depend on which comes first."""
+        while not self._is_hopeless(problems):
+            number, group.num_asked = group.num_asked, group.num_asked + 1
+            played = await self._one(group, number, generate)
+            if self._add(group, number, played, problems):
+                return
+            if isinstance(played, UnreachableError):
+                await asyncio.sleep(_RETRY_SECONDS)
 
     def _give_up(self, group: Group) -> None:
         reason = f"its group could not be completed: {len(group.members)} of {group.num_asked} completions rated"
@@ -107,34 +116,40 @@ class GroupMaker:
         self.tokens += played.num_drawn
         if options.stop_at_rejected and isinstance(played.rating, RewardError):
             raise stopping_error(group.prompt, played.rating) from played.rating
-        self._note_progress()  # rewards may take long
         return played
 
-    def _add(self, group: Group, first: int, answers: Sequence[Played | Exception]) -> list[str]:
-        """Add rated episodes to the group. Return the problems of others, which count as a failure."""
-        problems: list[str] = []
-        for number, answer in enumerate(answers, first):
-            name = f"{group.number}-{number}"
-            if isinstance(answer, UnreachableError):
-                self.counts["unanswered"] += 1
-            elif isinstance(answer, VoidedError):
-                self.counts["void"] += 1
-            elif isinstance(answer, Exception):
-                if answer not in answers[: number - first]:  # one answer of a server for several completions
-                    self.counts["bad_answers"] += 1
-                    problems.append(f"the server's answer is bad: {answer}")
-                    self.reject(group, name, problems[-1])
-            elif answer.aborted:
-                self.counts["aborted"] += 1
-            elif isinstance(answer.rating, RewardError):
-                self.reject(group, name, answer.rating, answer.text)
-                problems.append(str(answer.rating))
-            elif not any(one.answer is not None and one.answer.void for one in answer.completions):
-                group.members.append(self._member(name, group.prompt, answer))
-        return problems
+    def _add(self, group: Group, number: int, answer: Played | Exception, problems: list[Exception]) -> bool:
+        """Add a rated episode to the group. Return False if it cannot be used."""
+        name = f"{group.number}-{number}"
+        if isinstance(answer, UnreachableError):
+            self.counts["unanswered"] += 1
+        elif isinstance(answer, VoidedError):
+            self.counts["void"] += 1
+        elif isinstance(answer, Exception):
+            if not any(answer is known for known in problems):  # one answer of a server for several completions
+                self.counts["bad_answers"] += 1
+                self.reject(group, name, _said(answer))
+            problems.append(answer)
+        elif answer.aborted:
+            self.counts["aborted"] += 1
+        elif isinstance(answer.rating, RewardError):
+            self.reject(group, name, answer.rating, answer.text)
+            problems.append(answer.rating)
+            self._note_progress()
+        else:
+            is_void = any(one.answer is not None and one.answer.void for one in answer.completions)
+            if not is_void:
+                group.members.append(self._member(number, name, group.prompt, answer))
+            self._note_progress()  # rewards may take long
+            return not is_void
+        return False
 
-    def _member(self, name: str, prompt: Prompt, played: Played) -> Member:
+    def _member(self, number: int, name: str, prompt: Prompt, played: Played) -> Member:
         rollout = played.document(name, prompt, self._options.draw.temperature)
         if self._draw.random() < self._options.check_share:
             self.arrived.append(rollout)
-        return Member(rollout, played.completions)
+        return Member(number, rollout, played.completions)
+
+
+def _said(problem: Exception) -> str:
+    return f"the server's answer is bad: {problem}" if isinstance(problem, BadAnswerError) else str(problem)

@@ -1,20 +1,21 @@
-"""Samples groups ahead of the trainer, as far as max_staleness permits.
+"""Samples groups ahead of the trainer, as far as max_staleness permits, and hands them over in the order begun.
 
-A group is started only if it is expected to be fresh enough when it is trained on, `open documents / docs_per_step`
-steps after the next one. With `max_staleness` 0 exactly the next step's documents are sampled, once the servers have
-its weights: that is synchronous training.
+A step waits for its own groups, however slow they are, so what is trained on has the lengths of what was begun. A group
+is begun only if it will be fresh enough when it is trained on: those before it fill so many steps, and none comes
+between. With `max_staleness` 0 exactly the next step's documents are sampled, once the servers have its weights: that
+is synchronous training.
 """
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from truestep.environments.prompts import Prompt
 from truestep.generate.group_maker import Group, GroupMaker, GroupOptions
-from truestep.generate.groups import HOPELESS, TRIES, explain_hopeless, prompt_of
+from truestep.generate.groups import HOPELESS, explain_hopeless, num_groups, prompt_of
 from truestep.generate.play import Plays
 from truestep.generate.servers.fleet import Fleet, Published, Server, Signal
 from truestep.rollouts.source import SourceError
@@ -29,7 +30,7 @@ class StalenessLimit:
     docs_per_step: int
     documents_per_take: int  # added to `documents_seen` by each take
     max_staleness: int
-    concurrency: int  # most groups in flight
+    concurrency: int  # most episodes in flight, in groups
     stall_timeout: float  # seconds without any completion after which the run ends
 
 
@@ -46,33 +47,28 @@ class LookAhead:
     ):
         self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail_with_servers)
         self.server_error: Exception | None = None  # with which no server can be used any more
-        self.maker = GroupMaker(sampling, plays, self.fleet.note_progress)
+        self.maker = GroupMaker(sampling, plays, self._progressed)
         self._prompts, self._sampling, self._limit = prompts, sampling, limit
+        self._groups_per_step = num_groups(limit.docs_per_step, sampling.group_size)
         self._next_number = 0
         self._restored: deque[int] = deque()  # numbers of groups that were open in the checkpoint: they come first
-        self._open: dict[int, Group] = {}  # groups started and not handed over, by number
-        self._ready: list[Group] = []  # complete groups, in the order of their completion
+        self._open: dict[int, Group] = {}  # groups begun and not handed over, by number, in the order begun
+        self._complete: dict[int, bool] = {}  # of these: true where a group is one to replace
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
         self._seen = 0  # `documents_seen` at the next take
         self._failures: list[str] = []  # why groups were given up, since the last complete group
         self._fatal: Exception | None = None
         self._changed = Signal()
-        self._sorted_out: Callable[[Group], bool] | None = None
-        self._replace_limit, self._replaced = 0, 0  # groups replaced since the last hand-over
+        self._is_to_replace: Callable[[Group], bool] = lambda group: False
+        self._replace_limit = 0
 
-    def replace(self, sorted_out: Callable[[Group], bool], limit: int) -> None:
-        """Replace complete groups for which `sorted_out` returns True by new ones, at most `limit` for each hand-over.
+    def replace(self, is_to_replace: Callable[[Group], bool], limit: int) -> None:
+        """Replace complete groups for which `is_to_replace` returns True by new ones, the first `limit` of each step.
 
-        Only complete groups are replaced, never slow ones: a step waits for a slow group, so that selection does not
-        depend on the length of completions.
+        A step waits for a slow group before it counts further, so selection does not depend on the length of
+        completions.
         """
-        self._sorted_out, self._replace_limit = sorted_out, limit
-
-    def _replaces(self, group: Group) -> bool:
-        if self._sorted_out is None or self._replaced >= self._replace_limit or not self._sorted_out(group):
-            return False
-        self._replaced += 1
-        return True
+        self._is_to_replace, self._replace_limit = is_to_replace, limit
 
     async def publish(self, published: Published) -> None:
         """Publish new weights to the servers, and start the groups that max_staleness then permits."""
@@ -83,41 +79,48 @@ class LookAhead:
         except Exception as error:
             self._fail_with_servers(error)
 
-    async def collect(self, wanted: int, documents_seen: int) -> list[Group]:
-        """Wait for `wanted` complete groups that are fresh enough and confirmed, and return them by number."""
+    async def collect(self, wanted: int, documents_seen: int) -> tuple[list[Group], list[Group]]:
+        """Wait until the next `wanted` groups are complete and confirmed. Return them in the order begun, and the
+        groups among them that were replaced."""
         self._seen, start = documents_seen, asyncio.get_running_loop().time()
         while True:
             if self._fatal is not None:
                 raise self._fatal
-            self._drop_stale()
             self._admit()
-            chosen = self._choose(wanted)
-            unconfirmed = {server for group in chosen for server in _unconfirmed(group)}
-            if len(chosen) == wanted and not unconfirmed:
-                return self._hand_over(chosen)
+            kept, replaced = self._next_step(self._open.values(), wanted)
+            if len(kept) < wanted or any(group.number not in self._complete for group in kept):
+                await self._wait(start)
+                continue
+            unconfirmed = {server for group in (*kept, *replaced) for server in _unconfirmed(group)}
+            if not unconfirmed:
+                self._hand_over(kept, replaced)
+                return kept, replaced
             reachable = {server for server in unconfirmed if server.lost_at is None}
-            if len(chosen) == wanted and reachable:
+            if reachable:
                 await self.fleet.confirm(reachable)
             else:
                 await self._wait(start)
 
-    def _choose(self, wanted: int) -> list[Group]:
-        """Choose complete groups in the order of their completion. But groups that were once dropped as too stale come
-        first, and the step waits for them: otherwise prompts with slow completions would never be trained on."""
-        owed = sorted((group for group in self._open.values() if group.num_drops), key=lambda group: group.number)
-        first = owed[:wanted]
-        if any(group not in self._ready for group in first):
-            return []
-        return (first + [group for group in self._ready if group not in first])[:wanted]
+    def _next_step(self, groups: Iterable[Group], wanted: int) -> tuple[list[Group], list[Group]]:
+        """Take the next step's groups from `groups`, and those that it replaces. A group that is not complete yet
+        counts as one that stays."""
+        kept, replaced = list[Group](), list[Group]()
+        for group in groups:
+            if self._complete.get(group.number, False) and len(replaced) < self._replace_limit:
+                replaced.append(group)
+            else:
+                kept.append(group)
+            if len(kept) == wanted:
+                break
+        return kept, replaced
 
-    def _hand_over(self, chosen: Sequence[Group]) -> list[Group]:
-        for group in chosen:
-            self._ready.remove(group)
-            del self._open[group.number]
+    def _hand_over(self, kept: Sequence[Group], replaced: Sequence[Group]) -> None:
+        oldest = min(group.version for group in kept)
+        assert self._seen - oldest <= self._limit.max_staleness, "groups are begun that are fresh enough at their step"
+        for group in (*kept, *replaced):
+            del self._open[group.number], self._complete[group.number]
         self._seen += self._limit.documents_per_take
-        self._replaced = 0
         self._admit()
-        return sorted(chosen, key=lambda group: group.number)
 
     async def _wait(self, start: float) -> None:
         quiet = asyncio.get_running_loop().time() - max(start, self.fleet.last_progress)
@@ -130,7 +133,9 @@ class LookAhead:
             await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
 
     async def state(self) -> dict[str, Any]:
-        return {"groups": self._next_number, "open": sorted({*self._open, *self._restored})}
+        """Return what a run goes on from. A group that was given up is open until its rejections were fetched."""
+        untold = {rejected.line for rejected in self.maker.rejected}
+        return {"groups": self._next_number, "open": sorted({*self._open, *self._restored, *untold})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state: groups that were open then are sampled again first."""
@@ -144,16 +149,34 @@ class LookAhead:
         await self.fleet.close()
 
     def _admit(self) -> None:
-        limit, version = self._limit, self.fleet.version
-        while self._fatal is None and version is not None and len(self._tasks) < limit.concurrency:
-            steps_ahead = len(self._open) * self._sampling.group_size // limit.docs_per_step
-            if self._seen + steps_ahead * limit.documents_per_take - version > limit.max_staleness:
+        limit, version, size = self._limit, self.fleet.version, self._sampling.group_size
+        ahead, missing = self._num_ahead(), self._num_missing()
+        while self._fatal is None and version is not None and missing + size <= limit.concurrency * size:
+            steps = ahead // self._groups_per_step
+            if self._seen + steps * limit.documents_per_take - version > limit.max_staleness:
                 return
             if self._restored:
                 number = self._restored.popleft()
             else:
                 number, self._next_number = self._next_number, self._next_number + 1
             self._start(Group(number, prompt_of(number, self._prompts, self._sampling.seed)))
+            ahead, missing = ahead + 1, missing + size
+
+    def _num_ahead(self) -> int:
+        """Return how many of the open groups are trained on, at most: all of them before the next one that is begun."""
+        rest, count = iter(self._open.values()), 0
+        while kept := self._next_step(rest, self._groups_per_step)[0]:
+            count += len(kept)
+        return count
+
+    def _num_missing(self) -> int:
+        """Return how many episodes are in flight. What is complete and waits for its step is not: a slow group does
+        not keep the servers idle."""
+        return sum(self._sampling.group_size - len(self._open[number].members) for number in self._tasks)
+
+    def _progressed(self) -> None:
+        self.fleet.note_progress()
+        self._admit()
 
     def _start(self, group: Group) -> None:
         self._open[group.number] = group
@@ -178,46 +201,23 @@ class LookAhead:
         else:
             self._failures.clear()
             try:
-                replaced = self._replaces(group)
+                self._complete[group.number] = self._is_to_replace(group)
             except Exception as failure:  # a user's own advantages
                 self._fail(failure)
                 return
-            if replaced:
-                del self._open[group.number]
-            else:
-                self._ready.append(group)
         self._admit()
         self._changed.set()
 
-    def _drop_stale(self) -> None:
-        """Drop the completions of groups that are too stale, and sample these groups again, up to `TRIES` times."""
-        for group in list(self._ready):
-            staleness = self._seen - group.version
-            if staleness <= self._limit.max_staleness:
-                continue
-            self._ready.remove(group)
-            self.maker.counts["stale"] += len(group.members)
-            reason = (
-                f"too stale: sampled {staleness} documents before its step, and sampler.max_staleness is "
-                f"{self._limit.max_staleness}"
-            )
-            for member in group.members:
-                self.maker.reject(group, member.rollout.id, reason)
-            group.members, group.num_drops = [], group.num_drops + 1
-            if group.num_drops < TRIES:
-                self._start(group)
-            else:
-                del self._open[group.number]
-
     def _void(self) -> None:
         """Drop void completions, whose versions are unknown, and sample them again."""
+        group_size = self._sampling.group_size
         for group in self._open.values():
             kept = [member for member in group.members if not any(one.answer.void for one in member.completions)]
             self.maker.counts["void"] += len(group.members) - len(kept)
             group.members = kept
-        for group in [group for group in self._ready if len(group.members) < self._sampling.group_size]:
-            self._ready.remove(group)
-            self._start(group)
+        for number in [number for number in self._complete if len(self._open[number].members) < group_size]:
+            del self._complete[number]
+            self._start(self._open[number])
         self._changed.set()
 
     def _fail_with_servers(self, error: Exception) -> None:

@@ -130,8 +130,11 @@ class Servers:
         """Run a short coroutine in the event loop, and return its result."""
         return self._loop.run(work)
 
-    def collect(self, groups: int, documents_seen: int, asked_to_stop: Callable[[], bool]) -> list[Group]:
-        """Wait for so many complete groups. Raise `Interrupted` if the run is asked to stop."""
+    def collect(
+        self, groups: int, documents_seen: int, asked_to_stop: Callable[[], bool]
+    ) -> tuple[list[Group], list[Group]]:
+        """Wait for so many groups, and return them and those that were replaced. Raise `Interrupted` if the run is
+        asked to stop."""
         with (
             progress.waiting_for("completions from the inference servers"),
             progress.working("sampling by the servers", "answers"),

@@ -1,7 +1,6 @@
 """A source whose documents are groups that the inference servers sample."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +11,7 @@ from truestep.generate.servers.servers import Servers
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
 from truestep.rollouts.source import StillSource, Taken
-from truestep.types import PutAside, Rejected, Rollout
+from truestep.types import Rejected, Rollout
 
 
 class ServerSource(StillSource):
@@ -30,27 +29,23 @@ class ServerSource(StillSource):
     ):
         self._servers, self._prompts, self._sampling = servers, prompts, sampling
         self._advantage_rule, self._truncated = advantage_rule, truncated
-        self._put_aside: list[PutAside] = []  # not returned by `take` yet; the event loop's thread adds to it
-        servers.ahead.replace(self._sorted_out, replace_limit)
+        servers.ahead.replace(self._is_without_difference, replace_limit)
 
     def take(self, count: int, documents_seen: int) -> Taken:
         """Take exactly `count` documents, in whole groups."""
         wanted = num_groups(count, self._sampling.group_size)
         try:
-            groups = self._servers.collect(wanted, documents_seen, self.asked_to_stop)
+            groups, replaced = self._servers.collect(wanted, documents_seen, self.asked_to_stop)
         except BaseException:
             if self.put_rejected is not None:
                 self.put_rejected(self._rejected())
             raise
         rollouts = [rollout for group in groups for rollout in self._with_advantages(group)]
-        return replace(self.aside(), documents=choose_truncated(rollouts, self._truncated)[0])
+        put_aside = [one for group in replaced for one in put_group_aside(self._with_advantages(group))]
+        return Taken(choose_truncated(rollouts, self._truncated)[0], self._rejected(), put_aside)
 
     def aside(self) -> Taken:
-        async def sorted_out() -> list[PutAside]:
-            put_aside, self._put_aside = self._put_aside, []
-            return put_aside
-
-        return Taken((), self._rejected(), self._servers.run(sorted_out()))
+        return Taken((), self._rejected())
 
     def _rejected(self) -> list[Rejected]:
         rejected = self._servers.ahead.maker.rejected  # the event loop's thread may add to it meanwhile
@@ -59,13 +54,9 @@ class ServerSource(StillSource):
     def _with_advantages(self, group: Group) -> list[Rollout]:
         return with_advantages([member.rollout for member in group.members], group.number, self._advantage_rule)
 
-    def _sorted_out(self, group: Group) -> bool:
-        """Put a complete group aside if all its advantages are zero. The event loop's thread calls this."""
-        rollouts = self._with_advantages(group)
-        if any(map(has_advantage, rollouts)):
-            return False
-        self._put_aside.extend(put_group_aside(rollouts))
-        return True
+    def _is_without_difference(self, group: Group) -> bool:
+        """Return whether all advantages of a complete group are zero. The event loop's thread calls this."""
+        return not any(map(has_advantage, self._with_advantages(group)))
 
     def state(self) -> dict[str, Any]:
         return self.snapshot()()
@@ -75,20 +66,13 @@ class ServerSource(StillSource):
         return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Record the open groups, and the documents put aside that `take` has not returned yet. Documents put aside
-        later belong to groups that are open now; a run that continues from this state puts them aside again."""
-
-        async def note() -> dict[str, Any]:
-            put_aside = [[one.id, one.reason, one.group_id] for one in self._put_aside]
-            return await self._servers.ahead.state() | {"put_aside": put_aside}
-
-        state = self._servers.run(note())
+        """Record the groups that are open now."""
+        state = self._servers.run(self._servers.ahead.state())
         return lambda: state | {"fingerprint": self._fingerprint}
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
         self._servers.ahead.restore(state)
-        self._put_aside = [PutAside(*one) for one in state.get("put_aside", ())]
 
     def close(self, finished: bool) -> None:
         self._servers.close(finished)
