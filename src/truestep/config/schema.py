@@ -192,16 +192,42 @@ def _episodes(config: "Config") -> Iterator[str]:
     if (sampler.reward is None) == (sampler.environment is None):
         yield "sampler needs sampler.reward or sampler.environment: one of the two"
     if sampler.environment is None:
+        if sampler.prompts is None:
+            yield "sampler needs sampler.prompts: with a reward, only a file or a dataset has prompts"
         for name in ("max_turns", "max_episode_tokens", "episode_timeout"):
             if getattr(sampler, name) != type(sampler).model_fields[name].default:
                 yield f"sampler.{name} is for sampler.environment: a reward's episodes have one turn"
         return
+    yield from _environment(config, sampler.environment)
     most = config.data.tokens_per_microbatch
     if sampler.max_episode_tokens > most:
         yield (
             f"sampler.max_episode_tokens: {sampler.max_episode_tokens} is more than data.tokens_per_microbatch: "
             f"{most}, so an episode might not fit"
         )
+
+
+def _environment(config: "Config", environment: Any) -> Iterator[str]:
+    kind, has_class = environment.type, getattr(environment, "class") is not None
+    if kind == "python" and not has_class:
+        yield "sampler.environment needs sampler.environment.class, or a type other than python"
+    if kind != "python" and has_class:
+        yield f"sampler.environment.class is for type: python, and type: {kind} names an environment itself"
+    if kind == "reasoning_gym":
+        evaluation = config.evaluation
+        for name, section in (("sampler", config.sampler), ("evaluation", evaluation)):
+            own_reward = section is evaluation and evaluation is not None and evaluation.reward is not None
+            if section is not None and section.prompts is not None and not own_reward:
+                yield f"{name}.prompts is not for sampler.environment.type: {kind}, which makes its own prompts"
+
+
+def makes_held_out_prompts(config: "Config") -> bool:
+    """Return whether an evaluation without prompts has those that the sampler's environment makes."""
+    sampler, evaluation = config.sampler, config.evaluation
+    if evaluation is None or evaluation.path is not None or evaluation.prompts is not None:
+        return False
+    has_environment = sampler is not None and sampler.environment is not None and sampler.prompts is None
+    return has_environment and evaluation.reward is None
 
 
 def _sampled_groups(config: "Config") -> Iterator[str]:
@@ -334,14 +360,15 @@ def _evaluation(config: "Config") -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation is None:
         return
-    if (evaluation.prompts is None) == (evaluation.path is None):
+    samples = evaluation.prompts is not None or makes_held_out_prompts(config)
+    if samples == (evaluation.path is not None):
         yield (
             "evaluation needs evaluation.prompts, to sample answers, or evaluation.path, held-out documents of a "
             "supervised run: one of the two"
         )
     if evaluation.path is not None and not config.loss.supervised:
         yield f"evaluation.path is for supervised losses, and loss.type: {config.loss.type} is not one"
-    if evaluation.prompts is not None and evaluation.reward is None and config.sampler is None:
+    if samples and evaluation.reward is None and config.sampler is None:
         yield "evaluation needs evaluation.reward: there is no sampler.reward to take"
     if evaluation.servers:
         if config.sampler is None or config.sampler.type != "server":
@@ -349,7 +376,7 @@ def _evaluation(config: "Config") -> Iterator[str]:
         for name in ("top_p", "top_k", "min_p", "stop"):
             if name in evaluation.model_fields_set:
                 yield f"evaluation.{name} is not for evaluation.servers: servers draw from the whole distribution"
-    if evaluation.pass_reward is not None and evaluation.prompts is None:
+    if evaluation.pass_reward is not None and not samples:
         yield "evaluation.pass_reward is for answers that are sampled: it needs evaluation.prompts"
     if evaluation.path is not None and evaluation.reward is not None:
         yield "evaluation.reward is for answers that are sampled: it does nothing with evaluation.path"
@@ -376,7 +403,7 @@ def _ranks(config: "Config") -> Iterator[str]:
             "sampler.type: server, remove sampler (and train on data.path or data.source), or set parallel.pipeline: 1 "
             "(sampling works with parallel.tensor)"
         )
-    if parallel.pipeline > 1 and evaluation is not None and evaluation.prompts is not None and not evaluation.servers:
+    if parallel.pipeline > 1 and evaluation is not None and evaluation.path is None and not evaluation.servers:
         yield (
             f"parallel.pipeline: {parallel.pipeline} leaves no rank with all layers, which evaluation needs: remove "
             "evaluation, set evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 "

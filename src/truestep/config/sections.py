@@ -209,10 +209,21 @@ EnvironmentConfig = create_model(
     "EnvironmentConfig",
     __base__=Section,
     **{
-        "type": (Literal["python"], Field("python", description="An environment written in Python.")),
+        "type": (
+            Literal["python", "reasoning_gym", "openenv"],
+            Field(
+                "python",
+                description="python: a class of yours. reasoning_gym: tasks of the package reasoning-gym. openenv: an "
+                "OpenEnv server.",
+            ),
+        ),
         "class": (
-            str,
-            Field(description="package.module:Class, a class as truestep.Environment is one."),
+            str | None,
+            Field(
+                None,
+                description="With type: python: package.module:Class, a class as truestep.Environment is one. null: "
+                "the type names the environment.",
+            ),
         ),
         "options": (dict[str, Any] | None, Field(None, description="Its options, by name. null: none.")),
     },  # type: ignore[call-overload]
@@ -220,8 +231,9 @@ EnvironmentConfig = create_model(
 
 
 class SamplerBase(Section):
-    prompts: str
-    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk."""
+    prompts: str | None = None
+    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk. null: the
+    environment makes its own prompts."""
     reward: str | None = None
     """package.module:function, called as reward(prompt, completion, **fields) -> float. null: there is an environment.
     """
@@ -343,7 +355,8 @@ SamplerConfig = Annotated[
 
 class EvaluationConfig(Section):
     prompts: str | None = None
-    """Held-out prompts that the policy answers, in the format of sampler.prompts."""
+    """Held-out prompts that the policy answers, in the format of sampler.prompts. null: there is evaluation.path, or
+    the environment makes them, as it makes those of the sampler."""
     path: str | list[str] | None = None
     """With a supervised loss: held-out documents, in the format of data.path. The logged loss is the mean over all of
     their labels."""

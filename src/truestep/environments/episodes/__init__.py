@@ -9,5 +9,6 @@ connection        that process as the run sees it
 worker            the process that imports an environment and forks one process for each episode (imports no torch)
 instance          the process of one episode (imports no torch)
 answers           the checks of what an environment's methods return
+made_rows         records of prompts that an environment makes itself
 wire              what the frames between run and processes hold
 """

@@ -16,6 +16,7 @@ from truestep.environments import frames
 from truestep.environments.episodes import environment
 from truestep.environments.episodes.answers import end_of, is_said, said_of
 from truestep.environments.episodes.environment import Answer, Environment, ToolCall
+from truestep.environments.episodes.made_rows import RowParts
 from truestep.environments.forked import adopt_orphans, die_with_parent, seed_all
 from truestep.environments.rewards import RewardError, failure
 
@@ -47,6 +48,7 @@ class _Episode:
     def __init__(self, kind: type[Environment], options: Mapping[str, Any]):
         self._kind, self._options = kind, options
         self._instance: Environment | None = None
+        self._rows: RowParts | None = None
         self._turns = 0
         self._runner: asyncio.Runner | None = None  # one event loop for the whole episode
 
@@ -63,6 +65,8 @@ class _Episode:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         method = request["call"]
         what = f"the environment's {method}"
+        if method == "rows":
+            return {"rows": self._called(what, lambda: self._next_rows(request))}
         if method == "start":
             seed_all(request["seed"])
             made = self._instance = self._called("the environment's __init__", lambda: self._make(request["row"]))
@@ -78,6 +82,12 @@ class _Episode:
         if is_said(returned):
             return {"said": said_of(returned, what)}
         return {"end": end_of(returned, what, self._turns)}
+
+    def _next_rows(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._rows is None:
+            seed_all(request["seed"])
+            self._rows = RowParts(self._kind.rows(self._options, request["held_out"]))
+        return self._rows.next()
 
     def _make(self, row: Mapping[str, Any]) -> Environment:
         instance = self._kind(**self._options)
