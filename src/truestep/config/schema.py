@@ -198,7 +198,6 @@ def _episodes(config: "Config") -> Iterator[str]:
             if getattr(sampler, name) != type(sampler).model_fields[name].default:
                 yield f"sampler.{name} is for sampler.environment: a reward's episodes have one turn"
         return
-    yield from _environment(config, sampler.environment)
     most = config.data.tokens_per_microbatch
     if sampler.max_episode_tokens > most:
         yield (
@@ -207,17 +206,20 @@ def _episodes(config: "Config") -> Iterator[str]:
         )
 
 
-def _environment(config: "Config", environment: Any) -> Iterator[str]:
-    kind, has_class = environment.type, getattr(environment, "class") is not None
+def _environment(config: "Config") -> Iterator[str]:
+    sampler, evaluation = config.sampler, config.evaluation
+    if sampler is None or sampler.environment is None:
+        return
+    kind, has_class = sampler.environment.type, getattr(sampler.environment, "class") is not None
     if kind == "python" and not has_class:
-        yield "sampler.environment needs sampler.environment.class, or a type other than python"
+        yield "sampler.environment needs a class, as package.module:Class, or another type than python"
     if kind != "python" and has_class:
-        yield f"sampler.environment.class is for type: python, and type: {kind} names an environment itself"
+        yield f"sampler.environment.class is for type: python; sampler.environment.type: {kind} has a class of its own"
     if kind == "reasoning_gym":
-        evaluation = config.evaluation
-        for name, section in (("sampler", config.sampler), ("evaluation", evaluation)):
-            own_reward = section is evaluation and evaluation is not None and evaluation.reward is not None
-            if section is not None and section.prompts is not None and not own_reward:
+        asked = {"sampler": sampler.prompts}
+        asked["evaluation"] = None if evaluation is None or evaluation.reward is not None else evaluation.prompts
+        for name, prompts in asked.items():
+            if prompts is not None:
                 yield f"{name}.prompts is not for sampler.environment.type: {kind}, which makes its own prompts"
 
 
@@ -486,6 +488,7 @@ _RULES = (
     _documents,
     _sampled_groups,
     _episodes,
+    _environment,
     _exact,
     _advantages,
     _step_documents,

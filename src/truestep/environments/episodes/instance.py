@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from truestep.environments import frames
-from truestep.environments.episodes import environment
+from truestep.environments.episodes import environment, made_rows
 from truestep.environments.episodes.answers import end_of, is_said, said_of
 from truestep.environments.episodes.environment import Answer, Environment, ToolCall
 from truestep.environments.episodes.made_rows import RowParts
 from truestep.environments.forked import adopt_orphans, die_with_parent, seed_all
 from truestep.environments.rewards import RewardError, failure
 
-_OURS = (__file__, environment.__file__, os.path.dirname(asyncio.__file__) + os.sep)
+_OURS = (__file__, environment.__file__, made_rows.__file__, os.path.dirname(asyncio.__file__) + os.sep)
 
 
 def run_episode(channel: frames.Frames, parent: int, kind: type[Environment], options: Mapping[str, Any]) -> NoReturn:

@@ -41,7 +41,7 @@ class RowParts:
             if not isinstance(row, Mapping) or "prompt" not in row:
                 raise TypeError(f"row {self._count} is {row!r:.200}, and a row is a mapping with the key `prompt`")
             if self._count > MOST_ROWS:
-                raise ValueError(f"it makes more than {MOST_ROWS:,} rows: a generator of rows has to end")
+                raise ValueError(f"it makes more than {MOST_ROWS:,} rows: they have to end")
             size += len(_dumps(row, allow_nan=False, default=_refuse))
             made.append(dict(row))
             if size > _BYTES or time.monotonic() > end:

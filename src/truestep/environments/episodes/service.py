@@ -135,7 +135,9 @@ class EpisodeService:
                 part = self._call(Call(episode, "rows", request, begins=part is None)).result()
                 assert isinstance(part, Rows)
                 count += len(part.rows)
-                if part.is_none or count > MOST_ROWS or (part.is_last and not count):
+                if count > MOST_ROWS:
+                    raise EpisodeError(f"the environment makes more than {MOST_ROWS:,} rows: they have to end")
+                if part.is_none or (part.is_last and not count):
                     raise EpisodeError(f"the environment makes no prompts {which}: its `rows` gives none")
                 yield from part.rows
         finally:
