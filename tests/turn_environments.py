@@ -99,7 +99,7 @@ class Made(Sorting):
     @staticmethod
     def slow(held_out: bool) -> Iterator[dict[str, Any]]:
         for number in range(3):
-            time.sleep(1.1)
+            time.sleep(2.2)
             yield {"prompt": str(number)}
 
     @staticmethod

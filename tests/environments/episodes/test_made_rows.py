@@ -40,8 +40,9 @@ def test_rows_come_whole_and_in_order_however_large_they_are() -> None:
     assert begun.said.text == "p5"
 
 
+@pytest.mark.long
 def test_all_rows_may_take_longer_than_one_answer_may() -> None:
-    with serving("Made", timeout=2.0, rows="slow") as service:
+    with serving("Made", timeout=6.0, rows="slow") as service:
         assert [row["prompt"] for row in service.rows("0")] == ["0", "1", "2"]
 
 

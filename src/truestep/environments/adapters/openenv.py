@@ -248,7 +248,10 @@ def _asked(server: ClientConnection, kind: str, data: Mapping[str, Any]) -> Mapp
 
 def _actions(url: str, action: str | None) -> Actions:
     """Ask the server what its actions are."""
-    schema = _fetched(f"{url}/schema")["action"]
+    told = _fetched(f"{url}/schema")
+    schema = told.get("action") if isinstance(told, dict) else None
+    if not isinstance(schema, dict):
+        raise CustomError(f"sampler.environment.options.url: {url}/schema does not answer as an OpenEnv server")
     properties = {name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"}
     required = [name for name in schema.get("required", ()) if name in properties]
     if {"tool_name", "arguments"} <= set(properties) and action is None:

@@ -71,7 +71,7 @@ def _prepare(kind: type[Environment], options: Mapping[str, Any]) -> dict[str, A
     except CustomError as error:
         raise _UnusableError(str(error)) from error
     except Exception as error:  # types of a user's tools may name anything
-        raise _UnusableError(f"the tools of {kind.__name__}: {type(error).__name__}: {error}") from error
+        raise _UnusableError(f"{kind.__name__}.prepare raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(eq=False)
