@@ -1,7 +1,7 @@
 """Environments of the package openenv, made with its own base classes, on loopback.
 
-The Python of `make adapters` runs it, and it prints its port. `/digits` takes a text, `/tools` is an MCP environment, and
-`/board` takes an action of two numbers.
+The Python of `make adapters` runs it, and it prints its port. `/digits` takes a text, `/tools` is an MCP environment,
+and `/board` takes an action of two numbers.
 """
 
 from __future__ import annotations
