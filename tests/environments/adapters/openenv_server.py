@@ -110,7 +110,7 @@ class Tools(MCPEnvironment):
 
 def main() -> None:
     app = FastAPI()
-    app.mount("/digits", create_fastapi_app(Digits, Text, Seen, max_concurrent_envs=3))
+    app.mount("/digits", create_fastapi_app(Digits, Text, Seen, max_concurrent_envs=64))
     app.mount("/board", create_fastapi_app(Board, Place, Seen, max_concurrent_envs=8))
     app.mount("/tools", create_fastapi_app(Tools, CallToolAction, CallToolObservation, max_concurrent_envs=8))
     listening = socket.create_server(("127.0.0.1", 0))

@@ -229,7 +229,7 @@ def openenv(url: str, **options: Any) -> EpisodeService:
 
 
 def test_a_run_trains_and_evaluates_on_a_real_server(server: str, model: Path, tmp_path: Path) -> None:
-    """Of the server's three sessions each is waited for. Its reward is counted here from the texts alone."""
+    """The server's reward is counted here from the texts alone."""
     environment = {"type": "openenv", "options": {"url": f"{server}/digits", "size": 6, "held_out": 2, "chat": False}}
     sampler = {"prompts": None, "reward": None, "environment": environment, "stop": ["="], "max_episode_tokens": 64}
     sections: dict[str, Any] = {"evaluation": {"every": 2, "stop": ["="]}, "logging": {"rollouts": {"documents": 100}}}
