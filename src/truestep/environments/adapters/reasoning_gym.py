@@ -5,13 +5,11 @@
         type: reasoning_gym
         options: {tasks: {leg_counting: {weight: 2, config: {max_animals: 4}}, spell_backward: {level: 1}}, size: 1000}
 
-A row has the whole item, as the package's score needs it: with tuples and other objects, which JSON cannot hold. It is
-pickled by one process of the environment, unpickled by another one, and never read by the run.
+The package makes an item from a seed and its number. So a row has the number, and the process of an episode makes the
+item again, as the package's score needs it: with tuples and other objects, which JSON cannot hold.
 """
 
-import base64
 import dataclasses
-import pickle
 import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,19 +70,23 @@ class ReasoningGym(Environment):
         return map(made._row, range(first, first + count))
 
     def _row(self, number: int) -> Mapping[str, Any]:
-        random.seed(f"{self.seed} {number}")  # some tasks draw from the global generator as well
-        item = self.items[number]
+        item = self._item(number)
         question, task = item["question"], item["metadata"]["source_dataset"]
         prompt: Any = "\n".join(filter(None, (self.system, question)))
         if self.chat:
             before = [] if self.system is None else [{"role": "system", "content": self.system}]
             prompt = [*before, {"role": "user", "content": question}]
-        pickled = base64.b85encode(pickle.dumps(item)).decode()
-        return {"id": f"{task}-{number}", "prompt": prompt, "task": task, "item": pickled}
+        return {"id": f"{task}-{number}", "prompt": prompt, "task": task, "number": number, "question": question}
+
+    def _item(self, number: int) -> Mapping[str, Any]:
+        random.seed(f"{self.seed} {number}")  # some tasks draw from the global generator as well
+        return self.items[number]
 
     def finish(self, answer: Answer) -> dict[str, float | None]:
         """Return the task's score as the reward, and as a part with the task's name."""
-        item = pickle.loads(base64.b85decode(self.row["item"]))
+        item = self._item(self.row["number"])
+        if item["question"] != self.row["question"]:
+            raise ValueError(f"reasoning-gym made another question of {self.row['id']} than before")
         given = answer.text.strip() if self.tag is None else extract_answer(answer.text, tag_name=self.tag)
         failed = 0.0
         try:
