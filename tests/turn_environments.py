@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -90,3 +92,82 @@ class Tooled(Environment):
 
     def finish(self, answer: Answer) -> End:
         return End(float("3" in answer.text), self.rewards)
+
+
+class Own(Sorting):
+    """Makes its own prompts. The first two of those for evaluation are the last two for training."""
+
+    def __init__(self, turns: int = 1, count: int = 8, drawn: bool = False):
+        super().__init__(turns)
+
+    @classmethod
+    def rows(cls, options: Mapping[str, Any], held_out: bool) -> Iterator[dict[str, Any]]:
+        count = options.get("count", 8)
+        for number in range(count - 2, count + 3) if held_out else range(count):
+            digit = os.urandom(1)[0] % 10 if options.get("drawn") else number // 10
+            yield {"id": f"own-{number}", "prompt": f"sort {digit} {number % 10} =", "number": number}
+
+
+class Made(Sorting):
+    """Makes the rows that its option names."""
+
+    def __init__(self, rows: str):
+        super().__init__()
+
+    @classmethod
+    def rows(cls, options: Mapping[str, Any], held_out: bool) -> Any:
+        return getattr(cls, options["rows"])(held_out)
+
+    @staticmethod
+    def many(held_out: bool) -> Iterator[dict[str, Any]]:
+        for number in range(300):  # 3 MB and more
+            yield {"prompt": f"p{number}", "held_out": held_out, "drawn": random.random(), "long": "x" * 10_000}
+
+    @staticmethod
+    def slow(held_out: bool) -> Iterator[dict[str, Any]]:
+        for number in range(3):
+            time.sleep(2.2)
+            yield {"prompt": str(number)}
+
+    @staticmethod
+    def none(held_out: bool) -> Any:
+        return None
+
+    @staticmethod
+    def empty(held_out: bool) -> Any:
+        return []
+
+    @staticmethod
+    def raises(held_out: bool) -> Iterator[dict[str, Any]]:
+        yield {"prompt": "p"}
+        raise ValueError("no more of them")
+
+    @staticmethod
+    def hangs(held_out: bool) -> Any:
+        time.sleep(60)
+
+    @staticmethod
+    def exits(held_out: bool) -> Any:
+        os._exit(3)
+
+    @staticmethod
+    def texts(held_out: bool) -> Any:
+        return ["sort 3 1 ="]
+
+    @staticmethod
+    def objects(held_out: bool) -> Any:
+        return [{"prompt": "p", "answer": {1, 2}}]
+
+
+class Prepared(Sorting):
+    """Counts how often it is prepared, and has a tool by that name."""
+
+    times = 0
+
+    @classmethod
+    def prepare(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        cls.times += 1
+        return {f"tool_{cls.times}": {"type": "function"}}
+
+    def step(self, answer: Answer) -> Any:
+        return End(float(self.times))

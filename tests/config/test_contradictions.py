@@ -116,6 +116,24 @@ CASES = [
         "4: sampler.max_turns is for sampler.environment: a reward's episodes have one turn",
     ),
     (
+        sampled().replace("prompts: p, ", ""),
+        "4: sampler needs sampler.prompts: with a reward, only a file or a dataset has prompts",
+    ),
+    (
+        sampled().replace("reward: r", "environment: {options: {size: 3}}"),
+        "4: sampler.environment needs a class, as package.module:Class, or another type than python",
+    ),
+    (
+        sampled().replace("reward: r", "environment: {type: openenv, class: a:B}"),
+        "4: sampler.environment.class is for type: python; sampler.environment.type: openenv has a class of its own",
+    ),
+    (
+        sampled().replace("prompts: p, reward: r", "environment: {type: reasoning_gym}")
+        + "evaluation: {prompts: q, every: 2}\n",
+        "5, run.yaml:4: evaluation.prompts is not for sampler.environment.type: reasoning_gym, which makes its own "
+        "prompts",
+    ),
+    (
         sampled(data="data: {group_size: 4, tokens_per_microbatch: 64}\n").replace(
             "reward: r", "environment: {class: a:B}"
         ),
@@ -436,6 +454,9 @@ def test_what_the_cases_start_from_is_good(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(sent("epochs: 1") + "loss: {type: cross_entropy}\n")
     assert load_config(tmp_path / "run.yaml").data.group_size is None
     (tmp_path / "run.yaml").write_text(MODEL + "evaluation: {prompts: p, reward: r}\n")
+    assert load_config(tmp_path / "run.yaml").evaluation is not None
+    own = sampled().replace("prompts: p, reward: r", "environment: {type: reasoning_gym}")
+    (tmp_path / "run.yaml").write_text(own + "evaluation: {every: 2, pass_reward: 1}\n")
     assert load_config(tmp_path / "run.yaml").evaluation is not None
 
 

@@ -108,6 +108,8 @@ def load_custom(option: str, name: str) -> Any:
     add_directory(str(Path.cwd()))  # a console script does not have it on its path
     try:
         module = importlib.import_module(module_name)
+    except CustomError:  # a module of ours that says what is missing
+        raise
     except ImportError as error:
         stem = module_name.removesuffix(".py").replace("/", ".").strip(".")
         hint = f"; write {stem}:{attribute}" if module_name.endswith(".py") else ""

@@ -192,11 +192,12 @@ def _episodes(config: "Config") -> Iterator[str]:
     if (sampler.reward is None) == (sampler.environment is None):
         yield "sampler needs sampler.reward or sampler.environment: one of the two"
     if sampler.environment is None:
+        if sampler.prompts is None:
+            yield "sampler needs sampler.prompts: with a reward, only a file or a dataset has prompts"
         for name in ("max_turns", "max_episode_tokens", "episode_timeout"):
             if getattr(sampler, name) != type(sampler).model_fields[name].default:
                 yield f"sampler.{name} is for sampler.environment: a reward's episodes have one turn"
         return
-    yield from _environment(sampler)
     most = config.data.tokens_per_microbatch
     if sampler.max_episode_tokens > most:
         yield (
@@ -205,20 +206,39 @@ def _episodes(config: "Config") -> Iterator[str]:
         )
 
 
-def _environment(sampler: sections.SamplerBase) -> Iterator[str]:
+def _environment(config: "Config") -> Iterator[str]:
+    sampler, evaluation = config.sampler, config.evaluation
+    if sampler is None or sampler.environment is None:
+        return
     given: Any = sampler.environment
-    needed = {"python": "class", "command": "run"}
-    for type_, name in needed.items():
+    for kind, name in (("python", "class"), ("command", "run")):
         value = getattr(given, name)
-        if type_ == given.type and not value:
-            yield f"sampler.environment.{name} is required with type: {type_}"
-        if type_ != given.type and value is not None:
-            yield f"sampler.environment.{name} is for type: {type_}"
+        if kind == given.type and not value:
+            yield f"sampler.environment.{name} is required with type: {kind}"
+        if kind != given.type and value is not None:
+            yield f"sampler.environment.{name} is for type: {kind}"
     if given.type == "command":
         if given.options is not None:
-            yield "sampler.environment.options are for type: python: give a program its arguments in run"
+            yield "sampler.environment.options are not for type: command: give a program its arguments in run"
         if not sampler.reward_network:
             yield "sampler.reward_network: false would keep the program from asking for completions"
+        if sampler.prompts is None:
+            yield "sampler.prompts is required with sampler.environment.type: command"
+    if given.type == "reasoning_gym":
+        asked = {"sampler": sampler.prompts}
+        asked["evaluation"] = None if evaluation is None or evaluation.reward is not None else evaluation.prompts
+        for name, prompts in asked.items():
+            if prompts is not None:
+                yield f"{name}.prompts is not for sampler.environment.type: reasoning_gym, which makes its own prompts"
+
+
+def makes_held_out_prompts(config: "Config") -> bool:
+    """Return whether an evaluation without prompts has those that the sampler's environment makes."""
+    sampler, evaluation = config.sampler, config.evaluation
+    if evaluation is None or evaluation.path is not None or evaluation.prompts is not None:
+        return False
+    has_environment = sampler is not None and sampler.environment is not None and sampler.prompts is None
+    return has_environment and evaluation.reward is None
 
 
 def _sampled_groups(config: "Config") -> Iterator[str]:
@@ -351,14 +371,15 @@ def _evaluation(config: "Config") -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation is None:
         return
-    if (evaluation.prompts is None) == (evaluation.path is None):
+    samples = evaluation.prompts is not None or makes_held_out_prompts(config)
+    if samples == (evaluation.path is not None):
         yield (
             "evaluation needs evaluation.prompts, to sample answers, or evaluation.path, held-out documents of a "
             "supervised run: one of the two"
         )
     if evaluation.path is not None and not config.loss.supervised:
         yield f"evaluation.path is for supervised losses, and loss.type: {config.loss.type} is not one"
-    if evaluation.prompts is not None and evaluation.reward is None and config.sampler is None:
+    if samples and evaluation.reward is None and config.sampler is None:
         yield "evaluation needs evaluation.reward: there is no sampler.reward to take"
     if evaluation.servers:
         if config.sampler is None or config.sampler.type != "server":
@@ -366,7 +387,7 @@ def _evaluation(config: "Config") -> Iterator[str]:
         for name in ("top_p", "top_k", "min_p", "stop"):
             if name in evaluation.model_fields_set:
                 yield f"evaluation.{name} is not for evaluation.servers: servers draw from the whole distribution"
-    if evaluation.pass_reward is not None and evaluation.prompts is None:
+    if evaluation.pass_reward is not None and not samples:
         yield "evaluation.pass_reward is for answers that are sampled: it needs evaluation.prompts"
     if evaluation.path is not None and evaluation.reward is not None:
         yield "evaluation.reward is for answers that are sampled: it does nothing with evaluation.path"
@@ -393,7 +414,7 @@ def _ranks(config: "Config") -> Iterator[str]:
             "sampler.type: server, remove sampler (and train on data.path or data.source), or set parallel.pipeline: 1 "
             "(sampling works with parallel.tensor)"
         )
-    if parallel.pipeline > 1 and evaluation is not None and evaluation.prompts is not None and not evaluation.servers:
+    if parallel.pipeline > 1 and evaluation is not None and evaluation.path is None and not evaluation.servers:
         yield (
             f"parallel.pipeline: {parallel.pipeline} leaves no rank with all layers, which evaluation needs: remove "
             "evaluation, set evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 "
@@ -476,6 +497,7 @@ _RULES = (
     _documents,
     _sampled_groups,
     _episodes,
+    _environment,
     _exact,
     _advantages,
     _step_documents,

@@ -210,11 +210,12 @@ EnvironmentConfig = create_model(
     __base__=Section,
     **{
         "type": (
-            Literal["python", "command"],
+            Literal["python", "command", "reasoning_gym", "openenv"],
             Field(
                 "python",
-                description="python: a class written in Python. command: a program that asks for completions as "
-                "OpenAI's clients do (docs/agents.md).",
+                description="python: a class of yours. command: a program that asks for completions as OpenAI's "
+                "clients do (docs/agents.md). reasoning_gym: tasks of the package reasoning-gym. openenv: an OpenEnv "
+                "server.",
             ),
         ),
         "class": (
@@ -236,8 +237,9 @@ EnvironmentConfig = create_model(
 
 
 class SamplerBase(Section):
-    prompts: str
-    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk."""
+    prompts: str | None = None
+    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk. null: the
+    environment makes its own prompts."""
     reward: str | None = None
     """package.module:function, called as reward(prompt, completion, **fields) -> float. null: there is an environment.
     """
@@ -358,7 +360,8 @@ SamplerConfig = Annotated[
 
 class EvaluationConfig(Section):
     prompts: str | None = None
-    """Held-out prompts that the policy answers, in the format of sampler.prompts."""
+    """Held-out prompts that the policy answers, in the format of sampler.prompts. null: there is evaluation.path, or
+    the environment makes them, as it makes those of the sampler."""
     path: str | list[str] | None = None
     """With a supervised loss: held-out documents, in the format of data.path. The logged loss is the mean over all of
     their labels."""

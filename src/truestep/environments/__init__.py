@@ -13,6 +13,7 @@ memory            the memory that a group of processes takes
 descendants       finding and killing a process's descendants
 frames            the messages between run and worker: JSON, which cannot carry code
 episodes          environments of several turns, and conversations token for token
+adapters          other people's environments, by name
 relay             passes messages between the run and the process that forks episodes
 forked            what a forked process sets: seeds, signals, limits
 limits            the limits that a supervisor enforces

@@ -1,10 +1,10 @@
-"""Prompts from a JSONL file or a Hugging Face dataset on disk, tokenised once."""
+"""Prompts from a JSONL file, a Hugging Face dataset on disk or an environment, tokenised once."""
 
 import codecs
 import contextlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -42,7 +42,27 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
     source = find_prompts(path)
-    records = _read_dataset(source) if source.is_dir() else _read_jsonl(source)
+    is_json = not source.is_dir()  # fields of a dataset may be of any type
+    records = _read_jsonl(source) if is_json else _read_dataset(source)
+    return _prompts(records, str(source), source.name, is_json, tokenizer, vocabulary_size)
+
+
+def prompts_of_rows(rows: Iterable[Any], tokenizer: Any, vocabulary_size: int | None = None) -> list[Prompt]:
+    """Make prompts of the records that an environment makes itself."""
+    if tokenizer is None:
+        raise PromptError("prompts need a tokenizer, and model.path has none")
+    return _prompts(enumerate(rows, start=1), "the environment's rows", "row", True, tokenizer, vocabulary_size)
+
+
+def _prompts(
+    records: Iterable[tuple[int, Any]],
+    source: str,
+    short: str,
+    is_json: bool,
+    tokenizer: Any,
+    vocabulary_size: int | None,
+) -> list[Prompt]:
+    """Make prompts of numbered records from `source`, which is named in errors; `short` is a part of their ids."""
     prompts = []
     for number, record in records:
         where = f"{source}:{number}"
@@ -55,14 +75,14 @@ def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None =
                 "prompt and the completion, and that name is taken. Give the field another one, such as `reference`"
             )
         fields = {name: value for name, value in record.items() if name not in ("prompt", "id")}
-        if source.is_dir():  # fields from JSONL are JSON values already
+        if not is_json:
             _check_fields(fields, where)
         ids = _tokenise(record["prompt"], tokenizer, where)
         if vocabulary_size is not None and max(ids) >= vocabulary_size:
             raise PromptError(
                 f"{where}: the tokenizer gives token id {max(ids)}, and the model's vocabulary has {vocabulary_size}"
             )
-        name = f"{source.name}:{number}" if record.get("id") is None else str(record["id"])
+        name = f"{short}:{number}" if record.get("id") is None else str(record["id"])
         prompts.append(Prompt(name, record["prompt"], fields, ids))
     if not prompts:
         raise PromptError(f"{source} holds no prompt")

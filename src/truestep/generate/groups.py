@@ -53,8 +53,8 @@ def refuse_other_groups(state: dict[str, Any], own_state: dict[str, Any]) -> Non
     refuse_other_kind("sampler", "groups", state)
     if state["fingerprint"] != own_state["fingerprint"]:
         raise SourceError(
-            "sampler.prompts, data.group_size or seed is not what this run was started with, so its groups would be "
-            "others; give it the same, or another checkpoint.directory"
+            "sampler.prompts, data.group_size or seed is not what this run was started with, or the environment makes "
+            "other prompts than then, so its groups would be others; give it the same, or another checkpoint.directory"
         )
 
 

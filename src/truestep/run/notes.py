@@ -150,7 +150,8 @@ def _documents(config: Config, source: Source) -> str:
         count = "" if prompts is None else f"{len(prompts):,} "
         by = "here" if isinstance(sampler, InProcessSampler) else "by " + ", ".join(map(printable, sampler.urls))
         group = config.data.group_size
-        return f"{count}prompts of {printable(sampler.prompts)}, {group} completions of each, sampled {by}"
+        place = "the environment" if sampler.prompts is None else printable(sampler.prompts)
+        return f"{count}prompts of {place}, {group} completions of each, sampled {by}"
     if isinstance(source, FileSource):
         times = f", {source.epochs} times" if source.epochs > 1 else ""
         return f"{len(source.documents):,} of {printable(config.data.path)}{times}"

@@ -10,5 +10,6 @@ worker            the process that imports an environment and forks one process 
 instance          the process of one episode (imports no torch)
 program           the environment of an episode that is a program
 answers           the checks of what an environment's methods return
+made_rows         records of prompts that an environment makes itself
 wire              what the frames between run and processes hold
 """

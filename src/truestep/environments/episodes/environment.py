@@ -16,7 +16,7 @@ Each episode has a process of its own. Methods may be coroutines. Imports no tor
 
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
@@ -90,6 +90,18 @@ class Environment:
     def cut(self, reason: str) -> Any:
         """Return the reward of an episode that is cut by max_turns, max_episode_tokens or episode_timeout."""
         return 0.0
+
+    @classmethod
+    def rows(cls, options: Mapping[str, Any], held_out: bool) -> Iterable[Mapping[str, Any]] | None:
+        """Return the records of prompts that this environment makes itself, for training or for evaluation. None: they
+        are in the file sampler.prompts."""
+        return None
+
+    @classmethod
+    def prepare(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        """Prepare for episodes, once, in the process that they are forked from, and return the schemas of the tools by
+        name, as the chat template takes them. By default those of the methods that are marked with `@tool`."""
+        return tools_of(cls)
 
     async def _call_tools(self, answer: Answer) -> list[Message]:
         return [await self._call_tool(call) for call in answer.tool_calls]

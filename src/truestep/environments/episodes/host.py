@@ -21,6 +21,7 @@ from truestep.environments.episodes import wire
 from truestep.environments.episodes.answers import parts_of, said_of, turn_rewards_of
 from truestep.environments.episodes.connection import Connection
 from truestep.environments.episodes.environment import End, Message
+from truestep.environments.episodes.made_rows import Rows, rows_from
 from truestep.environments.process import LostError, fit, printable_traceback
 from truestep.environments.rewards import Rating, RewardError
 from truestep.process import progress
@@ -64,10 +65,11 @@ class Episode:
 @dataclass(eq=False)
 class Call:
     episode: Episode
-    method: str  # start, step or cut
+    method: str  # start, step or cut; or rows, several times
     body: Mapping[str, Any]
     future: "Future[Any]" = field(default_factory=Future)
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    begins: bool = False  # the first call of its episode
     frame: bytes = b""
     deadline: float = math.inf
     is_forked: bool = False
@@ -81,7 +83,7 @@ class Call:
             raise EpisodeError(f"{what} is too long: {error}") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise EpisodeError(f"{what} does not fit into JSON: {printable(error)}") from None
-        kind = wire.BEGIN if self.method == "start" else wire.CALL
+        kind = wire.BEGIN if self.begins else wire.CALL
         self.frame = wire.tagged(kind, self.episode.number, frame[frames.HEADER :])
 
 
@@ -144,7 +146,7 @@ class Host:
         with self._lock:
             if self.is_lost:
                 return False
-            if call is not None and call.method == "start":
+            if call is not None and call.begins:
                 self.load += 1
             self._posted.append((episode, call))
             self._wake()
@@ -238,7 +240,7 @@ class Host:
         episode = call.episode
         if call.future.cancelled():  # its episode is closed
             drop(call)
-            if call.method == "start":
+            if call.begins:
                 self._forget(episode, "it was cancelled")
                 self._owner.left(episode)
         elif episode.over is not None:
@@ -246,11 +248,11 @@ class Host:
         elif episode.number in self._calls:
             settle(call, RuntimeError(f"{call.method} was called before the last call of the episode was answered"))
         else:
-            if call.method == "start":
+            if call.begins:
                 self._open[episode.number] = episode
             episode.turns += call.method == "step"
             self._calls[episode.number] = call
-            call.is_forked = call.method != "start"
+            call.is_forked = not call.begins
             call.deadline = time.monotonic() + self._timeout + (0.0 if call.is_forked else _FORK_SECONDS)
             connection.post(call.frame)
 
@@ -330,7 +332,7 @@ class Host:
         if call is not None:
             with contextlib.suppress(frames.FrameError, TypeError, ValueError, KeyError, AttributeError):
                 outcome = outcome_of(call, frames.decode(rest))
-        if not isinstance(outcome, Said):
+        if not isinstance(outcome, Said | Rows):
             self._end(
                 connection, episode, str(outcome) if isinstance(outcome, EpisodeError) else "the episode has ended"
             )
@@ -338,7 +340,7 @@ class Host:
             settle(call, self._owner.judge(episode, outcome))
 
 
-def outcome_of(call: Call, message: dict[str, Any]) -> Said | End | Rating | EpisodeError:
+def outcome_of(call: Call, message: dict[str, Any]) -> Said | End | Rating | Rows | EpisodeError:
     """Read an episode's answer to a call. Raises FrameError, or what reading raises, if it is none."""
     if message.pop("nonce", None) != call.nonce:
         raise frames.FrameError("not the answer to what was asked")
@@ -348,10 +350,12 @@ def outcome_of(call: Call, message: dict[str, Any]) -> Said | End | Rating | Epi
     call.episode.tool_seconds = _tool_seconds(message.pop("tools", None))
     (kind, value) = next(iter(message.items()))
     try:
-        if kind == "said" and call.method != "cut":
+        if kind == "rows" and call.method == "rows":
+            return rows_from(value)
+        if kind == "said" and call.method in ("start", "step"):
             (said,) = value.values()
             return Said(**said_of(said, what))
-        if kind == "end" and call.method != "start":
+        if kind == "end" and call.method in ("step", "cut"):
             return _end_from(call, value, what)
     except RewardError as error:
         return EpisodeError(printable(error))

@@ -13,14 +13,15 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from truestep.environments import frames
-from truestep.environments.episodes import environment
+from truestep.environments.episodes import environment, made_rows
 from truestep.environments.episodes.answers import end_of, is_said, said_of
 from truestep.environments.episodes.environment import Answer, Environment, ToolCall
+from truestep.environments.episodes.made_rows import RowParts
 from truestep.environments.forked import adopt_orphans, die_with_parent, seed_all
 from truestep.environments.printed import name_lines
 from truestep.environments.rewards import RewardError, failure
 
-_OURS = (__file__, environment.__file__, os.path.dirname(asyncio.__file__) + os.sep)
+_OURS = (__file__, environment.__file__, made_rows.__file__, os.path.dirname(asyncio.__file__) + os.sep)
 
 
 def run_episode(channel: frames.Frames, parent: int, kind: type[Environment], options: Mapping[str, Any]) -> NoReturn:
@@ -48,6 +49,7 @@ class _Episode:
     def __init__(self, kind: type[Environment], options: Mapping[str, Any]):
         self._kind, self._options = kind, options
         self._instance: Environment | None = None
+        self._rows: RowParts | None = None
         self._turns = 0
         self._runner: asyncio.Runner | None = None  # one event loop for the whole episode
 
@@ -64,6 +66,8 @@ class _Episode:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         method = request["call"]
         what = f"the environment's {method}"
+        if method == "rows":
+            return {"rows": self._called(what, lambda: self._next_rows(request))}
         if method == "start":
             seed_all(request["seed"])
             if request["name"] is not None:
@@ -83,6 +87,12 @@ class _Episode:
         if is_said(returned):
             return {"said": said_of(returned, what), "tools": seconds}
         return {"end": end_of(returned, what, self._turns), "tools": seconds}
+
+    def _next_rows(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._rows is None:
+            seed_all(request["seed"])
+            self._rows = RowParts(self._kind.rows(self._options, request["held_out"]))
+        return self._rows.next()
 
     def _make(self, row: Mapping[str, Any]) -> Environment:
         instance = self._kind(**self._options)

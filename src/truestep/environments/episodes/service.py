@@ -7,7 +7,7 @@ cancelled closes its episode.
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -16,8 +16,9 @@ from typing import Any
 from truestep.environments.episodes.connection import Connection
 from truestep.environments.episodes.environment import Answer, End, ToolCall
 from truestep.environments.episodes.host import Call, Episode, EpisodeError, Host, LateEpisodeError, Said, settle
+from truestep.environments.episodes.made_rows import MOST_ROWS, Rows
 from truestep.environments.printed import PrintedLog
-from truestep.environments.process import LostError, WorkerOptions
+from truestep.environments.process import WorkerOptions
 from truestep.environments.rater import FailingRewardError, FirstOnes, explain_failing
 from truestep.environments.rewards import Rating, RewardError
 
@@ -82,7 +83,7 @@ class EpisodeService:
             self._num_first -= is_first
         episode = Episode(next(self._numbers), is_first)
         begun: Future[Begun] = Future()
-        started = self._call(Call(episode, "start", {"row": dict(row), "seed": seed, "name": name}))
+        started = self._call(Call(episode, "start", {"row": dict(row), "seed": seed, "name": name}, begins=True))
         begun.add_done_callback(lambda future: started.cancel() if future.cancelled() else None)
         started.add_done_callback(partial(_pass_on, episode, begun))
         return begun
@@ -112,7 +113,7 @@ class EpisodeService:
             self.close(call.episode)
             settle(call, self.judge(call.episode, error))
             return call.future
-        if call.method != "start":
+        if not call.begins:
             if call.episode.host is None or not call.episode.host.post(call.episode, call):
                 settle(call, EpisodeError(call.episode.over or "the episode's process is lost"))
             return call.future
@@ -126,6 +127,26 @@ class EpisodeService:
         cannot be."""
         self._next_host()
         return self._tools.result(timeout)
+
+    def rows(self, seed: str, held_out: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the records of prompts that the environment makes itself, in a process of their own. `seed` seeds its
+        random numbers. Raises EpisodeError, also if it makes none."""
+        which = "for evaluation" if held_out else "for training"
+        episode, count = Episode(next(self._numbers)), 0
+        try:
+            part = None
+            while part is None or not part.is_last:
+                request = {"seed": seed, "held_out": held_out}
+                part = self._call(Call(episode, "rows", request, begins=part is None)).result()
+                assert isinstance(part, Rows)
+                count += len(part.rows)
+                if count > MOST_ROWS:
+                    raise EpisodeError(f"the environment makes more than {MOST_ROWS:,} rows: they have to end")
+                if part.is_none or (part.is_last and not count):
+                    raise EpisodeError(f"the environment makes no prompts {which}: its `rows` gives none")
+                yield from part.rows
+        finally:
+            self.close(episode)
 
     def close_all(self) -> None:
         """End all processes, and cancel what is not answered."""
@@ -211,12 +232,22 @@ def _pass_on(episode: Episode, begun: "Future[Begun]", started: "Future[Said]") 
         begun.set_result(Begun(episode, started.result()))
 
 
-def check_environment(options: WorkerOptions, arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Import an environment in a process of its own, and return the schemas of its tools. Raises RewardError."""
-    connection = Connection(options, arguments or {})
+def check_environment(
+    options: WorkerOptions,
+    arguments: Mapping[str, Any] | None = None,
+    makes_rows: Sequence[bool] = (),
+    seed: str = "",
+) -> dict[str, Any]:
+    """Import an environment in a process of its own, let it make its first rows of prompts, and return the schemas of
+    its tools. `makes_rows`: for each kind of rows that it has to make, whether they are held out. Raises RewardError.
+    """
+    service = EpisodeService(options, 1, arguments)
     try:
-        return connection.start()
-    except LostError as error:
+        tools = service.tools()
+        for held_out in makes_rows:
+            next(service.rows(seed, held_out))
+    except FailingRewardError as error:
         raise RewardError(str(error)) from None
     finally:
-        connection.end()
+        service.close_all()
+    return tools

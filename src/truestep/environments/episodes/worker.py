@@ -21,7 +21,7 @@ from truestep.config.custom import CustomError, load_custom
 from truestep.environments import frames
 from truestep.environments.descendants import children_of, kill_below, reap
 from truestep.environments.episodes import wire
-from truestep.environments.episodes.environment import Environment, tools_of
+from truestep.environments.episodes.environment import Environment
 from truestep.environments.episodes.instance import run_episode
 from truestep.environments.forked import adopt_orphans
 from truestep.environments.rewards import shown_value
@@ -41,7 +41,7 @@ def serve_episodes(channel: frames.Frames, start: dict[str, Any]) -> None:
     known = {"nonce": start["nonce"]}
     try:
         kind = _load(start["environment"], start["options"])
-        tools = _tools(kind)
+        tools = _prepare(kind, start["options"])
         imported = frames.encode({**known, "tools": tools}, wire.LARGEST_ANSWER)
     except (_UnusableError, frames.FrameError, TypeError, ValueError) as error:
         problem = frames.encode({**known, "problem": shown_value(error, str)[:_LONGEST_PROBLEM]})
@@ -65,11 +65,13 @@ def _load(name: str, options: Mapping[str, Any]) -> type[Environment]:
     return kind
 
 
-def _tools(kind: type[Environment]) -> dict[str, Any]:
+def _prepare(kind: type[Environment], options: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return tools_of(kind)
+        return dict(kind.prepare(options))
+    except CustomError as error:
+        raise _UnusableError(str(error)) from error
     except Exception as error:  # types of a user's tools may name anything
-        raise _UnusableError(f"the tools of {kind.__name__}: {type(error).__name__}: {error}") from error
+        raise _UnusableError(f"{kind.__name__}.prepare raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(eq=False)

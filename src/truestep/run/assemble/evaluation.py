@@ -3,7 +3,6 @@
 import dataclasses
 
 from truestep.config.schema import Config
-from truestep.environments.prompts import load_prompts
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.evaluate import Evaluator
@@ -13,8 +12,8 @@ from truestep.generate.servers.shared import SharedServers
 from truestep.losses.objective import Denominator, Objective
 from truestep.model.policy import Policy
 from truestep.rollouts.files import DataError
-from truestep.run.assemble.rewards import Raters, longest_conversation, make_plays
-from truestep.run.assemble.sources import held_out_documents
+from truestep.run.assemble.rewards import Raters, longest_conversation, made_rows, make_plays
+from truestep.run.assemble.sources import held_out_documents, read_prompts
 from truestep.run.assemble.step import make_objective, make_rule, make_runner
 from truestep.step.before.check import SamplerCheck
 from truestep.step.held_out import HeldOutLoss
@@ -24,14 +23,14 @@ def make_evaluator(
     config: Config, policy: Policy, raters: Raters, servers: SharedServers | None, check: SamplerCheck | None
 ) -> Evaluator | HeldOutLoss | None:
     evaluation, sampler = config.evaluation, config.sampler
-    if evaluation is not None and evaluation.prompts is None:
+    if evaluation is not None and evaluation.path is not None:
         return _make_held_out_loss(config, policy)
     plays = make_plays(config, policy, raters, evaluates=True)
     if evaluation is None or plays is None:
         return None
-    assert evaluation.prompts is not None
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
-    held_out = load_prompts(evaluation.prompts, policy.tokenizer, policy.vocabulary_size)
+    made = made_rows(config, policy.weights.ranks, raters, evaluates=True)
+    held_out = read_prompts(evaluation.prompts, made, policy)
     generator: Generator
     if evaluation.servers:
         assert servers is not None

@@ -1,13 +1,15 @@
 """Makes the reward services of a run. Sampling and evaluation share one if their reward and options are the same."""
 
+import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from truestep.config.schema import Config
+from truestep.config.schema import Config, makes_held_out_prompts
 from truestep.config.sections import EvaluationConfig, SamplerBase
+from truestep.environments.adapters import ADAPTERS
 from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService, check_environment
 from truestep.environments.printed import PrintedLog
@@ -34,6 +36,7 @@ class Raters:
     say: Callable[[str], None] | None = None  # shows a message if a reward fails on its first completion
     printed: PrintedLog | None = None  # keeps the output that rewards print
     made: dict[tuple[WorkerOptions, int], Rater | EpisodeService] = field(default_factory=dict)
+    sampled_from: set[str] = field(default_factory=set)  # prompts that the environment made for sampling, as JSON
 
     def of(self, options: tuple[WorkerOptions, int]) -> Rater:
         made = self.made.get(options) or self.made.setdefault(options, Rater(*options, self.say, self.printed))
@@ -45,6 +48,13 @@ class Raters:
         made = self.made.setdefault(options, new)
         assert isinstance(made, EpisodeService)
         return made
+
+    def close(self) -> None:
+        for service in self.made.values():
+            if isinstance(service, EpisodeService):
+                service.close_all()
+            else:
+                service.close()
 
     @property
     def notes(self) -> list[str]:
@@ -72,7 +82,7 @@ def sampler_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] |
 def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int] | None:
     """Return the options and the number of the workers that rate evaluations."""
     evaluation, sampler = config.evaluation, config.sampler
-    if evaluation is None or evaluation.prompts is None:
+    if evaluation is None or evaluation.path is not None:
         return None
     reward = evaluation.reward or (sampler and _code_of(sampler))
     assert reward, "a contradiction that the configuration refuses"
@@ -85,8 +95,9 @@ def evaluation_rewards(config: Config, ranks: Ranks) -> tuple[WorkerOptions, int
 def _code_of(sampler: SamplerBase) -> str:
     """Return the import path of the reward, or of the environment's class."""
     environment: Any = sampler.environment
-    if environment is not None and environment.type == "command":
-        return program.CLASS
+    named = {"command": program.CLASS, **ADAPTERS}
+    if environment is not None and environment.type in named:
+        return named[environment.type]
     code = sampler.reward if environment is None else getattr(environment, "class")
     assert isinstance(code, str), "a contradiction that the configuration refuses"
     return code
@@ -117,6 +128,26 @@ def _arguments(environment: Any, options: WorkerOptions) -> dict[str, Any]:
         return environment.options or {}
     run = shlex.split(environment.run) if isinstance(environment.run, str) else environment.run
     return {"run": run, "seconds": min(_LONGEST_STEP, options.timeout / 2)}
+
+
+def made_rows(config: Config, ranks: Ranks, raters: Raters, evaluates: bool = False) -> list[dict[str, Any]] | None:
+    """Return the records of prompts that the environment makes itself, for sampling or for an evaluation: rank 0 has
+    them made, and all ranks get them. An evaluation has none that is sampled from. None: prompts are in a file."""
+    sampler = config.sampler
+    makes = makes_held_out_prompts(config) if evaluates else sampler is not None and sampler.prompts is None
+    if not makes:
+        return None
+    rewards, environment = sampler_rewards(config, ranks), _environment(config, False)
+    assert rewards is not None and environment is not None
+    service = raters.environments_of(rewards, _arguments(environment, rewards[0]))
+    rows = ranks.share(lambda: list(service.rows(str(config.seed), evaluates)))
+    if not evaluates:
+        raters.sampled_from = {json.dumps(row["prompt"]) for row in rows}
+        return rows
+    held_out = [row for row in rows if json.dumps(row["prompt"]) not in raters.sampled_from]
+    if not held_out:
+        raise RewardError("sampler.environment: each prompt that it makes for evaluation is one that it trains on")
+    return held_out
 
 
 def longest_conversation(sampler: SamplerBase | None) -> int:
@@ -150,12 +181,13 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
         (config.evaluation, evaluation_rewards(config, ranks), _environment(config, True)),
     )
     prompts: dict[tuple[WorkerOptions, int], list[str]] = {}
-    environments: dict[WorkerOptions, dict[str, Any]] = {}  # options of their classes
+    environments: dict[WorkerOptions, list[bool]] = {}  # whether prompts that they make are held out
     for section, found, environment in sections:
         if section is not None and found is not None:
             prompts.setdefault(found, []).extend([section.prompts] if section.prompts else [])
             if environment is not None:
-                environments[found[0]] = _arguments(environment, found[0])
+                made = [section is not config.sampler] if section.prompts is None else []
+                environments.setdefault(found[0], []).extend(made)
     for (options, _), files in prompts.items():
         for name in options.environment:
             if name not in os.environ:
@@ -164,7 +196,9 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
 
         def check(options: WorkerOptions = options, files: Sequence[str] = files) -> None:
             if options in environments:
-                check_environment(options, environments[options])
+                assert config.sampler is not None and config.sampler.environment is not None
+                arguments = _arguments(config.sampler.environment, options)
+                check_environment(options, arguments, environments[options], str(config.seed))
                 return
             check_reward(options, [fields for file in files for fields in fields_of(file)])
 

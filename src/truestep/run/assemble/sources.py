@@ -16,10 +16,9 @@ from truestep.config.sections import (
     DirectorySource,
     InProcessSampler,
     RedisSource,
-    SamplerConfig,
     ServerSampler,
 )
-from truestep.environments.prompts import Prompt, find_prompts, load_prompts
+from truestep.environments.prompts import Prompt, find_prompts, load_prompts, prompts_of_rows
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import DrawOptions
@@ -52,7 +51,7 @@ from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.rollouts.table.documents import TableDocuments, open_documents
-from truestep.run.assemble.rewards import Raters, check_rewards, longest_conversation, make_plays
+from truestep.run.assemble.rewards import Raters, check_rewards, longest_conversation, made_rows, make_plays
 from truestep.run.assemble.step import needs_logprobs, takes_reference_of_records, tolerance_of
 from truestep.text import keep_secret
 from truestep.types import PutAside, Rejected, Rollout
@@ -101,9 +100,9 @@ def make_supply(config: Config, policy: Policy, ranks: Ranks, raters: Raters) ->
     if isinstance(config.sampler, InProcessSampler):
         return Supply(_make_in_process_source(config, config.sampler, policy, raters))
     sampler, made = config.sampler, list[tuple[ServerSource, Servers]]()
-    publisher = _make_publisher(config, sampler)
+    publisher, rows = _make_publisher(config, sampler), made_rows(config, ranks, raters)
     # Only the first rank connects to the servers; an error there is raised on all ranks.
-    ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher)))
+    ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher, rows)))
     source, servers = made[0] if made else (None, None)
     shared = SharedServers(servers, policy, publisher)
     return Supply(SharedServerSource(source, shared, policy), publication=shared, servers=shared)
@@ -246,8 +245,12 @@ def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
     return Supply(shared, publication=Announcements(transport))
 
 
-def read_prompts(sampler: SamplerConfig, policy: Policy) -> list[Prompt]:
-    return load_prompts(sampler.prompts, policy.tokenizer, policy.vocabulary_size)
+def read_prompts(path: str | None, rows: list[dict[str, Any]] | None, policy: Policy) -> list[Prompt]:
+    """Return the prompts of a file, or those that the environment made."""
+    if rows is not None:
+        return prompts_of_rows(rows, policy.tokenizer, policy.vocabulary_size)
+    assert path is not None
+    return load_prompts(path, policy.tokenizer, policy.vocabulary_size)
 
 
 def draw_options(sampler: InProcessSampler, policy: Policy) -> DrawOptions:
@@ -278,9 +281,10 @@ def _make_in_process_source(
 ) -> InProcessSource:
     plays = make_plays(config, policy, raters)
     assert plays is not None
+    rows = made_rows(config, policy.weights.ranks, raters)
     return InProcessSource(
         generator=EngineGenerator(policy, engine_settings(sampler, config.deterministic)),
-        prompts=read_prompts(sampler, policy),
+        prompts=read_prompts(sampler.prompts, rows, policy),
         plays=plays,
         options=_group_options(config, draw_options(sampler, policy)),
         advantage_rule=advantage_rule(config),
@@ -332,12 +336,17 @@ def _make_publisher(config: Config, sampler: ServerSampler) -> Publisher:
 
 
 def _make_server_source(
-    config: Config, sampler: ServerSampler, policy: Policy, raters: Raters, publisher: Publisher
+    config: Config,
+    sampler: ServerSampler,
+    policy: Policy,
+    raters: Raters,
+    publisher: Publisher,
+    rows: list[dict[str, Any]] | None,
 ) -> tuple[ServerSource, Servers]:
     data, schedule = config.data, config.schedule
     plays = make_plays(config, policy, raters)
     assert plays is not None
-    prompts = read_prompts(sampler, policy)
+    prompts = read_prompts(sampler.prompts, rows, policy)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
     draw = DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(policy))
     sampling = _group_options(config, draw, sampler.check_share if sampler.max_staleness else 0.0)

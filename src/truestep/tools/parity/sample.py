@@ -14,13 +14,19 @@ from truestep.generate.play import rollout_of, sequence_of
 from truestep.generate.read import stop_ids
 from truestep.generate.servers.check_answer import complete
 from truestep.model.policy import Policy
+from truestep.run.assemble.rewards import Raters, made_rows
 from truestep.run.assemble.sources import draw_options, engine_settings, read_prompts, server_maker
 from truestep.types import Rollout
 
 
 def sample(config: Config, sampler: SamplerConfig, policy: Policy, count: int) -> list[Rollout]:
     """Sample one completion for each of `count` prompts. Return fewer if a server has aborted some."""
-    prompts = list(islice(cycle(read_prompts(sampler, policy)), count))
+    raters = Raters()
+    try:
+        rows = made_rows(config, policy.weights.ranks, raters)
+    finally:
+        raters.close()
+    prompts = list(islice(cycle(read_prompts(sampler.prompts, rows, policy)), count))
     if isinstance(sampler, InProcessSampler):
         return _sample_in_process(sampler, policy, prompts, config.seed)
     return asyncio.run(_ask_servers(sampler, policy, prompts))

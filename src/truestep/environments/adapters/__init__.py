@@ -1,0 +1,19 @@
+"""Other people's environments, by `sampler.environment.type`. Each needs a package that is an extra of truestep.
+
+reasoning_gym     tasks of the package reasoning-gym, with its own prompts and scores
+openenv           environments that an OpenEnv server serves
+math_verify       no environment but a reward: math-verify compares a completion with the prompt's `answer`
+apart             computing in a process of its own, which can be killed
+"""
+
+from truestep.config.custom import CustomError
+
+ADAPTERS = {  # import paths of their classes
+    "reasoning_gym": "truestep.environments.adapters.reasoning_gym:ReasoningGym",
+    "openenv": "truestep.environments.adapters.openenv:OpenEnv",
+}
+
+
+def missing(what: str, extra: str, error: ImportError) -> CustomError:
+    """Return the error for a package that is not installed. `what` is the option that needs it."""
+    return CustomError(f"{what} needs `pip install 'truestep[{extra}]'`: {error}")
