@@ -23,6 +23,7 @@ _HOME = {  # of each public name
     "verify": "truestep.commands.looking",
     "parity": "truestep.commands.looking",
     "plan": "truestep.commands.looking",
+    "serve": "truestep.commands.looking",
     "export": "truestep.commands.looking",
     "Verification": "truestep.commands.looking",
     "MemoryPlan": "truestep.commands.looking",

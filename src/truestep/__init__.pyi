@@ -4,6 +4,7 @@ from truestep.commands.looking import export as export
 from truestep.commands.looking import parity as parity
 from truestep.commands.looking import plan as plan
 from truestep.commands.looking import score as score
+from truestep.commands.looking import serve as serve
 from truestep.commands.looking import verify as verify
 from truestep.commands.running import TrainingResult as TrainingResult
 from truestep.commands.running import train as train

@@ -121,17 +121,29 @@ CASES = [
     ),
     (
         sampled().replace("reward: r", "environment: {options: {size: 3}}"),
-        "4: sampler.environment needs a class, as package.module:Class, or another type than python",
+        "4: sampler.environment needs class with type: python",
     ),
     (
         sampled().replace("reward: r", "environment: {type: openenv, class: a:B}"),
-        "4: sampler.environment.class is for type: python; sampler.environment.type: openenv has a class of its own",
+        "4: sampler.environment.class is for type: python",
     ),
     (
         sampled().replace("prompts: p, reward: r", "environment: {type: reasoning_gym}")
         + "evaluation: {prompts: q, every: 2}\n",
         "5, run.yaml:4: evaluation.prompts is not for sampler.environment.type: reasoning_gym, which makes its own "
         "prompts",
+    ),
+    (
+        sampled().replace("reward: r", "environment: {type: command, run: x, options: {size: 3}}"),
+        "4: sampler.environment.options are not for type: command: give a program its arguments in run",
+    ),
+    (
+        sampled().replace("reward: r", "environment: {type: command, run: x}, reward_network: false"),
+        "4: sampler.reward_network: false would keep the program from asking for completions",
+    ),
+    (
+        sampled().replace("prompts: p, reward: r", "environment: {type: command, run: x}"),
+        "4: sampler needs sampler.prompts: a program makes none",
     ),
     (
         sampled(data="data: {group_size: 4, tokens_per_microbatch: 64}\n").replace(

@@ -168,7 +168,7 @@ x                                    => 'x' is not an override: write --section.
 --sampler '{type: a, type: b}'       => sampler.type is already given at command line
 --loss.epsilon-lo 1                  => loss.epsilon_lo is unknown: did you mean loss.epsilon_low?
 --deterministc                       => deterministc is unknown: did you mean deterministic?
---sampler.reward r                   => sampler.prompts is required
+--sampler.batch_size x               => sampler.batch_size must be int >= 1 or null, not 'x'
 --logging '{wandb: {mode: offline}}' => logging.wandb.project is required"""
 
 

@@ -290,7 +290,7 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
 @click.option("--key-env", help="The environment variable with the secret that keys begin with: SECRET or SECRET:NAME.")
 @click.option(
     "--documents",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path),
     help="The file to which documents are appended, as records, when their rewards are posted.",
 )
 @click.option(
@@ -302,16 +302,13 @@ def serve(
     config: "Config", host: str, port: int, key_env: str | None, documents: Path | None, weights: Path | None
 ) -> None:
     """Serve the policy to OpenAI's clients, without training. A key names a document: docs/agents.md."""
-    secret = None if key_env is None else os.environ.get(key_env)
-    if key_env is not None and not secret:
-        _fail(f"--key-env: the environment has no variable {key_env}, or it is empty")
 
     def ready(url: str) -> None:
         _print(f"{config.model.path} is served at {url}; Ctrl-C ends it")
 
     from truestep.tools.serve import serve as run
 
-    run(config, host=host, port=port, secret=secret, documents=documents, weights=weights, ready=ready)
+    run(config, host=host, port=port, key_env=key_env, documents=documents, weights=weights, ready=ready)
 
 
 @main.command()

@@ -1,6 +1,6 @@
-"""The commands other than `train` as Python functions: score, verify, parity, plan and export."""
+"""The commands other than `train` as Python functions: score, verify, parity, serve, plan and export."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from truestep.tools.parity.gap import Parity
 from truestep.tools.parity.gap import parity as parity_here
 from truestep.tools.score import Score
 from truestep.tools.score import score as score_here
+from truestep.tools.serve import serve as serve_here
 from truestep.tools.verify.judge import LayoutResult
 from truestep.tools.verify.judge import verify as verify_here
 
@@ -78,6 +79,33 @@ class MemoryPlan:
     def peak(self) -> float:
         """The largest peak of a step among the ranks, in bytes."""
         return max(rank.total for rank in self.ranks)
+
+
+def serve(
+    config: Config | str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    key_env: str | None = None,
+    documents: str | Path | None = None,
+    weights: str | Path | None = None,
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve the policy to OpenAI's clients until the process is interrupted. `ready` is called with the base URL.
+
+    `key_env`: the environment variable with a secret that keys begin with, which a `host` other than loopback needs.
+    `documents`: the file to which documents are appended when their rewards are posted. `weights`: a checkpoint, in
+    place of model.path.
+    """
+    serve_here(
+        configured(config),
+        host=host,
+        port=port,
+        key_env=key_env,
+        documents=documents,
+        weights=weights,
+        ready=ready,
+    )
 
 
 def plan(

@@ -214,7 +214,7 @@ def _environment(config: "Config") -> Iterator[str]:
     for kind, name in (("python", "class"), ("command", "run")):
         value = getattr(given, name)
         if kind == given.type and not value:
-            yield f"sampler.environment.{name} is required with type: {kind}"
+            yield f"sampler.environment needs {name} with type: {kind}"
         if kind != given.type and value is not None:
             yield f"sampler.environment.{name} is for type: {kind}"
     if given.type == "command":
@@ -223,7 +223,7 @@ def _environment(config: "Config") -> Iterator[str]:
         if not sampler.reward_network:
             yield "sampler.reward_network: false would keep the program from asking for completions"
         if sampler.prompts is None:
-            yield "sampler.prompts is required with sampler.environment.type: command"
+            yield "sampler needs sampler.prompts: a program makes none"
     if given.type == "reasoning_gym":
         asked = {"sampler": sampler.prompts}
         asked["evaluation"] = None if evaluation is None or evaluation.reward is not None else evaluation.prompts

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -39,17 +40,23 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    secret: str | None = None,
-    documents: Path | None = None,
-    weights: Path | None = None,
+    key_env: str | None = None,
+    documents: str | Path | None = None,
+    weights: str | Path | None = None,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve the policy until the process is interrupted. `ready` is called with the base URL.
 
-    `secret`: a key is the secret, or the secret, a colon and the document's name. Without one, which is for loopback
-    alone, any key is a document's name. `documents`: the file to which documents are appended when their rewards are
-    posted. `weights`: a checkpoint, in place of model.path.
+    `key_env`: the environment variable with a secret; a key is the secret, or the secret, a colon and the document's
+    name. Without one, which is for loopback alone, any key is a document's name. `documents`: the file to which
+    documents are appended when their rewards are posted. `weights`: a checkpoint, in place of model.path.
     """
+    secret = None if key_env is None else os.environ.get(key_env)
+    if key_env is not None and not secret:
+        raise ServeError(f"--key-env: the environment has no variable {key_env}, or it is empty")
+    file = None if documents is None else Path(documents)
+    if file is not None and file.is_dir():
+        raise ServeError(f"--documents: {file} is a directory")
     if secret is None and not _is_loopback(host):
         raise ServeError(f"--host {host} may be reached by others: give --key-env, the variable that holds a secret")
     ranks = join_ranks(config)
@@ -67,7 +74,7 @@ def serve(
     generator = EngineGenerator(policy, settings)
 
     async def work(item: None, generate: Generate) -> None:
-        keys = _Documents(policy, generate, draw, Limits(_MOST_TURNS, longest), secret, documents)
+        keys = _Documents(policy, generate, draw, Limits(_MOST_TURNS, longest), secret, file)
         endpoint = Endpoint(keys, Path(config.model.path).name, host, port)
         ready(endpoint.url)
         try:
@@ -171,6 +178,7 @@ def records_of(document: Document, name: str) -> list[dict[str, Any]]:
             "rewards": dict(document.rating.parts),
             "temperature": temperature,
             "truncated": document.cut_by is not None,
+            **({} if document.group_id is None else {"group_id": document.group_id}),
             "turns": [
                 {"start": turn.start, "end": turn.end, "role": turn.role}
                 | ({} if turn.reward is None else {"reward": turn.reward})

@@ -134,11 +134,11 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         "schedule": {"docs_per_step": 4, "steps": 1},
     }
     for given, others, problem in (
-        ({"type": "command"}, {}, "environment.run is required with type: command"),
-        ({"type": "python"}, {}, "environment.class is required with type: python"),
+        ({"type": "command"}, {}, "environment needs run with type: command"),
+        ({"type": "python"}, {}, "environment needs class with type: python"),
         ({"class": "a:B", "run": "x"}, {}, "environment.run is for type: command"),
         ({"type": "command", "run": "x", "class": "a:B"}, {}, "environment.class is for type: python"),
-        ({"type": "command", "run": "x", "options": {"a": 1}}, {}, "options are for type: python"),
+        ({"type": "command", "run": "x", "options": {"a": 1}}, {}, "options are not for type: command"),
         ({"type": "command", "run": "x"}, {"reward_network": False}, "reward_network: false would keep the program"),
     ):
         sampler = {"prompts": "p", "environment": given, "max_episode_tokens": 64, **others}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import openai
 import pytest
 import yaml
 
-from small_runs import read_lines, type_command, word_model
+from small_runs import read_lines, word_model
 from truestep import score
 from truestep.config.load import load_config
 from truestep.tools.serve import ServeError, serve
@@ -37,20 +39,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(config: Path, *options: str) -> Iterator[str]:
+def serving(config: Path, *options: str, **environment: str) -> Iterator[str]:
     console = config.with_name(f"console-{time.monotonic_ns()}")
-    process = type_command(["serve", str(config), "--port", "0", *options], console)
+    command = [sys.executable, "-m", "truestep", "serve", str(config), "--port", "0", *options]
+    with console.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **environment})
     try:
-        deadline = time.monotonic() + 240
-        while " is served at " not in (text := console.read_text() if console.exists() else ""):
-            assert process.is_alive() and time.monotonic() < deadline, text
+        while " is served at " not in (text := console.read_text()):
+            assert process.poll() is None, text
             time.sleep(0.05)
         yield text.split(" is served at ")[1].split(";")[0]
     finally:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGINT)
-        process.join(30)
-        assert not process.is_alive()
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
 
 
 def ask(url: str, key: str, prompt: str = "sort 3 1 =", **options: Any) -> list[str]:
@@ -61,7 +62,8 @@ def ask(url: str, key: str, prompt: str = "sort 3 1 =", **options: Any) -> list[
 
 def post(url: str, key: str, reward: float) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"}
-    return httpx.post(f"{url}/documents/{key}/reward", json={"reward": reward}, headers=headers, timeout=60)
+    body = {"reward": reward, "group_id": "all"}
+    return httpx.post(f"{url}/documents/{key}/reward", json=body, headers=headers, timeout=60)
 
 
 def test_documents_with_rewards_are_records_that_the_policy_scores_alike(config: Path, tmp_path: Path) -> None:
@@ -85,12 +87,11 @@ def test_documents_with_rewards_are_records_that_the_policy_scores_alike(config:
     found = score(load_config(config), tmp_path / "score")
     assert found.step["num_documents"] == 3
     assert found.step["ratio_new_old"] == pytest.approx(1, abs=1e-6)
-    assert found.step["max_log_ratio"] == pytest.approx(0, abs=1e-5) if "max_log_ratio" in found.step else True
+    assert found.step["num_sequences"] == 9
 
 
-def test_a_secret_begins_every_key(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVE_SECRET", "open sesame")
-    with serving(config, "--key-env", "SERVE_SECRET") as url:
+def test_a_secret_begins_every_key(config: Path) -> None:
+    with serving(config, "--key-env", "SERVE_SECRET", SERVE_SECRET="open sesame") as url:
         assert ask(url, "open sesame") and ask(url, "open sesame:doc 1")
         for wrong in ("doc 1", "open sesam", "open sesame2", "open", "x" * 5000):
             with pytest.raises(openai.AuthenticationError):

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -36,56 +37,17 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], Asked]] = {
 
 def make_app(keys: Keys, model: str) -> Starlette:
     """`model`: the name that the endpoint gives its model."""
-    numbers = itertools.count(1)
-
-    def completes(form: str) -> Callable[[Request], Awaitable[Response]]:
-        async def complete(request: Request) -> Response:
-            served = _served(request, keys)
-            asked = _READ[form](await _body(request))
-            name = {"chat": "chatcmpl", "text": "cmpl", "token_ids": "generate"}[form]
-            answers = Form(form, f"{name}-{next(numbers)}", model, served.document.tokenizer)
-            if asked.streams:
-                return await _stream(served, asked, answers)
-            work = served.run(lambda: served.document.complete(asked))
-            choices = await _unless_gone(request, work)
-            return JSONResponse(answers.answer(asked, choices))
-
-        return complete
-
-    async def models(request: Request) -> Response:
-        _served(request, keys)
-        return JSONResponse({"object": "list", "data": [_model(model)]})
-
-    async def one_model(request: Request) -> Response:
-        _served(request, keys)
-        if request.path_params["name"] != model:
-            raise RequestError(f"there is no such model; there is {model}", status=404, code="model_not_found")
-        return JSONResponse(_model(model))
-
-    async def reward(request: Request) -> Response:
-        served = _served(request, keys, request.path_params["key"])
-        body = await _body(request)
-        await asyncio.wrap_future(served.run(lambda: _post(served, body)))
-        return JSONResponse({"object": "reward", "reward": body["reward"]})
-
-    async def document(request: Request) -> Response:
-        written = _served(request, keys, request.path_params["key"]).document
-        counts = {"num_turns": len(written.completions), "num_sequences": len(written.sequences)}
-        return JSONResponse({"object": "document", **counts, "cut_by": written.cut_by})
-
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
+    routes = _Routes(keys, model)
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", completes("chat"), methods=["POST"]),
-            Route("/v1/completions", completes("text"), methods=["POST"]),
-            Route("/inference/v1/generate", completes("token_ids"), methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", one_model),
-            Route("/v1/documents/{key}/reward", reward, methods=["POST"]),
-            Route("/v1/documents/{key}", document),
-            Route("/health", health),
+            Route("/v1/chat/completions", partial(routes.complete, "chat"), methods=["POST"]),
+            Route("/v1/completions", partial(routes.complete, "text"), methods=["POST"]),
+            Route("/inference/v1/generate", partial(routes.complete, "token_ids"), methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.one_model),
+            Route("/v1/documents/{key}/reward", routes.reward, methods=["POST"]),
+            Route("/v1/documents/{key}", routes.document),
+            Route("/health", routes.health),
         ],
         exception_handlers={
             RequestError: _refused,
@@ -95,6 +57,47 @@ def make_app(keys: Keys, model: str) -> Starlette:
             Exception: _failed,
         },
     )
+
+
+class _Routes:
+    def __init__(self, keys: Keys, model: str):
+        self._keys, self._model = keys, model
+        self._numbers = itertools.count(1)
+
+    async def complete(self, form: str, request: Request) -> Response:
+        served = _served(request, self._keys)
+        asked = _READ[form](await _body(request))
+        name = {"chat": "chatcmpl", "text": "cmpl", "token_ids": "generate"}[form]
+        answers = Form(form, f"{name}-{next(self._numbers)}", self._model, served.document.tokenizer)
+        if asked.streams:
+            return await _stream(served, asked, answers)
+        work = served.run(lambda: served.document.complete(asked))
+        choices = await _unless_gone(request, work)
+        return JSONResponse(answers.answer(asked, choices))
+
+    async def models(self, request: Request) -> Response:
+        _served(request, self._keys)
+        return JSONResponse({"object": "list", "data": [_model(self._model)]})
+
+    async def one_model(self, request: Request) -> Response:
+        _served(request, self._keys)
+        if request.path_params["name"] != self._model:
+            raise RequestError(f"there is no such model; there is {self._model}", status=404, code="model_not_found")
+        return JSONResponse(_model(self._model))
+
+    async def reward(self, request: Request) -> Response:
+        served = _served(request, self._keys, request.path_params["key"])
+        body = await _body(request)
+        await asyncio.wrap_future(served.run(lambda: _post(served, body)))
+        return JSONResponse({"object": "reward", "reward": body["reward"]})
+
+    async def document(self, request: Request) -> Response:
+        written = _served(request, self._keys, request.path_params["key"]).document
+        counts = {"num_turns": len(written.completions), "num_sequences": len(written.sequences)}
+        return JSONResponse({"object": "document", **counts, "cut_by": written.cut_by})
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Document:
         self.cut_by: str | None = None  # the limit that was reached
         self.rating: Rating | None = None  # that was posted
         self.turn_rewards: list[float | None] = []
+        self.group_id: str | None = None  # that its advantages come from; where it is no run's group
         self.differs: str | None = None  # what a request asked of the draw, and did not get
         self.temperatures: set[float] = set()  # of its completions
         self.is_closed = False
@@ -204,8 +205,12 @@ class Document:
 
     def post(self, body: Any) -> None:
         """Take the reward that the program gives, and those of its turns, if wanted. Raises RequestError."""
-        if not isinstance(body, dict) or "reward" not in body or body.keys() - {"reward", "turn_rewards"}:
+        known = {"reward", "turn_rewards", *(("group_id",) if self.obeys else ())}
+        if not isinstance(body, dict) or "reward" not in body or body.keys() - known:
             raise RequestError('expected {"reward": a number or its parts}, and turn_rewards if wanted', param="reward")
+        if not isinstance(body.get("group_id", ""), str):
+            raise RequestError("group_id: expected a text", param="group_id")
+        self.group_id = body.get("group_id")
         try:
             self.rating, self.turn_rewards = rating_of_end(
                 End(body["reward"], body.get("turn_rewards") or ()), len(self.completions)
