@@ -27,7 +27,7 @@ from truestep.model.policy import Policy
 from truestep.run.assemble.policy import join_ranks, make_policy
 
 _MOST_OPEN = 4096  # documents that are being written: the one that was used least recently is forgotten
-_MOST_TURNS = 1024  # of a document
+_MOST_TURNS = 256  # of a document
 _LONGEST_NAME = 200
 
 

@@ -39,13 +39,14 @@ class Writes:
         self.requests: list[Request] = []
         self.cancelled = 0
         self.hangs = False
+        self.says_nothing = False  # before it hangs
 
     async def __call__(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
         self.requests.append(request)
         text = self.texts[(len(self.requests) - 1) % len(self.texts)]
         ids = encoded(tokenizer_of(self.name), text + MODELS[self.name].end)[: request.options.max_new_tokens]
         try:
-            for token in ids:
+            for token in [] if self.says_nothing else ids:
                 await asyncio.sleep(0)
                 if on_tokens is not None:
                     on_tokens([token])
@@ -315,7 +316,9 @@ def test_a_client_that_goes_cancels_its_request() -> None:
     generate = Writes("Hello")
     with served(generate) as house:
         generate.hangs = True
-        for stream in (False, True):
+        for number, (stream, generate.says_nothing) in enumerate(
+            ((False, False), (True, False), (True, True)), start=1
+        ):
             with pytest.raises(openai.APITimeoutError):
                 for _ in house.client.with_options(timeout=0.3).chat.completions.create(
                     model="policy",
@@ -324,10 +327,10 @@ def test_a_client_that_goes_cancels_its_request() -> None:
                 ):
                     pass
             deadline = time.monotonic() + 20
-            while generate.cancelled < 1 + stream and time.monotonic() < deadline:
+            while generate.cancelled < number and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert generate.cancelled == 1 + stream
-        generate.hangs = False
+            assert generate.cancelled == number
+        generate.hangs = generate.says_nothing = False
         assert not house.document.completions
         house.client.chat.completions.create(model="policy", messages=USER)  # type: ignore[arg-type]
         assert len(house.document.sequences) == 1

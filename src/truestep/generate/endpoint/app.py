@@ -70,7 +70,7 @@ class _Routes:
         name = {"chat": "chatcmpl", "text": "cmpl", "token_ids": "generate"}[form]
         answers = Form(form, f"{name}-{next(self._numbers)}", self._model, served.document.tokenizer)
         if asked.streams:
-            return await _stream(served, asked, answers)
+            return await _stream(request, served, asked, answers)
         work = served.run(lambda: served.document.complete(asked))
         choices = await _unless_gone(request, work)
         return JSONResponse(answers.answer(asked, choices))
@@ -140,17 +140,24 @@ async def _post(served: Served, body: dict[str, Any]) -> None:
 async def _unless_gone(request: Request, work: "Future[T]") -> T:
     """Wait for work, and cancel it when the client disconnects."""
     waited: asyncio.Future[T] = asyncio.wrap_future(work)
+    try:
+        await _done_or_gone(request, waited)
+        if waited.cancelled():
+            raise RequestError("the document has ended", status=404, code="document_ended")
+        return waited.result()
+    finally:
+        waited.cancel()
+
+
+async def _done_or_gone(request: Request, waited: "asyncio.Future[Any]") -> None:
+    """Wait for work. Raise `ClientDisconnect` if the client disconnects meanwhile."""
     gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
     waits: set[asyncio.Future[Any]] = {waited, gone}
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not waited.done():
             raise ClientDisconnect
-        if waited.cancelled():
-            raise RequestError("the document has ended", status=404, code="document_ended")
-        return waited.result()
     finally:
-        waited.cancel()
         gone.cancel()
 
 
@@ -159,7 +166,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _stream(served: Served, asked: Asked, form: Form) -> Response:
+async def _stream(request: Request, served: Served, asked: Asked, form: Form) -> Response:
     """Begin to answer by events. What is wrong with the request is known before the first one."""
     here = asyncio.get_running_loop()
     told: asyncio.Queue[tuple[int, Sequence[int]] | None] = asyncio.Queue()
@@ -170,7 +177,7 @@ async def _stream(served: Served, asked: Asked, form: Form) -> Response:
 
     work = asyncio.wrap_future(served.run(lambda: served.document.complete(asked, tell)))
     work.add_done_callback(lambda _: told.put_nowait(None))
-    first = await told.get()
+    first = await _first(request, told, work)
     if first is None and (work.cancelled() or work.exception() is not None):
         return _refused_for(_why(work))
 
@@ -199,6 +206,18 @@ async def _stream(served: Served, asked: Asked, form: Form) -> Response:
             work.cancel()
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _first(request: Request, told: "asyncio.Queue[Any]", work: "asyncio.Future[Any]") -> Any:
+    """Return what is told first. Cancel the work if the client disconnects before."""
+    telling = asyncio.ensure_future(told.get())
+    try:
+        await _done_or_gone(request, telling)
+    except ClientDisconnect:
+        telling.cancel()
+        work.cancel()
+        raise
+    return telling.result()
 
 
 def _why(work: "asyncio.Future[Any]") -> RequestError:

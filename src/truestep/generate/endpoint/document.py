@@ -105,6 +105,11 @@ class Document:
         self._tasks.add(task)
         try:
             return await self._complete(asked, on_tokens)
+        except RequestError:
+            raise
+        except Exception as error:  # no fault of the program
+            self._failed(error)
+            raise
         finally:
             self._tasks.discard(task)
 
