@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from server.conftest import Servers
 from server.runs import label_versions, recorded, server_config
+from pages import ROOT
 from small_runs import read_lines
+
+PROGRAM = ROOT / "tests" / "generate" / "endpoint" / "sorts.py"
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the servers to start
 
@@ -106,3 +110,23 @@ def test_episodes_of_several_turns_have_the_log_probs_of_their_weights(
     turns = [sum(turn.role == "assistant" for turn in document.turns) for document in run.taken]
     assert max(turns) == 3, "an episode has up to three turns of the policy"
     assert {document.rewards.get("order") is not None for document in run.taken} >= {True}
+
+
+def test_programs_have_the_log_probs_of_their_weights(servers: Servers, tmp_path: Path) -> None:
+    config = server_config(
+        tmp_path,
+        [servers.first.url, servers.second.url],
+        sampler={
+            "reward": None,
+            "environment": {"type": "command", "run": [sys.executable, str(PROGRAM), "without stops", "{prompt}"]},
+            "max_new_tokens": 20,
+            "max_episode_tokens": 300,
+            "max_staleness": 32,
+        },
+        optimizer={"learning_rate": 1e-3},
+    )
+    run = recorded(config)
+    assert run.trainer.run() == "all 4 steps are done"
+    assert [len(documents) for _, documents in run.steps] == [16] * 4
+    assert run.worst_gap() < 1e-4
+    assert {sum(turn.role == "assistant" for turn in document.turns) for document in run.taken} == {2}

@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 URL, KEY = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+STOP = [] if sys.argv[1] == "without stops" else ["="]
 
 
 def post(path: str, body: Any) -> Any:
@@ -19,7 +20,7 @@ def post(path: str, body: Any) -> Any:
 
 
 def complete(prompt: str, **options: Any) -> str:
-    body = {"model": "policy", "prompt": prompt, "stop": ["="], **options}
+    body = {"model": "policy", "prompt": prompt, "stop": STOP, **options}
     return str(post("/completions", body)["choices"][0]["text"])
 
 
