@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pages import ROOT
 from server.conftest import Servers
 from server.runs import label_versions, recorded, server_config
-from pages import ROOT
 from small_runs import read_lines
 
 PROGRAM = ROOT / "tests" / "generate" / "endpoint" / "sorts.py"
