@@ -50,10 +50,15 @@ COMMANDS = {
     r"VLLM_\S* .*vllm|VLLM_SERVER_DEV_MODE=1 python": "tests/server/vllm_server.py starts a real one",
     r"python -m sglang": "tests/server/sglang_server.py speaks its protocol; the server itself needs a GPU",
     r"python benchmarks/": "it measures a GPU",
+    r"truestep serve": "tests/generate/endpoint/test_serve.py",
+    r"curl -X POST \$OPENAI_BASE_URL": "tests/generate/endpoint/test_app.py posts the same",
+    r"echo \{\"reward\"": "tests/generate/endpoint/sorts.py prints the same",
 }  # fmt: skip
 
 # Blocks of other languages that are no command and are not run here: page, first line, and who looks at them.
 BLOCKS = {
+    ("docs/environments.md", '{"ended_by"'): "tests/step/test_episodes.py",
+    ("docs/agents.md", "# agent.py"): "tests/generate/endpoint/test_agents.py runs it as it stands there",
     ("docs/architecture.md", "def make(groups"): "tests/doors/test_optimizer.py",
     ("docs/objectives.md", "from dataclasses"): "tests/doors/test_objective_of_the_docs.py",
     ("docs/objectives.md", "def by_turns"): "tests/rollouts/test_advantage_rules.py",

@@ -86,7 +86,7 @@ class Run:
         self._policy: Any = SimpleNamespace(weights=SimpleNamespace(ranks=ALONE))
         with self._patched():
             draw = DrawOptions(0.8, self.max_new_tokens, frozenset({0}))
-            sampling = GroupOptions(self.group_size, self.seed, draw, self.stop_at_rejected)
+            sampling = GroupOptions(self.group_size, self.seed, draw, self.stop_at_rejected, anew_at_once=True)
             step = self.docs_per_step
             self.talking = Servers(
                 prompts=make_prompts(),

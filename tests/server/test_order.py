@@ -265,7 +265,7 @@ class Delays:
     def __init__(self) -> None:
         self.cut_at: Counter[str] = Counter()
 
-    def begin(self, row: Any, seed: str) -> Any:
+    def begin(self, row: Any, seed: str, name: str | None = None) -> Any:
         draw = random.Random(seed)
         handle = SimpleNamespace(turns=0, most=draw.choice([1, 1, 2, 4, 8, 16]), hangs=draw.random() < 0.1)
         return _after(0.1, Begun(handle, Said(tokens=[3, 4])))  # type: ignore[arg-type]

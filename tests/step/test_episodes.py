@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pages import ROOT
 from truestep.metrics.types import values
 from truestep.rollouts.episodes import ToolUse, TurnFacts, facts_of
 from truestep.rollouts.turns import read_turns
@@ -124,3 +127,13 @@ def test_what_a_turn_took_survives_json() -> None:
     (read,) = facts_of({"by_turn": [turn.line()]}).turns
     assert (read.drawing, read.environment, read.malformed, read.calls) == (0.123457, 2.0, 3, 6)
     assert read.tools == {"add": ToolUse(2, 0.0), "(other)": ToolUse(1, None)}
+
+
+def test_the_metadata_of_the_page_are_read() -> None:
+    """docs/environments.md: what rollouts that somebody else sampled may say of their episodes."""
+    (line,) = re.findall(r"```json\n(.*)\n```", (ROOT / "docs" / "environments.md").read_text(encoding="utf-8"))
+    facts = facts_of(json.loads(line))
+    assert facts.ended_by == "max_turns" and facts.tools == ["calculate"]
+    (turn,) = facts.turns
+    assert (turn.drawing, turn.environment, turn.malformed, turn.calls) == (0.31, 0.02, 0, 1)
+    assert turn.tools["calculate"].seconds == 0.01

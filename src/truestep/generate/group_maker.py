@@ -27,6 +27,9 @@ class GroupOptions:
     seed: int
     draw: DrawOptions
     stop_at_rejected: bool = False
+    # An episode that cannot be used is played anew at once. False: when its group's others have ended, so that what the
+    # engine computes together, and with it how sums are rounded, does not depend on when rewards come.
+    anew_at_once: bool = False
     check_share: float = 0.0  # fraction of completions whose log-probs are compared with the policy's on arrival
 
 
@@ -71,8 +74,7 @@ class GroupMaker:
         self.rejected.append(reject(group.prompt, group.number, name, reason, text))
 
     async def make(self, group: Group, generate: Generate) -> str | None:
-        """Play episodes until the group is complete. One that cannot be used is played anew at once, and waits for no
-        other. Return None, or the last problem if the group is given up."""
+        """Play episodes until the group is complete. Return None, or the last problem if the group is given up."""
         problems: list[Exception] = []
         while (missing := self._options.group_size - len(group.members)) > 0:
             await run_all([self._fill(group, problems, generate) for _ in range(missing)])
@@ -87,15 +89,16 @@ class GroupMaker:
         return len(problems) > (TRIES - 1) * self._options.group_size
 
     async def _fill(self, group: Group, problems: list[Exception], generate: Generate) -> None:
-        """Play episodes until one can be used. `problems` are those of the whole group: how many there are in the end
-        does not depend on which comes first."""
+        """Play an episode, and with `anew_at_once` others until one can be used. `problems` are those of the whole
+        group: how many there are in the end does not depend on which comes first."""
         while not self._is_hopeless(problems):
             number, group.num_asked = group.num_asked, group.num_asked + 1
             played = await self._one(group, number, generate)
-            if self._add(group, number, played, problems):
-                return
+            is_usable = self._add(group, number, played, problems)
             if isinstance(played, UnreachableError):
                 await asyncio.sleep(_RETRY_SECONDS)
+            if is_usable or not self._options.anew_at_once:
+                return
 
     def _give_up(self, group: Group) -> None:
         reason = f"its group could not be completed: {len(group.members)} of {group.num_asked} completions rated"

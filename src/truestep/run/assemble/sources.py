@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -349,7 +350,8 @@ def _make_server_source(
     prompts = read_prompts(sampler.prompts, rows, policy)
     check_lengths(prompts, sampler.max_new_tokens, data.tokens_per_microbatch)
     draw = DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(policy))
-    sampling = _group_options(config, draw, sampler.check_share if sampler.max_staleness else 0.0)
+    options = _group_options(config, draw, sampler.check_share if sampler.max_staleness else 0.0)
+    sampling = replace(options, anew_at_once=True)
     servers = Servers(
         prompts=prompts,
         make_servers=server_maker(sampler),
