@@ -92,9 +92,16 @@ def _result(run: Path) -> dict[str, Any]:
         "random": [file.read_bytes() for file in sorted((last / "truestep").glob("random-*"))],
         "ledger": (run / "ledger.jsonl").read_bytes(),
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
-        "rollouts": [row for file in list_files(run / "rollouts") for row in read_rows(file)],
+        "rollouts": [_without_seconds(row) for file in list_files(run / "rollouts") for row in read_rows(file)],
         **lines,
     }
+
+
+def _without_seconds(value: Any) -> Any:
+    """A row of a kept rollout without the times of its turns and tools."""
+    if isinstance(value, dict):
+        return {key: _without_seconds(each) for key, each in value.items() if not key.endswith("seconds")}
+    return [_without_seconds(each) for each in value] if isinstance(value, list) else value
 
 
 def _compare(whole: Path, killed: Path) -> None:

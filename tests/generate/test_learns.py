@@ -20,14 +20,14 @@ def warmed_up(tmp_path: Path) -> Path:
     """A policy that has imitated demonstrations of which three turns in four are good."""
     model = word_model(tmp_path / "model")
     corpus = write_lines(
-        tmp_path / "corpus.jsonl", list(demonstrations(AutoTokenizer.from_pretrained(model), 12_800, 1))
+        tmp_path / "corpus.jsonl", list(demonstrations(AutoTokenizer.from_pretrained(model), 240 * 128, 1))
     )
     config = {
         "model": {"path": str(model), "dtype": "float32"},
         "loss": {"type": "cross_entropy"},
         "data": {"path": str(corpus), "tokens_per_microbatch": 4096},
-        "schedule": {"docs_per_step": 128, "steps": 100},
-        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 10, "schedule": "linear"},
+        "schedule": {"docs_per_step": 128, "steps": 240},
+        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 20, "schedule": "linear"},
         "checkpoint": {"directory": str(tmp_path / "warm-up")},
     }
     said(config_of(config))
@@ -61,14 +61,14 @@ def trained(tmp_path: Path, environment: dict[str, Any], *, docs: int, steps: in
     return [line["pass@1"] for line in read_lines(tmp_path / "run" / "evaluation.jsonl")]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_an_environment_is_learnt(tmp_path: Path) -> None:
-    before, after = trained(tmp_path, {"class": "asking:Asking"}, docs=64, steps=40, seed=1)
+    before, after = trained(tmp_path, {"class": "asking:Asking"}, docs=64, steps=100, seed=1)
     assert before < 0.5 and after >= 0.9, (before, after)
 
 
 @pytest.mark.release
 def test_a_program_is_learnt(tmp_path: Path) -> None:
     run = {"type": "command", "run": [sys.executable, str(PROGRAM)]}
-    before, after = trained(tmp_path, run, docs=64, steps=40, seed=1)
+    before, after = trained(tmp_path, run, docs=64, steps=100, seed=1)
     assert before < 0.5 and after >= 0.9, (before, after)
