@@ -119,7 +119,8 @@ def runs_like_a_queue(
         for _ in range(steps):
             trained = groups_of(run.step())
             found.append((trained, groups_of(run.put_aside())))
-        state, seen = run.snapshot(), run.seen
+        if steps:  # else it is killed with the checkpoint that it went on from
+            state, seen = run.snapshot(), run.seen
         run.thread.advance(later)  # what is made until the kill is lost with it
         trouble.cancel()
         run.close(finished=False)
