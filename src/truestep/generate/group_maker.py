@@ -10,7 +10,7 @@ from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
 from truestep.generate.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.generate.generator import Completion, DrawOptions, Generate, run_all
-from truestep.generate.groups import DRAWS, TRIES, reject, stopping_error
+from truestep.generate.groups import DRAWS, TRIES, name_of, reject, stopping_error
 from truestep.generate.parts import part_of_work
 from truestep.generate.play import Episode, Played, Plays
 from truestep.types import Rejected, Rollout
@@ -108,7 +108,7 @@ class GroupMaker:
     async def _one(self, group: Group, number: int, generate: Generate) -> Played | Exception:
         """Play an episode. Return what went wrong instead with a server."""
         options = self._options
-        seed, name = (options.seed, DRAWS, group.number, number), f"{group.number}-{number}"
+        seed, name = (options.seed, DRAWS, group.number, number), name_of(group.number, number)
         try:
             with part_of_work():
                 played = await self._plays.play(Episode(group.prompt, options.draw, seed, name), generate)
@@ -123,7 +123,7 @@ class GroupMaker:
 
     def _add(self, group: Group, number: int, answer: Played | Exception, problems: list[Exception]) -> bool:
         """Add a rated episode to the group. Return False if it cannot be used."""
-        name = f"{group.number}-{number}"
+        name = name_of(group.number, number)
         if isinstance(answer, UnreachableError):
             self.counts["unanswered"] += 1
         elif isinstance(answer, VoidedError):

@@ -72,6 +72,17 @@ def reject(prompt: Prompt, group: int, name: str, reason: str | RewardError, com
     return Rejected(prompt.id, group, str(reason), name, str(group), known, completion, traceback)
 
 
+def name_of(group: int, number: int) -> str:
+    """Return the name of an episode: that of its document."""
+    return f"{group}-{number}"
+
+
+def place_of(rejected: Rejected) -> tuple[int, int]:
+    """Return the group and the number of an episode that is not trained on."""
+    group, _, number = str(rejected.id).partition("-")
+    return int(group), int(number)
+
+
 def stopping_error(prompt: Prompt, error: RewardError) -> RewardError:
     """Return the error that ends the run when a completion cannot be rated and data.on_bad_record is stop."""
     return RewardError(f"data.on_bad_record: stop: a completion of prompt {prompt.id}: {error}")

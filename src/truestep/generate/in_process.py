@@ -15,6 +15,7 @@ from truestep.generate.groups import (
     explain_hopeless,
     fingerprint,
     num_groups,
+    place_of,
     prompt_of,
     refuse_other_groups,
     with_advantages,
@@ -115,7 +116,7 @@ class InProcessSource(StillSource):
         for rejected, tokens in self.generator.policy.weights.ranks.gather((list(maker.rejected), maker.tokens)):
             self._rejected += rejected
             self._tokens += tokens
-        self._rejected.sort(key=lambda rejected: rejected.line)  # by group; each group's are in order
+        self._rejected.sort(key=place_of)  # whichever reward came first
         return {group.number: rated for group, rated in zip(groups, made, strict=True) if rated is not None}
 
     def state(self) -> dict[str, Any]:
