@@ -263,7 +263,7 @@ def test_ranks_that_cannot_be_connected_are_named() -> None:
         rank.end()
 
 
-@pytest.mark.long
+@pytest.mark.release  # beside other tests the machine has more to do than it means
 def test_a_healthy_run_on_a_machine_with_far_too_much_to_do_goes_on(tiny_model: Model, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", 60)
     given = config(
