@@ -208,7 +208,8 @@ def test_a_group_that_cannot_be_completed_gives_its_place_to_the_next_prompt(pol
     assert [rollout.id for rollout in taken.documents] == ["1-0", "1-1", "1-2", "1-3"]
     rejected = taken.rejected
     assert len(rejected) == 16
-    assert rejected[-1].reason == "its group could not be completed: 1 of 16 completions rated"
+    assert [each.id for each in rejected] == [f"0-{number}" for number in range(16)]
+    assert rejected[1].reason == "its group could not be completed: 1 of 16 completions rated"
     assert [rollout.id for rollout in source.take(4, 4).documents] == ["2-0", "2-1", "2-2", "2-3"]
 
 
