@@ -268,7 +268,9 @@ class Delays:
 
     def begin(self, row: Any, seed: str, name: str | None = None) -> Any:
         draw = random.Random(seed)
-        handle = SimpleNamespace(turns=0, most=draw.choice([1, 1, 2, 4, 8, 16]), hangs=draw.random() < 0.1)
+        handle = SimpleNamespace(
+            turns=0, tool_seconds={}, most=draw.choice([1, 1, 2, 4, 8, 16]), hangs=draw.random() < 0.1
+        )
         return _after(0.1, Begun(handle, Said(tokens=[3, 4])))  # type: ignore[arg-type]
 
     def step(self, handle: Any, answer: Any) -> Any:
