@@ -33,6 +33,11 @@ class Prompt:
     fields: dict[str, Any]  # all other fields of the record, passed to the reward
     input_ids: tuple[int, ...]
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What environments get of it."""
+        return {"id": self.id, "prompt": self.prompt, **self.fields}
+
 
 _DICTIONARY_BATCH, _BATCH = 2, 3  # types of Arrow IPC messages
 _EXAMPLE = '{"prompt": "2 + 2 =", "answer": "4"}'

@@ -16,7 +16,7 @@ from truestep.generate.endpoint.keys import SecretKeys, Served
 from truestep.generate.endpoint.server import Endpoint
 from truestep.generate.environment import EpisodeLimits
 from truestep.generate.generator import Generate
-from truestep.generate.play import Episode, Played, metadata_of, played_sequences
+from truestep.generate.play import Episode, Played, played_of
 
 _NO_REWARD = (
     "the program gave no reward: it posts one to $OPENAI_BASE_URL/documents/$OPENAI_API_KEY/reward, or its last line "
@@ -58,10 +58,9 @@ class CommandPlay:
             stops_by_text=self._stops_by_text,
         )
         key, handle = self._keys.add(Served(document)), None
-        row = {"id": episode.prompt.id, "prompt": episode.prompt.prompt, **episode.prompt.fields}
         cut_by, problem = None, None
         try:
-            given = {"url": self._endpoint.url, "key": key, "row": row}
+            given = {"url": self._endpoint.url, "key": key, "row": episode.prompt.record}
             begun = await asyncio.wrap_future(self._service.begin(given, episode.reward_seed, episode.name))
             handle = begun.episode
             async with asyncio.timeout(self._limits.seconds):
@@ -108,12 +107,13 @@ class CommandPlay:
             rating = problem
         elif not document.completions:
             rating = RewardError("the program asked for no completion, so there is nothing to learn from")
-        ids = document.sequences[-1].input_ids if document.sequences else []
-        return Played(
-            played_sequences(document.sequences, document.turn_rewards),
+        return played_of(
+            document.sequences,
             document.completions,
-            self._tokenizer.decode(ids),
             rating,
-            truncated=cut_by is not None,
-            metadata=metadata_of(cut_by or "environment", document.turns, list(document.tools)),
+            document.turn_rewards,
+            ended_by=cut_by or "environment",
+            turns=document.turns,
+            tools=document.tools,
+            tokenizer=self._tokenizer,
         )

@@ -13,8 +13,8 @@ from truestep.environments.episodes.service import Episode as Handle
 from truestep.environments.episodes.service import EpisodeService, Said
 from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.generator import Completion, Generate, Request
-from truestep.generate.play import Episode, Played, metadata_of, played_sequences, turn_of
-from truestep.rollouts.episodes import MOST_TOOLS, OTHER_TOOL, TurnFacts
+from truestep.generate.play import Episode, Played, played_of, turn_of
+from truestep.rollouts.episodes import OTHER_TOOL, TurnFacts, told_apart
 
 _NO_TURN = "an episode in which the policy drew nothing has nothing to learn from"
 
@@ -53,13 +53,14 @@ class EnvironmentPlay:
 
     async def play(self, episode: Episode, generate: Generate) -> Played:
         handle, progress = None, None
-        row = {"id": episode.prompt.id, "prompt": episode.prompt.prompt, **episode.prompt.fields}
         try:
-            begun = await asyncio.wrap_future(self._service.begin(row, episode.reward_seed, episode.name))
+            begun = await asyncio.wrap_future(
+                self._service.begin(episode.prompt.record, episode.reward_seed, episode.name)
+            )
             handle = begun.episode
             tools = self._service.tools()
             conversation = Conversation(self._tokenizer, list(tools.values()))
-            progress = _Progress(conversation, tuple(tools)[:MOST_TOOLS])
+            progress = _Progress(conversation, told_apart(tools))
             progress.conversation.begin(_said(begun.said))
             try:
                 async with asyncio.timeout(self._limits.seconds):
@@ -124,15 +125,15 @@ class EnvironmentPlay:
 
     def _played(self, progress: _Progress) -> Played:
         assert progress.rating is not None
-        sequences = progress.conversation.sequences
-        ids = sequences[-1].input_ids if sequences else []
-        return Played(
-            played_sequences(sequences, progress.turn_rewards),
+        return played_of(
+            progress.conversation.sequences,
             progress.completions,
-            self._tokenizer.decode(ids),
             progress.rating,
-            truncated=progress.ended_by != "environment",
-            metadata=metadata_of(progress.ended_by, progress.turns, progress.tools),
+            progress.turn_rewards,
+            ended_by=progress.ended_by,
+            turns=progress.turns,
+            tools=progress.tools,
+            tokenizer=self._tokenizer,
         )
 
 

@@ -6,6 +6,7 @@ OpenAI-compatible URL. Sources, evaluation and `parity` use it and do not know w
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -92,6 +93,20 @@ class Generator(Protocol):
         needs. If a rank is asked to stop while nothing is computed, all ranks raise `Interrupted`.
         """
         ...
+
+
+def pass_on(done: "asyncio.Task[T]", future: "Future[T]") -> None:
+    """Settle a future of another thread, which may have been cancelled, as a task has ended."""
+    if done.cancelled():
+        future.cancel()
+        return
+    error = done.exception()
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())
 
 
 async def run_all(works: Sequence[Coroutine[Any, Any, R]]) -> list[R]:

@@ -134,17 +134,6 @@ def turn_of(answer: Answer, drawing: float, known: Collection[str]) -> TurnFacts
     return turn
 
 
-def metadata_of(ended_by: str, turns: Sequence[TurnFacts], tools: Sequence[str]) -> dict[str, Any]:
-    """Return what a document's metadata say of its episode. `turns`: of the policy; `tools`: those it could call."""
-    return {
-        "ended_by": ended_by,
-        "num_turns": len(turns),
-        "num_tool_calls": sum(turn.calls for turn in turns),
-        "tools": list(tools),
-        "by_turn": [turn.line() for turn in turns],
-    }
-
-
 def played_sequences(
     sequences: Sequence[ConversationSequence], rewards: Sequence[float | None]
 ) -> list[PlayedSequence]:
@@ -162,6 +151,35 @@ def played_sequences(
         logprobs, versions = sequence.logprobs[:end], sequence.versions[:end]
         played.append(PlayedSequence(ids[:end], mask[:end], logprobs, versions, turns))
     return played
+
+
+def played_of(
+    sequences: Sequence[ConversationSequence],
+    completions: Sequence[Completion],
+    rating: Rating | RewardError,
+    turn_rewards: Sequence[float | None],
+    *,
+    ended_by: str,
+    turns: Sequence[TurnFacts],
+    tools: Sequence[str],
+    tokenizer: Any,
+) -> Played:
+    """Return an episode of several turns as it was played. `turns`: of the policy; `tools`: those it could call."""
+    metadata = {
+        "ended_by": ended_by,
+        "num_turns": len(turns),
+        "num_tool_calls": sum(turn.calls for turn in turns),
+        "tools": list(tools),
+        "by_turn": [turn.line() for turn in turns],
+    }
+    return Played(
+        played_sequences(sequences, turn_rewards),
+        completions,
+        tokenizer.decode(sequences[-1].input_ids if sequences else []),
+        rating,
+        truncated=ended_by != "environment",
+        metadata=metadata,
+    )
 
 
 class Plays(Protocol):

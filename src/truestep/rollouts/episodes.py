@@ -8,8 +8,9 @@ It stands in a document's metadata, as `ended_by`, `tools` (the environment's) a
                   "tools": {"calculate": {"calls": 2, "seconds": 0.01}}}]}
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from truestep.rollouts.values import UnfitError
@@ -72,6 +73,11 @@ def facts_of(metadata: Mapping[str, Any]) -> EpisodeFacts:
         return EpisodeFacts(known)
 
 
+def told_apart(names: Iterable[str]) -> tuple[str, ...]:
+    """Return those names of tools whose calls are counted by themselves."""
+    return tuple(islice((name for name in dict.fromkeys(names) if _is_name(name)), MOST_TOOLS))
+
+
 def _list(value: Any, most: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > most:
         raise UnfitError("not a list")
@@ -94,9 +100,13 @@ def _read_use(given: Any) -> ToolUse:
 
 
 def _name(value: Any) -> str:
-    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= _LONGEST_NAME:
+    if not isinstance(value, str) or not _is_name(value):
         raise UnfitError("not the name of a tool")
     return value
+
+
+def _is_name(text: str) -> bool:
+    return text.isprintable() and 0 < len(text) <= _LONGEST_NAME
 
 
 def _count(value: Any) -> int:

@@ -4,10 +4,10 @@ import asyncio
 import hmac
 import ipaddress
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from truestep.generate.play import played_sequences
 from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
 from truestep.run.assemble.policy import join_ranks, make_policy
+from truestep.run.assemble.sources import secret_of
 
 _MOST_OPEN = 4096  # documents that are being written: the one that was used least recently is forgotten
 _MOST_TURNS = 256  # of a document
@@ -51,9 +52,7 @@ def serve(
     name. Without one, which is for loopback alone, any key is a document's name. `documents`: the file to which
     documents are appended when their rewards are posted. `weights`: a checkpoint, in place of model.path.
     """
-    secret = None if key_env is None else os.environ.get(key_env)
-    if key_env is not None and not secret:
-        raise ServeError(f"--key-env: the environment has no variable {key_env}, or it is empty")
+    secret = secret_of("--key-env", key_env)
     file = None if documents is None else Path(documents)
     if file is not None and file.is_dir():
         raise ServeError(f"--documents: {file} is a directory")
@@ -69,9 +68,8 @@ def serve(
         stop_ids=stop_ids(policy),
         stop=() if sampler is None else tuple(sampler.stop or ()),
     )
-    settings = EngineSettings(None if sampler is None else sampler.batch_size, longest=longest)
-    settings = EngineSettings(settings.rows, longest=longest, at_once=settings.most_rows(policy))
-    generator = EngineGenerator(policy, settings)
+    settings = EngineSettings(None if sampler is None else sampler.batch_size, longest)
+    generator = EngineGenerator(policy, replace(settings, at_once=settings.most_rows(policy)))
 
     async def work(item: None, generate: Generate) -> None:
         keys = _Documents(policy, generate, draw, Limits(_MOST_TURNS, longest), secret, file)

@@ -18,11 +18,10 @@ from truestep.generate.endpoint.requests import Asked
 from truestep.generate.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.generate.generator import Completion, DrawOptions, Generate, OnTokens, Request, run_all
 from truestep.generate.play import turn_of
-from truestep.rollouts.episodes import MOST_TOOLS, TurnFacts
+from truestep.rollouts.episodes import TurnFacts, told_apart
 from truestep.text import printable
 
 _MOST_AT_ONCE = 256  # requests of one document
-_LONGEST_NAME = 64  # characters of a tool's name that are told apart
 _LONGEST_TOKEN = 128  # characters; a text that is longer than so many for each token is not tokenised
 
 OnChoice = Callable[
@@ -75,7 +74,7 @@ class Document:
         self._num_begun = 0  # turns
         self.completions: list[Completion] = []
         self.turns: list[TurnFacts] = []  # one for each of them
-        self.tools: dict[str, None] = {}  # names of the tools that requests offered
+        self.tools: tuple[str, ...] = ()  # names of those that requests offered
         self.cut_by: str | None = None  # the limit that was reached
         self.rating: Rating | None = None  # that was posted
         self.turn_rewards: list[float | None] = []
@@ -116,10 +115,7 @@ class Document:
     async def _complete(self, asked: Asked, on_tokens: OnChoice | None) -> list[Choice]:
         if asked.stop and not self._stops_by_text:
             raise RequestError("stop: servers that sample for a run take no stop texts", param="stop")
-        for tool in asked.tools:
-            name = tool["function"]["name"]
-            if 0 < len(name) <= _LONGEST_NAME and name.isprintable() and len(self.tools) < MOST_TOOLS:
-                self.tools[name] = None
+        self.tools = told_apart([*self.tools, *(tool["function"]["name"] for tool in asked.tools)])
         if not self.obeys:
             self.differs = self.differs or asked.differs(self.draw)
         self._check_size(asked)

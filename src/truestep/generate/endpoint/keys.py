@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from truestep.generate.endpoint.document import Document
+from truestep.generate.generator import pass_on
 
 T = TypeVar("T")
 _KEY_BYTES = 24
@@ -30,7 +31,7 @@ class Served:
 
         def begin() -> None:
             task = self._loop.create_task(work(), context=self._context.copy())
-            task.add_done_callback(lambda done: _pass_on(done, future))
+            task.add_done_callback(lambda done: pass_on(done, future))
             future.add_done_callback(lambda done: self._cancel(task) if done.cancelled() else None)
 
         try:
@@ -42,19 +43,6 @@ class Served:
     def _cancel(self, task: "asyncio.Task[Any]") -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(task.cancel)
-
-
-def _pass_on(done: "asyncio.Task[T]", future: "Future[T]") -> None:
-    if done.cancelled():
-        future.cancel()
-        return
-    error = done.exception()
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(done.result())
 
 
 class Keys(Protocol):

@@ -80,7 +80,7 @@ def compared(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     calls = [
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
-        for call in from_client([message])[0].get("tool_calls", ())
+        for call in (_call(call, "tool_calls") for call in message.get("tool_calls") or ())
     ]
     said = content.strip() if message["role"] == "assistant" and isinstance(content, str) else content
     others = {key: message.get(key) for key in ("name", "tool_call_id")}

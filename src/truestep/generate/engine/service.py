@@ -28,7 +28,7 @@ from truestep.generate.engine.phase import EngineSettings, Phase
 from truestep.generate.engine.rounds import Asked, News, Rounds
 from truestep.generate.engine.team import Team
 from truestep.generate.engine.waves import Waves
-from truestep.generate.generator import Completion, Generate, OnTokens, Request, run_all
+from truestep.generate.generator import Completion, Generate, OnTokens, Request, pass_on, run_all
 from truestep.generate.parts import Part, current_part, working_on
 from truestep.model.policy import Policy
 from truestep.process import progress
@@ -168,7 +168,7 @@ class _Mapping:
         while waiting:
             request, future = waiting.popleft()
             task = self._loop.create_task(self.generate(request))
-            task.add_done_callback(partial(_pass_on, future=future))
+            task.add_done_callback(partial(pass_on, future=future))
 
     async def work(self, work: Callable[[T, Generate], Coroutine[Any, Any, R]], number: int, item: T) -> R:
         with working_on(Part((number,), self._open, self._changed.set)):
@@ -334,15 +334,6 @@ class _Mapping:
     def _note_spent(self) -> None:
         sampling, rating = self._last_end - self._start, time.perf_counter() - self._last_end
         self._owner.spent.add(sampling, rating, self._phase)
-
-
-def _pass_on(done: "asyncio.Task[Completion]", future: Future[Completion]) -> None:
-    if done.cancelled():
-        future.cancel()
-    elif (error := done.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(done.result())
 
 
 def _run(main: Callable[[], Coroutine[Any, Any, R]]) -> R:

@@ -301,7 +301,7 @@ def _replace_limit(config: Config) -> int:
 
 def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
     """Check the servers' options, and return a function that connects to the servers. The event loop calls it."""
-    server_class, key = _server_class(sampler.protocol), _api_key(sampler.api_key_env)
+    server_class, key = _server_class(sampler.protocol), secret_of("sampler.api_key_env", sampler.api_key_env)
     shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
     servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]
     return lambda: [server_class(**options) for options in servers]
@@ -318,12 +318,13 @@ def _server_class(protocol: str) -> Callable[..., InferenceServer]:
     return Vllm if protocol == "vllm" else Sglang
 
 
-def _api_key(variable: str | None) -> str | None:
+def secret_of(option: str, variable: str | None) -> str | None:
+    """Return the value of an environment variable that an option names, and keep it out of all that is shown."""
     if variable is None:
         return None
     key = os.environ.get(variable)
     if not key:
-        raise SourceError(f"sampler.api_key_env: the environment has no variable {variable}, or it is empty")
+        raise SourceError(f"{option}: the environment has no variable {variable}, or it is empty")
     keep_secret(key)
     return key
 
