@@ -286,10 +286,10 @@ def small(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(9))
 def test_the_python_runs(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = python_here()
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     page, text = blocks[number]
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -297,9 +297,21 @@ def test_the_python_runs(number: int, folder: Path, monkeypatch: pytest.MonkeyPa
     # A class of the page is defined in a module of its own, as it would be in a reader's file.
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
+    goes_on = page == "docs/environments.md"  # each block of this page goes on from those before it
+    for before in [other for place, other in blocks[:number] if goes_on and place == page]:
+        exec(compile(before, page, "exec"), module.__dict__)
     exec(compile(text, page, "exec"), module.__dict__)
     names = vars(module)
-    if "against_the_best" in names:
+    if "Sums" in names:
+        trained, held_out = (list(names["Sums"].rows({}, chosen)) for chosen in (False, True))
+        assert (len(trained), len(held_out)) == (1000, 100)
+        assert held_out[0] == {"id": "sum-1000", "prompt": "What is 1000 + 7?", "answer": "1007"}
+    elif "Calculator" in names:
+        episode = names["Calculator"]()
+        episode.row = {"answer": "42"}
+        assert episode.calculate("17 + 25") == "42"
+        assert [episode.finish(truestep.Answer(text)) for text in (" 42 ", "43")] == [1.0, 0.0]
+    elif "against_the_best" in names:
         group = [replace(document, reward=float(n)) for n, document in enumerate(make_documents([3, 4, 5]))]
         assert names["against_the_best"](group) == [-2.0, -1.0, 0.0]
     elif "from_trl" in names:
