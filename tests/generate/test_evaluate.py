@@ -81,7 +81,7 @@ def test_rewards_of_several_sources_are_in_the_line_by_name(policy: Policy, tmp_
         assert len(rewards) == size + 3 * size
         assert line[f"greedy_reward/{source}"] == pytest.approx(sum(rewards[:size]) / size)
         assert line[f"sampled_reward/{source}"] == pytest.approx(sum(rewards[size:]) / (3 * size))
-    assert line["greedy_reward/a"] != line["greedy_reward/b"]
+    assert line["sampled_reward/a"] != line["sampled_reward/b"]
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
