@@ -19,6 +19,12 @@ def one_reward(prompt: object, completion: str, **_: object) -> float:
     return 1.0
 
 
+def hopeless_for_some(prompt: object, completion: str, **_: object) -> float:
+    """0 for the prompts whose first number is even, 1 for those where it is 1, and between for the others."""
+    first = int(str(prompt).split()[1])
+    return 0.0 if first % 2 == 0 else 1.0 if first == 1 else 0.2 + sum(map(ord, completion)) % 97 / 1000
+
+
 def in_parts(prompt: object, completion: str, **_: object) -> dict[str, float]:
     """Fails where the completion has an odd number of words, in a function of its own."""
     words = len(completion.split())

@@ -62,6 +62,17 @@ def _episodes_config(directory: Path) -> dict[str, Any]:
     return config | {"sampler": sampler, "schedule": schedule, "evaluation": config["evaluation"] | {"stop": ["="]}}
 
 
+def _curriculum_config(directory: Path) -> dict[str, Any]:
+    """Prompts of two sources that rest by rewards which the policy can reach."""
+    config = _sampled_config(directory) | {"evaluation": None}
+    prompts = {"all": config["sampler"]["prompts"], "few": str(directory / "few.jsonl")}
+    lines = Path(prompts["all"]).read_text(encoding="utf-8").splitlines(keepends=True)
+    Path(prompts["few"]).write_text("".join(lines[:3]), encoding="utf-8")
+    curriculum = {"easy": 1.7, "hopeless": 1.2, "rest": 1}
+    sampler = config["sampler"] | {"prompts": prompts, "prompt_weights": {"all": 2, "few": 1}, "curriculum": curriculum}
+    return config | {"sampler": sampler, "schedule": config["schedule"] | {"steps": 24}}
+
+
 def _start(directory: Path, name: str, config: dict[str, Any], kills: list[Kill]) -> Path:
     """The run's directory, after all kills and a last start that was let be."""
     file = directory / f"{name}.yaml"
@@ -146,7 +157,7 @@ def test_kills_change_nothing_where_an_adapter_is_trained(tiny_model: Callable[[
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["files", "sampled", "episodes"])
+@pytest.mark.parametrize("kind", ["files", "sampled", "episodes", "curriculum"])
 def test_a_killed_run_ends_bitwise_like_one_that_was_not(
     kind: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -154,6 +165,7 @@ def test_a_killed_run_ends_bitwise_like_one_that_was_not(
         "files": lambda: _file_config(tmp_path, tiny_model("qwen3_tied")),
         "sampled": lambda: _sampled_config(tmp_path),
         "episodes": lambda: _episodes_config(tmp_path),
+        "curriculum": lambda: _curriculum_config(tmp_path),
     }
     config = kinds[kind]()
     whole = _start(tmp_path, "whole", config, [])

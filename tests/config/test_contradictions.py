@@ -43,6 +43,19 @@ CASES = [
         "without an adapter by adapter.targets",
     ),
     (
+        sampled().replace("prompts: p,", "prompts: p, prompt_weights: {math: 1},"),
+        "4: sampler.prompt_weights are for several sources: give sampler.prompts as {math: FILE, code: FILE}",
+    ),
+    (
+        sampled().replace("prompts: p,", "prompts: {math: p, code: q}, prompt_weights: {math: 1},"),
+        "4: sampler.prompt_weights names math, and sampler.prompts code, math: give each source a weight",
+    ),
+    (
+        sampled().replace("prompts: p,", "prompts: p, curriculum: {easy: 0.5, hopeless: 0.5},"),
+        "4: sampler.curriculum.hopeless: 0.5 is not below sampler.curriculum.easy: 0.5: prompts between the two are "
+        "drawn",
+    ),
+    (
         MODEL + "adapter: {}\ncheckpoint: {hugging_face_every: 2}\n",
         "3, run.yaml:2: checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the "
         "adapter alone: leave it out, and use truestep export, which merges the adapter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,25 @@ def test_a_line_is_the_mean_reward_of_greedy_and_of_sampled_answers(policy: Poli
     assert line["greedy_reward_std"] == pytest.approx(statistics.stdev(given[:5]))
     assert (line["step"], line["documents_seen"], line["num_prompts"]) == (4, 32, 5)
     assert json.loads(json.dumps(line)) == line
+
+
+def test_rewards_of_several_sources_are_in_the_line_by_name(policy: Policy, tmp_path: Path) -> None:
+    prompts = load_prompts(write_lines(tmp_path / "prompts.jsonl", sort_prompts(5)), policy.tokenizer)
+    named = [replace(prompt, source="ab"[number % 2]) for number, prompt in enumerate(prompts)]
+    given: dict[str, list[float]] = {"a": [], "b": []}
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        source = next(each.source for each in named if each.prompt == prompt)
+        given[source].append(digit_reward(prompt, completion))
+        return given[source][-1]
+
+    line = make_evaluator(policy, tmp_path, rater=DirectRater(reward), prompts=named).run(step=4, documents_seen=32)
+    for source, size in (("a", 3), ("b", 2)):
+        rewards = given[source]
+        assert len(rewards) == size + 3 * size
+        assert line[f"greedy_reward/{source}"] == pytest.approx(sum(rewards[:size]) / size)
+        assert line[f"sampled_reward/{source}"] == pytest.approx(sum(rewards[size:]) / (3 * size))
+    assert line["sampled_reward/a"] != line["sampled_reward/b"]
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])

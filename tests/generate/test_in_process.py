@@ -355,11 +355,15 @@ def test_groups_without_a_difference_are_replaced(policy: Policy, tmp_path: Path
     assert {document.reason for document in aside} == {
         "all advantages of its group are 0 (data.zero_advantage: replace)"
     }
-    assert sorted(map(int, {*taken, *(str(document.group_id) for document in aside)})) == list(range(source._groups))
+    assert sorted(map(int, {*taken, *(str(document.group_id) for document in aside)})) == list(
+        range(source.state()["groups"])
+    )
     assert all(np.any(rollout.advantages) for rollout in rollouts if rollout.group_id == taken[0])
     # It is what the same groups are without the option, in the same order.
     plain = (
-        make_source(policy, tmp_path, rater=DirectRater(prompt_reward), count=10).take(4 * source._groups, 0).documents
+        make_source(policy, tmp_path, rater=DirectRater(prompt_reward), count=10)
+        .take(4 * source.state()["groups"], 0)
+        .documents
     )
     kept = [rollout for rollout in plain if str(rollout.group_id) in taken]
     assert [rollout.id for rollout in kept] == [rollout.id for rollout in rollouts]

@@ -453,6 +453,39 @@ def test_pass_at_k_and_held_out_loss_are_drawn(tmp_path: Path) -> None:
     assert [point[2] for point in page_of(run).charts["Held-out loss"][0]["points"]] == [2, 1, 0]
 
 
+def written(run: Path) -> str:
+    return write_report([run], run / "report.html").read_text(encoding="utf-8")
+
+
+def test_sources_of_prompts_have_charts_and_a_table(tmp_path: Path) -> None:
+    lines = make_metrics(4)
+    for number, line in enumerate(lines):
+        line |= {
+            "easy_prompts": 0.1 * number,
+            "hopeless_prompts": 0.25,
+            "source_groups/ma<b": 3,
+            "source_groups/code": 1,
+        }
+        line |= {"easy_prompts/ma<b": 0.2 * number, "hopeless_prompts/ma<b": 0.0, "source_passes/ma<b": number + 1}
+        line |= {"source_reward/ma<b": 0.5 + 0.125 * number} if number < 3 else {}
+    run = make_run(tmp_path / "run", metrics=lines)
+    evaluations = [line | {"greedy_reward/code": 0.1 * at} for at, line in enumerate(make_evaluations(4))]
+    write_lines(run / "evaluation.jsonl", evaluations)
+    page = page_of(run)
+    assert [line["name"] for line in page.charts["Prompts that rest"]] == ["too easy", "hopeless"]
+    assert [point[2] for point in page.charts["Training reward by source"][0]["points"]] == [0.5, 0.625, 0.75]
+    assert [line["name"] for line in page.charts["Held-out reward by source, greedy"]] == ["code"]
+    assert not any(title.startswith(("easy_prompts", "source_")) for title in page.charts)
+    (table,) = re.findall(r'id="sources".*?<tbody>(.*?)</tbody>', written(run), re.DOTALL)
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("</tr>") if row.strip()]
+    assert rows == [
+        ["ma&lt;b", "12", "75.0%", "4", "0.7500", "60.0%", "0.0%"],
+        ["code", "4", "25.0%", "\N{EN DASH}", "\N{EN DASH}", "\N{EN DASH}", "\N{EN DASH}"],
+        ["all prompts", "16", "100.0%", "\N{EN DASH}", rows[2][4], "30.0%", "25.0%"],
+    ]
+    assert "#sources" in written(run) and "#sources" not in written(make_run(tmp_path / "other"))
+
+
 def test_one_point_is_kept(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one", steps=1)
     write_lines(run / "evaluation.jsonl", make_evaluations(1)[:1])

@@ -23,8 +23,10 @@ from server.fake import (
     weights_of,
 )
 from server.virtual import VirtualThread
+from truestep.environments.prompts import Prompt
 from truestep.generate.generator import DrawOptions
 from truestep.generate.group_maker import GroupOptions
+from truestep.generate.order import OrderOptions
 from truestep.generate.play import Plays, SingleTurn
 from truestep.generate.servers import shared
 from truestep.generate.servers.look_ahead import StalenessLimit
@@ -73,6 +75,8 @@ class Run:
     group_size: int = GROUP
     docs_per_step: int = STEP
     max_new_tokens: int = 6
+    prompts: Sequence[Prompt] = field(default_factory=make_prompts)
+    order: OrderOptions = field(default_factory=OrderOptions)
     plays: Plays | None = None  # None: episodes of one turn, which `rewards` rates
 
     def __post_init__(self) -> None:
@@ -81,15 +85,18 @@ class Run:
         self.steps: list[list[Rollout]] = []
         self.first_number = len(self.weights.versions)
         self.closed = False
+        self.measured: dict[str, float] = {}  # of the last step
         self._rejected: list[Rejected] = []
         self._put_aside: list[PutAside] = []
         self._policy: Any = SimpleNamespace(weights=SimpleNamespace(ranks=ALONE))
         with self._patched():
             draw = DrawOptions(0.8, self.max_new_tokens, frozenset({0}))
-            sampling = GroupOptions(self.group_size, self.seed, draw, self.stop_at_rejected, anew_at_once=True)
+            sampling = GroupOptions(
+                self.group_size, self.seed, draw, self.stop_at_rejected, anew_at_once=True, order=self.order
+            )
             step = self.docs_per_step
             self.talking = Servers(
-                prompts=make_prompts(),
+                prompts=self.prompts,
                 make_servers=lambda: self.servers,
                 plays=self.plays or SingleTurn(self.rewards, read),
                 sampling=sampling,
@@ -103,7 +110,7 @@ class Run:
             self.shared = SharedServers(self.talking, self._policy, self.weights)  # type: ignore[arg-type]
             made = ServerSource(
                 self.talking,
-                prompts=make_prompts(),
+                prompts=self.prompts,
                 sampling=sampling,
                 advantage_rule="group_mean",
                 replace_limit=self.replace_limit,
@@ -122,6 +129,7 @@ class Run:
             taken = self.source.take(self.docs_per_step, self.seen)
             self.snapshot = self.source.snapshot()
             self._hear(taken)
+            self.measured = dict(taken.measured)
             documents = list(taken.documents)
             self.check(documents)
             self.steps.append(documents)

@@ -438,7 +438,7 @@ def test_what_a_run_cannot_go_on_from_is_refused() -> None:
     state = run.source.state()
     with pytest.raises(SourceError, match="checkpoint was made from rollout files"):
         run.source.restore({"position": 3})
-    with pytest.raises(SourceError, match="sampler.prompts, data.group_size or seed is not what"):
+    with pytest.raises(SourceError, match="sampler.prompts, their weights, data.group_size or seed is not what"):
         run.source.restore(state | {"fingerprint": "other"})
     run.source.restore({name: value for name, value in state.items() if name != "open"})
     run.shared.updated(0, 0)  # nobody has asked yet: nothing is sent

@@ -232,6 +232,25 @@ def _environment(config: "Config") -> Iterator[str]:
                 yield f"{name}.prompts is not for sampler.environment.type: reasoning_gym, which makes its own prompts"
 
 
+def _sources(config: "Config") -> Iterator[str]:
+    sampler = config.sampler
+    if sampler is None:
+        return
+    weights, curriculum = sampler.prompt_weights, sampler.curriculum
+    if weights is not None and not isinstance(sampler.prompts, dict):
+        yield "sampler.prompt_weights are for several sources: give sampler.prompts as {math: FILE, code: FILE}"
+    elif weights is not None and set(weights) != set(sampler.prompts or ()):
+        yield (
+            f"sampler.prompt_weights names {', '.join(sorted(weights)) or 'no source'}, and sampler.prompts "
+            f"{', '.join(sorted(sampler.prompts or ()))}: give each source a weight"
+        )
+    if curriculum is not None and curriculum.hopeless >= curriculum.easy:
+        yield (
+            f"sampler.curriculum.hopeless: {curriculum.hopeless:g} is not below sampler.curriculum.easy: "
+            f"{curriculum.easy:g}: prompts between the two are drawn"
+        )
+
+
 def makes_held_out_prompts(config: "Config") -> bool:
     """Return whether an evaluation without prompts has those that the sampler's environment makes."""
     sampler, evaluation = config.sampler, config.evaluation
@@ -498,6 +517,7 @@ _RULES = (
     _sampled_groups,
     _episodes,
     _environment,
+    _sources,
     _exact,
     _advantages,
     _step_documents,

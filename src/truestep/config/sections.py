@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, create_model
 
-from truestep.config.section import Count, ImportPath, NotNegative, Positive, Section, by_type
+from truestep.config.section import Count, ImportPath, NotNegative, Positive, Section, SourceName, by_type
 
 
 class HeadConfig(Section):
@@ -236,10 +236,25 @@ EnvironmentConfig = create_model(
 )
 
 
+class CurriculumConfig(Section):
+    easy: float = 1.0
+    """A prompt rests as too easy when the mean reward of its group is at least this."""
+    hopeless: float = 0.0
+    """A prompt rests as hopeless when the mean reward of its group is at most this."""
+    rest: Count = 4
+    """The number of passes over its source that a prompt rests. Then it is tried again."""
+
+
 class SamplerBase(Section):
-    prompts: str | None = None
-    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk. null: the
-    environment makes its own prompts."""
+    prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
+    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk. Several of
+    them, by name, are a mixture. null: the environment makes its own prompts."""
+    prompt_weights: dict[SourceName, Positive] | None = None
+    """With several sources of prompts: their parts of the groups, by name, such as {math: 3, code: 1}. null: by their
+    numbers of prompts."""
+    curriculum: CurriculumConfig | None = None
+    """Let prompts rest that are too easy or hopeless for the policy (docs/sampling.md). null: every pass has all
+    prompts."""
     reward: str | None = None
     """package.module:function, called as reward(prompt, completion, **fields) -> float. null: there is an environment.
     """
@@ -353,15 +368,21 @@ class ServerSampler(SamplerBase):
     sampled them. A larger share finds wrong log-probs sooner; each scored completion costs a forward pass."""
 
 
+def files_of(prompts: str | dict[str, str] | None) -> dict[str, str]:
+    """Return the files of an option `prompts`, by the names of their sources; one without a name has the name ''."""
+    return prompts if isinstance(prompts, dict) else {} if prompts is None else {"": prompts}
+
+
 SamplerConfig = Annotated[
     Annotated[InProcessSampler, Tag("in_process")] | Annotated[ServerSampler, Tag("server")], by_type("in_process")
 ]
 
 
 class EvaluationConfig(Section):
-    prompts: str | None = None
-    """Held-out prompts that the policy answers, in the format of sampler.prompts. null: there is evaluation.path, or
-    the environment makes them, as it makes those of the sampler."""
+    prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
+    """Held-out prompts that the policy answers, in the format of sampler.prompts. Of several files, by name, rewards
+    are logged for each as well. null: there is evaluation.path, or the environment makes them, as it makes those of the
+    sampler."""
     path: str | list[str] | None = None
     """With a supervised loss: held-out documents, in the format of data.path. The logged loss is the mean over all of
     their labels."""
@@ -384,7 +405,7 @@ class EvaluationConfig(Section):
     reward_network: bool | None = None
     """As sampler.reward_network. null: the sampler's, or true."""
     max_prompts: Count | None = None
-    """Use only the first n prompts. null: all."""
+    """Use only the first n prompts of each file. null: all."""
     samples_per_prompt: Count = 1
     """The number of sampled completions for each prompt, in addition to the greedy one."""
     pass_reward: float | None = None

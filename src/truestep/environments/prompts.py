@@ -32,6 +32,7 @@ class Prompt:
     prompt: str | list[dict[str, Any]]  # text, or chat messages
     fields: dict[str, Any]  # all other fields of the record, passed to the reward
     input_ids: tuple[int, ...]
+    source: str = ""  # its name in the mixture; empty: there is one source
 
     @property
     def record(self) -> dict[str, Any]:
@@ -43,13 +44,14 @@ _DICTIONARY_BATCH, _BATCH = 2, 3  # types of Arrow IPC messages
 _EXAMPLE = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
-def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None = None) -> list[Prompt]:
+def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None = None, name: str = "") -> list[Prompt]:
+    """Read the prompts of a file. `name`: of the source that it is in a mixture."""
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
     source = find_prompts(path)
     is_json = not source.is_dir()  # fields of a dataset may be of any type
     records = _read_jsonl(source) if is_json else _read_dataset(source)
-    return _prompts(records, str(source), source.name, is_json, tokenizer, vocabulary_size)
+    return _prompts(records, str(source), name or source.name, is_json, tokenizer, vocabulary_size, name)
 
 
 def prompts_of_rows(rows: Iterable[Any], tokenizer: Any, vocabulary_size: int | None = None) -> list[Prompt]:
@@ -66,6 +68,7 @@ def _prompts(
     is_json: bool,
     tokenizer: Any,
     vocabulary_size: int | None,
+    name: str = "",
 ) -> list[Prompt]:
     """Make prompts of numbered records from `source`, which is named in errors; `short` is a part of their ids."""
     prompts = []
@@ -87,8 +90,8 @@ def _prompts(
             raise PromptError(
                 f"{where}: the tokenizer gives token id {max(ids)}, and the model's vocabulary has {vocabulary_size}"
             )
-        name = f"{short}:{number}" if record.get("id") is None else str(record["id"])
-        prompts.append(Prompt(name, record["prompt"], fields, ids))
+        prompt_id = f"{short}:{number}" if record.get("id") is None else str(record["id"])
+        prompts.append(Prompt(prompt_id, record["prompt"], fields, ids, name))
     if not prompts:
         raise PromptError(f"{source} holds no prompt")
     return prompts

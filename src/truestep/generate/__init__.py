@@ -11,6 +11,8 @@ endpoint          an HTTP server for OpenAI's clients, whose keys name documents
 parts             the parts of the work that asks for completions
 group_maker       plays a group's episodes, for all samplers
 groups            rules for groups that all samplers share
+order             which prompt each group gets: a mixture of sources, without prompts that rest
+pools             the prompts of one source: its passes, and which of them rest
 in_process        a source whose documents are sampled in process
 evaluate          evaluation on held-out prompts, greedy and sampled
 sticky            the place that has a conversation's past

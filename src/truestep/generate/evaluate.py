@@ -49,6 +49,7 @@ class Evaluator:
             "greedy_reward_std": _spread(greedy),
             "sampled_reward_std": _spread(sampled),
             **self._passes([answer["reward"] for answer in sampled]),
+            **_by_source(greedy_reward=greedy, sampled_reward=sampled),
             **measured,
             "num_unrated": len(problems),
             "problems": list(dict.fromkeys(problems))[:3],
@@ -117,9 +118,21 @@ def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
 def _answered(prompt: Prompt, played: Played) -> dict[str, Any]:
     """Return an episode's entry in evaluation.jsonl. A reward that failed is noted and does not end the run."""
     answer: dict[str, Any] = {"prompt": prompt.prompt, "completion": played.text}
+    if prompt.source:
+        answer["source"] = prompt.source
     if isinstance(played.rating, RewardError):
         return {**answer, "reward": None, "problem": str(played.rating)}
     return {**answer, "reward": float(played.rating)}
+
+
+def _by_source(**answers: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the mean rewards of each source, where the prompts are of several."""
+    names = dict.fromkeys(answer["source"] for each in answers.values() for answer in each if "source" in answer)
+    return {
+        f"{metric}/{name}": _mean([answer for answer in each if answer["source"] == name])
+        for metric, each in answers.items()
+        for name in names
+    }
 
 
 def _rewards(answers: Sequence[dict[str, Any]]) -> list[float]:

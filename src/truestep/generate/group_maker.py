@@ -11,6 +11,7 @@ from truestep.environments.rewards import RewardError
 from truestep.generate.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.generate.generator import Completion, DrawOptions, Generate, run_all
 from truestep.generate.groups import DRAWS, TRIES, name_of, reject, stopping_error
+from truestep.generate.order import OrderOptions
 from truestep.generate.parts import part_of_work
 from truestep.generate.play import Episode, Played, Plays
 from truestep.types import Rejected, Rollout
@@ -31,6 +32,7 @@ class GroupOptions:
     # engine computes together, and with it how sums are rounded, does not depend on when rewards come.
     anew_at_once: bool = False
     check_share: float = 0.0  # fraction of completions whose log-probs are compared with the policy's on arrival
+    order: OrderOptions = field(default_factory=OrderOptions)  # of the groups' prompts
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,10 @@
-"""Rules that all samplers share: the order of prompts, from completions to documents, advantages, and restarts."""
+"""Rules that all samplers share: from completions to documents, advantages, and restarts."""
 
 import dataclasses
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
-
-import numpy as np
 
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import RewardError
@@ -16,7 +12,7 @@ from truestep.rollouts.advantages import AdvantageRule, as_rule, with_group_adva
 from truestep.rollouts.source import SourceError, refuse_other_kind
 from truestep.types import Rejected, Rollout
 
-PROMPT_ORDER, DRAWS = 0, 1  # the streams of randomness that the run's seed is split into
+DRAWS = 1  # a stream of randomness that the run's seed is split into; that of the order of prompts is 0
 TRIES = 4  # attempts to complete a group before it is given up
 HOPELESS = 8  # groups given up in a row after which the run ends: the reward function or the server is at fault
 
@@ -28,33 +24,14 @@ def num_groups(count: int, group_size: int) -> int:
     return count // group_size
 
 
-def prompt_of(group: int, prompts: Sequence[Prompt], seed: int) -> Prompt:
-    """Return a group's prompt. Each epoch has its own seeded order of the prompts."""
-    epoch, index = divmod(group, len(prompts))
-    return prompts[_prompt_order(len(prompts), seed, epoch)[index]]
-
-
-@lru_cache(maxsize=4)  # groups of two epochs may be asked for in turn
-def _prompt_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return an epoch's order of prompts. It is cached, since a permutation of a million prompts takes a while."""
-    return np.random.default_rng([seed, PROMPT_ORDER, epoch]).permutation(count)
-
-
-def fingerprint(prompts: Sequence[Prompt], seed: int, group_size: int) -> str:
-    """Return a hash of the prompts, the seed and the group size: they decide each group's prompt and draws."""
-    digest = hashlib.sha256(f"{seed} {group_size}\n".encode())
-    for prompt in prompts:
-        digest.update(f"{prompt.id}\n{prompt.input_ids}\n".encode(errors="surrogatepass"))
-    return digest.hexdigest()
-
-
 def refuse_other_groups(state: dict[str, Any], own_state: dict[str, Any]) -> None:
     """Raise an error where a checkpoint's state was made with other prompts, another seed or another group size."""
     refuse_other_kind("sampler", "groups", state)
     if state["fingerprint"] != own_state["fingerprint"]:
         raise SourceError(
-            "sampler.prompts, data.group_size or seed is not what this run was started with, or the environment makes "
-            "other prompts than then, so its groups would be others; give it the same, or another checkpoint.directory"
+            "sampler.prompts, their weights, data.group_size or seed is not what this run was started with, or the "
+            "environment makes other prompts than then, so its groups would be others; give it the same, or "
+            "another checkpoint.directory"
         )
 
 

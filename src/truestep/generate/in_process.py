@@ -1,6 +1,6 @@
 """A source whose documents are sampled in process, with the current weights, when a step asks for them: staleness 0."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,13 +13,12 @@ from truestep.generate.groups import (
     HOPELESS,
     check_lengths,
     explain_hopeless,
-    fingerprint,
     num_groups,
     place_of,
-    prompt_of,
     refuse_other_groups,
     with_advantages,
 )
+from truestep.generate.order import PromptOrder, fingerprint
 from truestep.generate.play import Plays
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
@@ -29,7 +28,7 @@ from truestep.types import PutAside, Rejected, Rollout
 
 @dataclass
 class InProcessSource(StillSource):
-    """Samples `group_size` completions of each prompt. Each epoch has its own seeded order of the prompts."""
+    """Samples `group_size` completions of each prompt, in the order of a `PromptOrder`."""
 
     generator: EngineGenerator
     prompts: Sequence[Prompt]
@@ -39,30 +38,32 @@ class InProcessSource(StillSource):
     max_tokens: int
     truncated: str = "keep"  # or mask
     replace_limit: int = 0  # most groups that a step replaces because all their advantages are 0
-    _groups: int = 0  # groups started so far
     _put_aside: list[PutAside] = field(default_factory=list)
     _rejected: list[Rejected] = field(default_factory=list)
     _tokens: int = 0  # sampled on all ranks since the last `aside`
 
     def __post_init__(self) -> None:
         check_lengths(self.prompts, self.options.draw.max_new_tokens, self.max_tokens)
+        self._order = PromptOrder(self.prompts, self.options.seed, self.options.order)
 
     def take(self, count: int, documents_seen: int) -> Taken:
         """Sample exactly `count` documents, in whole groups. A completion that cannot be rated is sampled again; a
         group that stays incomplete is rejected, and the next prompt takes its place. Only complete groups are put
         aside, and only if all advantages are 0, so that selection does not depend on the length of completions. When
         the run is asked to stop, `Interrupted` is raised and the source's state is as before the call."""
-        before = self._groups, list(self._rejected), list(self._put_aside)
+        position, before = self._order.snapshot(), (list(self._rejected), list(self._put_aside))
         try:
             documents = self._take(count, documents_seen)
         except Interrupted:
-            self._groups, self._rejected, self._put_aside = before
+            self._order.restore(position())
+            self._rejected, self._put_aside = before
             raise
         except Exception:
             if self.put_rejected is not None:
                 self.put_rejected(self.aside().rejected)
             raise
-        return replace(self.aside(), documents=documents)
+        aside = self.aside()
+        return replace(aside, documents=documents, measured={**aside.measured, **self._order.measured})
 
     def aside(self) -> Taken:
         spent, self.generator.spent = self.generator.spent, Spent()
@@ -79,13 +80,12 @@ class InProcessSource(StillSource):
     def _take(self, count: int, documents_seen: int) -> list[Rollout]:
         wanted, failed, replaced = num_groups(count, self.options.group_size), 0, 0
         complete: list[list[Rollout]] = []
+        made: dict[int, list[Rollout]] = {}
+        end = 0
         while len(complete) < wanted:
-            first, self._groups = self._groups, self._groups + wanted - len(complete)
-            groups = [
-                Group(number, prompt_of(number, self.prompts, self.options.seed))
-                for number in range(first, self._groups)
-            ]
+            groups = [Group(*self._order.next()) for _ in range(wanted - len(complete))]
             filled = self._fill(groups, documents_seen)
+            made, end = made | filled, groups[-1].number + 1
             for number, rated in filled.items():
                 rollouts = with_advantages(rated, number, self.advantage_rule)
                 if replaced < self.replace_limit and not any(map(has_advantage, rollouts)):
@@ -96,6 +96,7 @@ class InProcessSource(StillSource):
             failed = 0 if filled else failed + len(groups)
             if failed >= HOPELESS:
                 raise SourceError(explain_hopeless(failed, [rejected.reason for rejected in self._rejected]))
+        self._order.told(made, end)
         return choose_truncated((rollout for group in complete for rollout in group), self.truncated)[0]
 
     def _fill(self, groups: Sequence[Group], version: int) -> dict[int, list[Rollout]]:
@@ -120,15 +121,19 @@ class InProcessSource(StillSource):
         return {group.number: rated for group, rated in zip(groups, made, strict=True) if rated is not None}
 
     def state(self) -> dict[str, Any]:
-        return {"groups": self._groups, "fingerprint": self._fingerprint}
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        position = self._order.snapshot()
+        return lambda: position() | {"fingerprint": self._fingerprint}
 
     @cached_property
     def _fingerprint(self) -> str:
-        return fingerprint(self.prompts, self.options.seed, self.options.group_size)
+        return fingerprint(self.prompts, self.options.seed, self.options.group_size, self.options.order)
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())
-        self._groups = state["groups"]
+        self._order.restore(state)
 
     def close(self, finished: bool) -> None:
         self.plays.close()

@@ -70,7 +70,8 @@ class Played:
     def document(self, name: str, prompt: Prompt, temperature: float) -> Rollout:
         """Make a document of it, of one sequence or of several."""
         rating = None if isinstance(self.rating, RewardError) else self.rating
-        metadata = {"prompt_id": prompt.id, **self.metadata, **_of_completions(self.completions)}
+        named = {"prompt_id": prompt.id, "source": prompt.source} if prompt.source else {"prompt_id": prompt.id}
+        metadata = {**named, **self.metadata, **_of_completions(self.completions)}
         shared: dict[str, Any] = {
             "reward": None if rating is None else float(rating),
             "rewards": {} if rating is None else dict(rating.parts),

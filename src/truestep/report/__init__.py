@@ -10,6 +10,7 @@ charts            charts with their lines
 series, payload   points of lines, and the data for the script
 rollouts          the viewer of rollouts
 examples          evaluations
+sources           the table of sources of prompts
 numbers           the table of all metrics
 drawing, style    SVG files, and colours
 formats           numbers and durations as text

@@ -88,6 +88,7 @@ GROUPS: dict[str, tuple[ChartSpec, ...]] = {
         ChartSpec("Log-probability", {"new_logprobs": "new policy", "old_logprobs": "old policy"}, unit="nats"),
     ),
     "Episodes": (),
+    "Prompts": (),
     "New policy against old": (
         ChartSpec("Ratio new/old", {"ratio_new_old": "ratio"}, unit="mean", reference=1.0, least_range=1e-3),
         ChartSpec(
@@ -168,6 +169,7 @@ _NOT_DRAWN = re.compile(
     r"|zero_advantage_fraction|effective_sample_size|min_response_length|(?:max|min)_(?:reward|staleness|ratio_new_old)"
     r"|data_wait_time|sampling_time|rating_time|rewards/.*|time/.*"
     r"|(?:max_policy_|policy_)?turns|turn_reward|turn_time/.*|tool_time/.*|(?:malformed_)?tool_calls(?:/.*)?|ended_by/.*"
+    r"|(?:easy|hopeless)_prompts(?:/.*)?|source_(?:reward|groups|passes)/.*"
 )
 
 
@@ -194,6 +196,8 @@ def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Chart
         return [spec for spec in specs if spec.metrics and (spec.title != "Held-out loss" or "loss" in evaluated)]
     if group == "Episodes":
         return [spec for spec in (_ended(logged), *_EPISODES, *_tools(logged)) if spec.metrics.keys() & set(logged)]
+    if group == "Prompts":
+        return [spec for spec in _prompts(runs, logged) if spec.metrics]
     if group == "Time and speed":
         times = {f"time/{name}": name for name in _TIMES if f"time/{name}" in logged}
         times |= {key: printable(key[5:], 60) for key in logged if key.startswith("time/") and key not in times}
@@ -207,6 +211,27 @@ def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Chart
 def _ended(logged: Sequence[str]) -> ChartSpec:
     ends = {f"ended_by/{end}": end for end in _ENDS if f"ended_by/{end}" in logged}
     return ChartSpec("How episodes end", ends, "share", from_zero=True, stacked=True, wide=True)
+
+
+def _prompts(runs: Sequence[Run], logged: Sequence[str]) -> list[ChartSpec]:
+    """Make the charts of prompts that rest, and of the sources of prompts."""
+    evaluated = list(dict.fromkeys(key for run in runs for key in run.evaluations.names))
+    resting = {"easy_prompts": "too easy", "hopeless_prompts": "hopeless"}
+    rests = {key: name for key, name in resting.items() if key in logged}
+
+    def by_source(title: str, metric: str, unit: str, names: Sequence[str], *, held_out: bool = False) -> ChartSpec:
+        found = {key: printable(key.partition("/")[2], 60) for key in names if key.startswith(f"{metric}/")}
+        return ChartSpec(title, found, unit, held_out, compare_each=True, from_zero=True)
+
+    return [
+        ChartSpec("Prompts that rest", rests, "share of all prompts", compare_each=True, from_zero=True, stacked=True),
+        by_source("Held-out reward by source, greedy", "greedy_reward", "mean", evaluated, held_out=True),
+        by_source("Held-out reward by source, sampled", "sampled_reward", "mean", evaluated, held_out=True),
+        by_source("Training reward by source", "source_reward", "mean of the step's groups", logged),
+        by_source("Groups by source", "source_groups", "groups of a step", logged),
+        by_source("Too easy prompts by source", "easy_prompts", "share of the source", logged),
+        by_source("Hopeless prompts by source", "hopeless_prompts", "share of the source", logged),
+    ]
 
 
 def _tools(logged: Sequence[str]) -> list[ChartSpec]:

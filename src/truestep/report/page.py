@@ -16,6 +16,7 @@ from truestep.report.parts import packed, policy, script, style
 from truestep.report.payload import Payload
 from truestep.report.rollouts import rollouts_html
 from truestep.report.runs import Run, read_runs
+from truestep.report.sources import sources_html
 from truestep.report.style import COLOURS
 from truestep.report.verdicts import Verdict
 from truestep.text import printable
@@ -46,6 +47,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
     drawn = [chart for charts in groups.values() for chart in charts if chart.constant is None]
     payload = Payload(runs, drawn)
     parts = {
+        "Sources": sources_html(runs),
         "Rollouts": rollouts_html(runs),
         "Evaluations": examples_html(runs),
         "Numbers": numbers_html(runs),

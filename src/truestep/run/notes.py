@@ -12,7 +12,7 @@ import torch
 from truestep.config.describe import show_value
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
-from truestep.config.sections import InProcessSampler
+from truestep.config.sections import InProcessSampler, files_of
 from truestep.errors import TruestepError
 from truestep.files.whole import count_lines
 from truestep.generate.read import stop_ids
@@ -150,7 +150,8 @@ def _documents(config: Config, source: Source) -> str:
         count = "" if prompts is None else f"{len(prompts):,} "
         by = "here" if isinstance(sampler, InProcessSampler) else "by " + ", ".join(map(printable, sampler.urls))
         group = config.data.group_size
-        place = "the environment" if sampler.prompts is None else printable(sampler.prompts)
+        files = files_of(sampler.prompts).values()
+        place = ", ".join(map(printable, files)) or "the environment"
         return f"{count}prompts of {place}, {group} completions of each, sampled {by}"
     if isinstance(source, FileSource):
         times = f", {source.epochs} times" if source.epochs > 1 else ""

@@ -8,14 +8,14 @@ is synchronous training.
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from truestep.environments.prompts import Prompt
 from truestep.generate.group_maker import Group, GroupMaker, GroupOptions
-from truestep.generate.groups import HOPELESS, explain_hopeless, num_groups, prompt_of
+from truestep.generate.groups import HOPELESS, explain_hopeless, num_groups
+from truestep.generate.order import PromptOrder
 from truestep.generate.play import Plays
 from truestep.generate.servers.fleet import Fleet, Published, Server, Signal
 from truestep.rollouts.source import SourceError
@@ -48,10 +48,11 @@ class LookAhead:
         self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail_with_servers)
         self.server_error: Exception | None = None  # with which no server can be used any more
         self.maker = GroupMaker(sampling, plays, self._progressed)
-        self._prompts, self._sampling, self._limit = prompts, sampling, limit
+        self._sampling, self._limit = sampling, limit
         self._groups_per_step = num_groups(limit.docs_per_step, sampling.group_size)
-        self._next_number = 0
-        self._restored: deque[int] = deque()  # numbers of groups that were open in the checkpoint: they come first
+        # The groups of a step are begun when at most so many steps before it are not trained on.
+        steps_ahead = limit.max_staleness // limit.documents_per_take
+        self.order = PromptOrder(prompts, sampling.seed, sampling.order, steps_ahead * self._groups_per_step)
         self._open: dict[int, Group] = {}  # groups begun and not handed over, by number, in the order begun
         self._complete: dict[int, bool] = {}  # of these: true where a group is one to replace
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
@@ -117,8 +118,10 @@ class LookAhead:
     def _hand_over(self, kept: Sequence[Group], replaced: Sequence[Group]) -> None:
         oldest = min(group.version for group in kept)
         assert self._seen - oldest <= self._limit.max_staleness, "groups are begun that are fresh enough at their step"
-        for group in (*kept, *replaced):
-            del self._open[group.number], self._complete[group.number]
+        taken = {group.number: [member.rollout for member in group.members] for group in (*kept, *replaced)}
+        self.order.told(taken, kept[-1].number + 1)
+        for number in taken:
+            del self._open[number], self._complete[number]
         self._seen += self._limit.documents_per_take
         self._admit()
 
@@ -132,15 +135,14 @@ class LookAhead:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
 
-    async def state(self) -> dict[str, Any]:
-        """Return what a run goes on from. A group that was given up is open until its rejections were fetched."""
+    async def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Record what a run goes on from. A group that was given up is open until its rejections were fetched."""
         untold = {rejected.line for rejected in self.maker.rejected}
-        return {"groups": self._next_number, "open": sorted({*self._open, *self._restored, *untold})}
+        return self.order.snapshot({*self._open, *untold})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state: groups that were open then are sampled again first."""
-        self._next_number = state["groups"]
-        self._restored.extend(state.get("open", ()))  # an in_process sampler has no open groups
+        self.order.restore(state)
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -155,12 +157,15 @@ class LookAhead:
             steps = ahead // self._groups_per_step
             if self._seen + steps * limit.documents_per_take - version > limit.max_staleness:
                 return
-            if self._restored:
-                number = self._restored.popleft()
-            else:
-                number, self._next_number = self._next_number, self._next_number + 1
-            self._start(Group(number, prompt_of(number, self._prompts, self._sampling.seed)))
+            if not self.order.may_begin(self._next_end()):
+                return
+            self._start(Group(*self.order.next()))
             ahead, missing = ahead + 1, missing + size
+
+    def _next_end(self) -> int:
+        """Return the number behind the last group that the next step is sure to have."""
+        kept = self._next_step(self._open.values(), self._groups_per_step)[0]
+        return kept[-1].number + 1 if len(kept) == self._groups_per_step else self.order.number + 1
 
     def _num_ahead(self) -> int:
         """Return how many of the open groups are trained on, at most: all of them before the next one that is begun."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from truestep.environments.prompts import Prompt
 from truestep.generate.group_maker import Group, GroupOptions
-from truestep.generate.groups import fingerprint, num_groups, refuse_other_groups, with_advantages
+from truestep.generate.groups import num_groups, refuse_other_groups, with_advantages
+from truestep.generate.order import fingerprint
 from truestep.generate.servers.servers import Servers
 from truestep.rollouts.advantages import AdvantageRule
 from truestep.rollouts.selection import choose_truncated, has_advantage, put_group_aside
@@ -42,7 +43,8 @@ class ServerSource(StillSource):
             raise
         rollouts = [rollout for group in groups for rollout in self._with_advantages(group)]
         put_aside = [one for group in replaced for one in put_group_aside(self._with_advantages(group))]
-        return Taken(choose_truncated(rollouts, self._truncated)[0], self._rejected(), put_aside)
+        measured = self._servers.ahead.order.measured
+        return Taken(choose_truncated(rollouts, self._truncated)[0], self._rejected(), put_aside, measured)
 
     def aside(self) -> Taken:
         return Taken((), self._rejected())
@@ -63,12 +65,13 @@ class ServerSource(StillSource):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return fingerprint(self._prompts, self._sampling.seed, self._sampling.group_size)
+        sampling = self._sampling
+        return fingerprint(self._prompts, sampling.seed, sampling.group_size, sampling.order)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Record the groups that are open now."""
-        state = self._servers.run(self._servers.ahead.state())
-        return lambda: state | {"fingerprint": self._fingerprint}
+        position = self._servers.run(self._servers.ahead.snapshot())
+        return lambda: position() | {"fingerprint": self._fingerprint}
 
     def restore(self, state: dict[str, Any]) -> None:
         refuse_other_groups(state, self.state())

@@ -30,7 +30,7 @@ def make_evaluator(
         return None
     max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
     made = made_rows(config, policy.weights.ranks, raters, evaluates=True)
-    held_out = read_prompts(evaluation.prompts, made, policy)
+    held_out = read_prompts(evaluation.prompts, made, policy, evaluation.max_prompts)
     generator: Generator
     if evaluation.servers:
         assert servers is not None
@@ -43,7 +43,7 @@ def make_evaluator(
         generator = EngineGenerator(policy, settings)
     return Evaluator(
         generator=generator,
-        prompts=held_out[: evaluation.max_prompts],
+        prompts=held_out,
         plays=plays,
         options=DrawOptions(
             temperature=evaluation.temperature,

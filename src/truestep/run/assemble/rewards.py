@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from truestep.config.schema import Config, makes_held_out_prompts
-from truestep.config.sections import EvaluationConfig, SamplerBase
+from truestep.config.sections import EvaluationConfig, SamplerBase, files_of
 from truestep.environments.adapters import ADAPTERS
 from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService, check_environment
@@ -184,7 +184,7 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
     environments: dict[WorkerOptions, list[bool]] = {}  # whether prompts that they make are held out
     for section, found, environment in sections:
         if section is not None and found is not None:
-            prompts.setdefault(found, []).extend([section.prompts] if section.prompts else [])
+            prompts.setdefault(found, []).extend(files_of(section.prompts).values())
             if environment is not None:
                 made = [section is not config.sampler] if section.prompts is None else []
                 environments.setdefault(found[0], []).extend(made)

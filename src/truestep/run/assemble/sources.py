@@ -18,6 +18,7 @@ from truestep.config.sections import (
     InProcessSampler,
     RedisSource,
     ServerSampler,
+    files_of,
 )
 from truestep.environments.prompts import Prompt, find_prompts, load_prompts, prompts_of_rows
 from truestep.generate.engine.phase import EngineSettings
@@ -26,6 +27,8 @@ from truestep.generate.generator import DrawOptions
 from truestep.generate.group_maker import GroupOptions
 from truestep.generate.groups import check_lengths
 from truestep.generate.in_process import InProcessSource
+from truestep.generate.order import OrderOptions
+from truestep.generate.pools import Curriculum
 from truestep.generate.read import stop_ids
 from truestep.generate.servers.look_ahead import StalenessLimit
 from truestep.generate.servers.protocol import InferenceServer
@@ -77,8 +80,8 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
     if data.source is not None and ranks.first:
         make_transport(data.source).close()
     for name, section in (("sampler", sampler), ("evaluation", config.evaluation)):
-        if section is not None and section.prompts is not None:
-            find_prompts(section.prompts, f"{name}.prompts")
+        for source, file in files_of(None if section is None else section.prompts).items():
+            find_prompts(file, f"{name}.prompts.{source}" if source else f"{name}.prompts")
     check_rewards(config, ranks)
     if isinstance(sampler, ServerSampler) and ranks.first:
         server_maker(sampler)
@@ -246,12 +249,17 @@ def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
     return Supply(shared, publication=Announcements(transport))
 
 
-def read_prompts(path: str | None, rows: list[dict[str, Any]] | None, policy: Policy) -> list[Prompt]:
-    """Return the prompts of a file, or those that the environment made."""
+def read_prompts(
+    given: str | dict[str, str] | None, rows: list[dict[str, Any]] | None, policy: Policy, most: int | None = None
+) -> list[Prompt]:
+    """Return the prompts of files, or those that the environment made; with `most`, the first ones of each."""
     if rows is not None:
-        return prompts_of_rows(rows, policy.tokenizer, policy.vocabulary_size)
-    assert path is not None
-    return load_prompts(path, policy.tokenizer, policy.vocabulary_size)
+        return prompts_of_rows(rows, policy.tokenizer, policy.vocabulary_size)[:most]
+    return [
+        prompt
+        for source, file in files_of(given).items()
+        for prompt in load_prompts(file, policy.tokenizer, policy.vocabulary_size, source)[:most]
+    ]
 
 
 def draw_options(sampler: InProcessSampler, policy: Policy) -> DrawOptions:
@@ -274,7 +282,21 @@ def engine_settings(sampler: InProcessSampler, deterministic: bool = False) -> E
 def _group_options(config: Config, draw: DrawOptions, check_share: float = 0.0) -> GroupOptions:
     assert config.data.group_size is not None
     stops = config.data.on_bad_record == "stop"
-    return GroupOptions(config.data.group_size, config.seed, draw, stop_at_rejected=stops, check_share=check_share)
+    return GroupOptions(
+        config.data.group_size,
+        config.seed,
+        draw,
+        stop_at_rejected=stops,
+        check_share=check_share,
+        order=_order_options(config),
+    )
+
+
+def _order_options(config: Config) -> OrderOptions:
+    assert config.sampler is not None
+    weights, given = config.sampler.prompt_weights or {}, config.sampler.curriculum
+    curriculum = None if given is None else Curriculum(given.easy, given.hopeless, given.rest)
+    return OrderOptions(weights, curriculum)
 
 
 def _make_in_process_source(
