@@ -1,4 +1,5 @@
-"""Plays episodes that are programs: each asks for completions at the endpoint, with a key that names its document."""
+"""Plays episodes that ask for completions at the endpoint, each with a key that names its document: programs, and other
+environments that drive the policy themselves."""
 
 import asyncio
 import json
@@ -10,13 +11,12 @@ from truestep.environments.episodes.program import RUNNING
 from truestep.environments.episodes.service import Episode as Handle
 from truestep.environments.episodes.service import EpisodeError, EpisodeService
 from truestep.environments.rewards import Rating, RewardError
-from truestep.generate.endpoint.document import Document, Limits
+from truestep.generate.endpoint.document import Document
 from truestep.generate.endpoint.errors import RequestError
 from truestep.generate.endpoint.keys import SecretKeys, Served
 from truestep.generate.endpoint.server import Endpoint
-from truestep.generate.environment import EpisodeLimits
 from truestep.generate.generator import Generate
-from truestep.generate.play import Episode, Played, played_of
+from truestep.generate.play import Episode, EpisodeLimits, Played, played_of
 
 _NO_REWARD = (
     "the program gave no reward: it posts one to $OPENAI_BASE_URL/documents/$OPENAI_API_KEY/reward, or its last line "
@@ -33,10 +33,12 @@ class CommandPlay:
         *,
         stops_by_text: bool,
         say: Callable[[str], None],
+        longest_step: float = 10.0,
     ):
-        """`stops_by_text`: the generator knows stop texts. `say` shows a message."""
+        """`stops_by_text`: the generator knows stop texts. `say` shows a message. `longest_step`: seconds of one wait
+        for the end of an episode, which is less than the limit of a call."""
         self._service, self._tokenizer, self._limits = service, tokenizer, limits
-        self._stops_by_text, self._say = stops_by_text, say
+        self._stops_by_text, self._say, self._longest_step = stops_by_text, say, longest_step
         self._keys = SecretKeys()
         self._endpoint = Endpoint(self._keys, "policy")
         self._has_said = False
@@ -51,7 +53,7 @@ class CommandPlay:
             self._tokenizer,
             generate,
             episode.draw,
-            Limits(self._limits.turns, self._limits.tokens),
+            self._limits,
             lambda error: None if failed.done() else failed.set_result(error),
             seed=episode.seed,
             name=episode.name,
@@ -61,6 +63,7 @@ class CommandPlay:
         cut_by, problem = None, None
         try:
             given = {"url": self._endpoint.url, "key": key, "row": episode.prompt.record}
+            given["seconds"] = self._longest_step
             begun = await asyncio.wrap_future(self._service.begin(given, episode.reward_seed, episode.name))
             handle = begun.episode
             async with asyncio.timeout(self._limits.seconds):

@@ -18,9 +18,8 @@ from truestep.environments.rewards import RewardError
 from truestep.generate.command import CommandPlay
 from truestep.generate.endpoint.keys import SecretKeys, Served
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.environment import EpisodeLimits
 from truestep.generate.generator import DrawOptions
-from truestep.generate.play import Episode, Played
+from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
 from truestep.rollouts.kept.files import list_files, read_rows
 
@@ -80,7 +79,7 @@ def test_a_program_that_fails_costs_its_document_alone(model: Path, tmp_path: Pa
 def played(model: Path, how: str, *, turns: int = 8, seconds: float = 60.0, count: int = 2) -> list[Played]:
     """Play episodes in process, without a run."""
     policy = load_policy(model)
-    options = {"run": [sys.executable, str(PROGRAM), how, "{prompt}"], "seconds": 10.0}
+    options = {"run": [sys.executable, str(PROGRAM), how, "{prompt}"]}
     service = EpisodeService(WorkerOptions(program.CLASS, 30.0, 2**30), 1, options)
     limits = EpisodeLimits(turns, 64, seconds)
     play = CommandPlay(service, policy.tokenizer, limits, stops_by_text=True, say=lambda _: None)
