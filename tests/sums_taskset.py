@@ -25,7 +25,7 @@ class SumsTools(vf.Toolset[vf.ToolsetConfig]):
 
 class SumsConfig(vf.TaskConfig):
     has_tools: bool = False
-    fails: str = ""  # "setup", "reward", "hang": how every second task fails, if at all
+    fails: tuple[str, ...] = ()  # how a task fails, by its number
     tools: vf.ToolsetConfig = vf.ToolsetConfig()
 
 
@@ -35,7 +35,7 @@ class Sums(vf.Task[SumsData, vf.State, SumsConfig]):
         return [SumsTools(config.tools)] if config.has_tools else []
 
     def is_failing(self, how: str) -> bool:
-        return self.config.fails == how and self.data.idx % 2 == 1
+        return how in self.config.fails[self.data.idx : self.data.idx + 1]
 
     async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         if self.is_failing("setup"):
@@ -51,7 +51,7 @@ class Sums(vf.Task[SumsData, vf.State, SumsConfig]):
 
     @vf.reward
     async def called(self, trace: vf.Trace) -> float:
-        return sum(message.content == self.data.answer for message in trace.tool_messages)
+        return float(sum(message.content == self.data.answer for message in trace.tool_messages))
 
     @vf.metric
     async def turns(self, trace: vf.Trace) -> float:
@@ -59,9 +59,8 @@ class Sums(vf.Task[SumsData, vf.State, SumsConfig]):
 
 
 def score(reply: str, answer: str) -> float:
-    """The share of the reply's words that are the answer."""
-    words = reply.split()
-    return sum(word == answer for word in words) / max(1, len(words))
+    """A tenth for each time that the reply says the answer."""
+    return reply.split().count(answer) / 10
 
 
 class SumsTasksetConfig(vf.TasksetConfig):

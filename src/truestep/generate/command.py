@@ -96,7 +96,7 @@ class CommandPlay:
             except (ValueError, RecursionError, RequestError):
                 if document.cut_by is None:
                     raise self._service.judge(handle, EpisodeError(_NO_REWARD)) from None
-        self._service.judge(handle, document.rating or Rating(0.0))
+        self._service.judge(handle, _rating_of(document))
 
     def _played(self, document: Document, cut_by: str | None, problem: RewardError | None) -> Played:
         if document.differs is not None and not self._has_said:
@@ -105,7 +105,7 @@ class CommandPlay:
                 f"sampler.environment: a program asked for {document.differs}, and what is trained on is drawn as "
                 "the sampler's section says"
             )
-        rating: Rating | RewardError = document.rating or Rating(0.0)
+        rating: Rating | RewardError = _rating_of(document)
         if problem is not None and document.cut_by is None:
             rating = problem
         elif not document.completions:
@@ -120,3 +120,8 @@ class CommandPlay:
             tools=document.tools,
             tokenizer=self._tokenizer,
         )
+
+
+def _rating_of(document: Document) -> Rating:
+    """Return the reward that was posted, with its parts, also where it is 0."""
+    return Rating(0.0) if document.rating is None else document.rating
