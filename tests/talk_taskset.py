@@ -39,5 +39,3 @@ class TalkEnv(vf.Env[TalkEnvConfig]):
         (trace,) = episode.traces
         words = " ".join(message.content or "" for message in trace.assistant_messages).split()
         trace.record_reward("threes", words.count("3") / 10)
-
-

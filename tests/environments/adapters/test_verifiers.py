@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pages import ROOT
 from small_runs import read_lines, said, sampled_config
 from tool_models import CALL, STOPS, tool_model
 from truestep.config.custom import CustomError
@@ -130,6 +132,21 @@ def test_an_environment_that_talks_is_trained_on_the_whole_talk(model: Path, tmp
         assert row["reward"] == pytest.approx(words.count("3") / 10), row
 
 
+def test_the_taskset_of_the_page_is_trained_as_it_stands_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n# three\.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "three.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    off = {"reward_isolation": "off"}  # isolated processes do not see /tmp
+    said(config(model, tmp_path / "run", {"taskset": {"id": "three"}}, sampler=off))
+    rows = kept(tmp_path / "run")
+    assert len(rows) == 8
+    for row in rows:
+        assert row["reward"] == float("3" in turns_of(row)[-1].split()), row
+
+
 def test_what_fails_costs_its_document_by_name(model: Path) -> None:
     """Each task fails in another way."""
     task = {"fails": ["", "setup", "reward", "hang"]}
@@ -176,7 +193,10 @@ def test_options_that_do_not_fit_are_named() -> None:
     from truestep.environments.adapters.verifiers import Verifiers
 
     for env, problem in (
-        ("no_such_taskset", r"^sampler\.environment\.options\.env: verifiers refuses it: .*'no_such_taskset' not found"),
+        (
+            "no_such_taskset",
+            r"^sampler\.environment\.options\.env: verifiers refuses it: .*'no_such_taskset' not found",
+        ),
         ({"taskset": {"id": "sums_taskset", "counts": 3}}, r"counts"),
         ({"taskset": {"id": "sums_taskset"}, "agent": {"harness": {"id": "codex"}}}, r"'codex' needs a container"),
     ):

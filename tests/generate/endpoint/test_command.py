@@ -14,7 +14,7 @@ from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService
 from truestep.environments.process import WorkerOptions
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.command import CommandPlay
 from truestep.generate.endpoint.keys import SecretKeys, Served
 from truestep.generate.engine.service import EngineGenerator
@@ -112,6 +112,12 @@ def test_without_a_reward_it_says_how_to_give_one(model: Path) -> None:
         assert isinstance(each.rating, RewardError) and "/documents/$OPENAI_API_KEY/reward" in str(each.rating)
 
 
+def test_a_reward_of_0_keeps_its_parts(model: Path) -> None:
+    for each in played(model, "is wrong"):
+        assert isinstance(each.rating, Rating) and float(each.rating) == 0
+        assert each.rating.parts == {"right": 0.0, "short": 0.0}
+
+
 def test_a_key_ends_with_its_episode(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[SecretKeys, str]] = []
     honest = SecretKeys.add
@@ -139,6 +145,8 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         ({"type": "command", "run": "x", "class": "a:B"}, {}, "environment.class is for type: python"),
         ({"type": "command", "run": "x", "options": {"a": 1}}, {}, "options are not for type: command"),
         ({"type": "command", "run": "x"}, {"reward_network": False}, "reward_network: false would keep the program"),
+        ({"type": "verifiers"}, {"reward_network": False}, "reward_network: false would keep the program"),
+        ({"type": "verifiers"}, {}, "sampler.prompts is not for sampler.environment.type: verifiers"),
     ):
         sampler = {"prompts": "p", "environment": given, "max_episode_tokens": 64, **others}
         with pytest.raises(ConfigError) as refused:

@@ -250,8 +250,10 @@ def _load(env: Any, most: int) -> _Loaded:
 def _played_here(agent: Any, taskset: str) -> Any:
     """Return an agent's configuration with what it leaves open: the loop of this module, in this process."""
     here: dict[str, Any] = {}
-    if agent.harness is None and vf.default_harness_id(taskset) == vf.HarnessConfig().id:
-        here["harness"] = vf.HarnessConfig(id=_CHAT)
+    given = agent.harness
+    name = vf.default_harness_id(taskset) if given is None else given.id
+    if name == "null" or (given is None and name == vf.HarnessConfig().id):
+        here["harness"] = vf.HarnessConfig(**({} if given is None else given.model_dump()) | {"id": _CHAT})
     if "runtime" not in agent.model_fields_set or agent.runtime == vf.AgentConfig().runtime:
         here["runtime"] = vf.SubprocessConfig()
     return agent.model_copy(update=here)
