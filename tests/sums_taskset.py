@@ -1,4 +1,4 @@
-"""A taskset of the package verifiers: one turn, or as many as it takes with a tool. The tests' words are its answers."""
+"""A taskset of the package verifiers, with a tool or without. Its questions are in words of tests/tool_models.py."""
 
 from __future__ import annotations
 

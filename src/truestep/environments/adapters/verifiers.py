@@ -73,6 +73,7 @@ class Verifiers(Environment):
         self.size, self.held_out = size, held_out
         self.loaded = self._shared or _load(env, size + held_out)
         self._asking: list[Any] = []  # the traces whose turns the policy draws
+        self._unfit: UnfitError | None = None
 
     @classmethod
     def prepare(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -86,10 +87,8 @@ class Verifiers(Environment):
         made = cls(**options)
         first, count = (made.size, made.held_out) if held_out else (0, made.size)
         chosen = made.loaded.tasks[first : first + count]
-        if not chosen and made.loaded.tasks:
-            raise ValueError(
-                f"the taskset has {len(made.loaded.tasks)} tasks, and options.size: {made.size} leaves none for evaluation"
-            )
+        if not chosen and (tasks := len(made.loaded.tasks)):
+            raise ValueError(f"the taskset has {tasks} tasks, and options.size: {made.size} leaves none for evaluation")
         return (_row(number, task) for number, task in enumerate(chosen, first))
 
     async def start(self, row: Mapping[str, Any]) -> str:  # type: ignore[override]
@@ -110,9 +109,11 @@ class Verifiers(Environment):
         policy = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=url, api_key_var=_KEY))
         async with self.loaded.env.serving():
             episode = await self.loaded.env.run_episode(task, policy, on_trace=lambda trace: self._begun(trace, url))
-        failed = [error for trace in episode.traces if not trace.ok for error in trace.errors]
+        if self._unfit is not None:
+            raise self._unfit
         if not episode.ok:
-            raise _failure([*episode.errors, *failed])
+            failed = [error for trace in episode.traces if not trace.ok for error in trace.errors]
+            raise _failure([*failed, *episode.errors])
         if not self._asking:
             raise UnfitError("no agent of the environment asks the policy: each has a client of its own")
         return _rating(self._asking[0])
@@ -122,18 +123,20 @@ class Verifiers(Environment):
         if trace.agent.config.client.base_url != url:  # another model's
             return
         name = trace.agent.name
+        self._asking.append(trace)
         if not trace.agent.trainable:
-            raise UnfitError(
+            self._unfit = UnfitError(
                 f"the environment's agent {name!r} is not to be trained, and the policy would be trained on its turns: "
                 f"give it another model, by options.env.{name}: model and client"
             )
-        self._asking.append(trace)
-        if len(self._asking) > 1:
+        elif len(self._asking) > 1:
             names = ", ".join(one.agent.name for one in self._asking)
-            raise UnfitError(
+            self._unfit = UnfitError(
                 f"the environment scores several runs of the policy in one episode ({names}), and a document has one "
                 "reward: groups are made by data.group_size; other agents need another model"
             )
+        if self._unfit is not None:
+            raise self._unfit
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
@@ -222,12 +225,12 @@ def _rating(trace: Any) -> dict[str, float]:
 
 
 def _failure(errors: Sequence[Any]) -> EpisodeFailedError:
-    """Return the last of an episode's errors, and print where it was raised."""
+    """Return the first of an episode's errors, and print where it was raised."""
     if not errors:
         return EpisodeFailedError("the environment's episode failed")
-    if errors[-1].traceback:
-        print(errors[-1].traceback, file=sys.stderr)
-    return EpisodeFailedError(f"{errors[-1].type}: {errors[-1].message}")
+    if errors[0].traceback:
+        print(errors[0].traceback, file=sys.stderr)
+    return EpisodeFailedError(f"{errors[0].type}: {errors[0].message}")
 
 
 def _load(env: Any, most: int) -> _Loaded:
@@ -243,7 +246,6 @@ def _load(env: Any, most: int) -> _Loaded:
         loaded = vf.load_environment(config)
         return _Loaded(loaded, list(itertools.islice(loaded.taskset, most)))
     except (ImportError, TypeError, ValueError, AttributeError) as error:
-        traceback.print_exc()
         raise CustomError(f"sampler.environment.options.env: verifiers refuses it: {error}") from error
 
 
