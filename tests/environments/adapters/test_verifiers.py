@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from pages import ROOT
 from small_runs import read_lines, said, sampled_config
@@ -25,7 +26,7 @@ from truestep.environments.rewards import RewardError
 from truestep.generate.command import CommandPlay
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import DrawOptions
-from truestep.generate.play import Episode, EpisodeLimits
+from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
 from truestep.rollouts.kept.files import list_files, read_rows
 
@@ -147,25 +148,26 @@ def test_the_taskset_of_the_page_is_trained_as_it_stands_there(
         assert row["reward"] == float("3" in turns_of(row)[-1].split()), row
 
 
-def test_what_fails_costs_its_document_by_name(model: Path) -> None:
-    """Each task fails in another way."""
-    task = {"fails": ["", "setup", "reward", "hang"]}
-    service = EpisodeService(
-        WorkerOptions(ADAPTERS["verifiers"], 10.0, 2**30),
-        1,
-        {"env": {"taskset": {"id": "sums_taskset", "task": task}}, "size": 4},
-    )
+def played(model: Path, env: Any, *, count: int, turns: int) -> list[Played]:
+    """Play an episode of each of the first tasks, without a run."""
+    options = WorkerOptions(ADAPTERS["verifiers"], 10.0, 2**30)
+    service = EpisodeService(options, 1, {"env": env, "size": count})
     policy = load_policy(model)
-    play = CommandPlay(
-        service, policy.tokenizer, EpisodeLimits(1, 64), stops_by_text=True, say=lambda _: None, longest_step=5.0
-    )
+    limits = EpisodeLimits(turns, 1024)
+    play = CommandPlay(service, policy.tokenizer, limits, stops_by_text=True, say=lambda _: None, longest_step=5.0)
     draw = DrawOptions(1.0, 8, frozenset(), stop=STOPS)
     try:
         prompts = [Prompt(row["id"], row["prompt"], row, ()) for row in service.rows("0")]
         episodes = [Episode(prompt, draw, (3, number), f"e{number}") for number, prompt in enumerate(prompts)]
-        fine, setup, reward, hang = EngineGenerator(policy).map(episodes, play.play)
+        return EngineGenerator(policy).map(episodes, play.play)
     finally:
         play.close()
+
+
+def test_what_fails_costs_its_document_by_name(model: Path) -> None:
+    """Each task fails in another way."""
+    env = {"taskset": {"id": "sums_taskset", "task": {"fails": ["", "setup", "reward", "hang"]}}}
+    fine, setup, reward, hang = played(model, env, count=4, turns=40)
     assert not isinstance(fine.rating, RewardError) and fine.rating.parts["turns"] == 1
     for failed, reason in (
         (setup, "TaskError: task setup: ValueError: this task cannot be set up"),
@@ -173,6 +175,19 @@ def test_what_fails_costs_its_document_by_name(model: Path) -> None:
         (hang, "the environment's step took longer than sampler.reward_timeout: 10 s"),
     ):
         assert isinstance(failed.rating, RewardError) and reason in str(failed.rating), failed.rating
+
+
+def test_at_a_limit_the_environment_scores_what_is_there(model: Path) -> None:
+    for each in played(model, "talk_taskset", count=3, turns=2):
+        assert each.truncated and each.metadata["ended_by"] == "max_turns" and each.metadata["num_turns"] == 2
+        threes = drawn_words(model, each).count("3")
+        assert not isinstance(each.rating, RewardError)
+        assert float(each.rating) == pytest.approx(threes / 10) and set(each.rating.parts) == {"threes"}
+
+
+def drawn_words(model: Path, played: Played) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [str(tokenizer.decode([token])).strip() for one in played.completions for token in one.token_ids]
 
 
 def test_several_rewards_and_turns_of_others_are_refused_by_name() -> None:

@@ -124,6 +124,8 @@ class Verifiers(Environment):
             return
         name = trace.agent.name
         self._asking.append(trace)
+        if self._unfit is not None:
+            raise self._unfit
         if not trace.agent.trainable:
             self._unfit = UnfitError(
                 f"the environment's agent {name!r} is not to be trained, and the policy would be trained on its turns: "
