@@ -62,8 +62,8 @@ class CommandPlay:
         key, handle = self._keys.add(Served(document)), None
         cut_by, problem = None, None
         try:
-            given = {"url": self._endpoint.url, "key": key, "row": episode.prompt.record}
-            given["seconds"] = self._longest_step
+            where = {"url": self._endpoint.url, "key": key}
+            given = {**where, "row": episode.prompt.record, "seconds": self._longest_step}
             begun = await asyncio.wrap_future(self._service.begin(given, episode.reward_seed, episode.name))
             handle = begun.episode
             async with asyncio.timeout(self._limits.seconds):

@@ -168,7 +168,7 @@ def test_what_fails_costs_its_document_by_name(model: Path) -> None:
     """Each task fails in another way."""
     env = {"taskset": {"id": "sums_taskset", "task": {"fails": ["", "setup", "reward", "hang"]}}}
     fine, setup, reward, hang = played(model, env, count=4, turns=40)
-    assert not isinstance(fine.rating, RewardError) and fine.rating.parts["turns"] == 1
+    assert not isinstance(fine.rating, RewardError) and fine.rating.parts["turns"] == len(fine.completions)
     for failed, reason in (
         (setup, "TaskError: task setup: ValueError: this task cannot be set up"),
         (reward, "ZeroDivisionError: nothing to divide by"),

@@ -141,7 +141,7 @@ class Verifiers(Environment):
             raise self._unfit
 
 
-class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
+class Chat(vf.Harness[vf.HarnessConfig]):
     """Asks for turns and calls the task's tools until a turn calls none: as the package's `null`, in this process."""
 
     APPENDS_SYSTEM_PROMPT = True
