@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +206,50 @@ def test_several_rewards_and_turns_of_others_are_refused_by_name() -> None:
         made = Verifiers(env={"id": name, "taskset": {"id": "sums_taskset"}}, size=2)
         with pytest.raises(RuntimeError, match=problem):
             asyncio.run(made._play({"number": 0, "key": made.loaded.tasks[0].key}, url))
+
+
+@contextmanager
+def speaker(*replies: str) -> Iterator[tuple[str, list[str | None]]]:
+    """Serve a model that says these, one after another; and note the keys that it is asked with."""
+    left, keys = iter(replies), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            keys.append(self.headers["Authorization"])
+            message = {"role": "assistant", "content": next(left)}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            known = {"id": "c", "object": "chat.completion", "created": 0, "model": "m"}
+            body = json.dumps({**known, "choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", keys
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_simulated_user_may_be_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from truestep.environments.adapters.verifiers import Verifiers
+
+    monkeypatch.setenv("USERS_KEY", "the user's key")
+    monkeypatch.setenv("TRUESTEP_DOCUMENT", "the document's key")
+    with speaker("what is 1+2", "###DONE###") as (users, of_user), speaker("it is 3 or 3") as (policy, of_policy):
+        user = {"model": "a user", "client": {"type": "eval", "base_url": users, "api_key_var": "USERS_KEY"}}
+        made = Verifiers(env={"id": "user-sim", "taskset": {"id": "sums_taskset"}, "user": user}, size=2)
+        rated = asyncio.run(made._play({"number": 0, "key": made.loaded.tasks[0].key}, policy))
+    assert of_user == ["Bearer the user's key"] * 2 and of_policy == ["Bearer the document's key"]
+    assert rated == pytest.approx({"turns": 1, "user_turns": 2, "right": 0.1, "called": 0, "reward": 0.1})
 
 
 def test_options_that_do_not_fit_are_named() -> None:
