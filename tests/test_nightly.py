@@ -24,6 +24,7 @@ EVERYTHING = " ".join(test for tests, _ in GROUPS.values() for test in tests)
         (["tests/peers/test_trl.py"], ["peers"]),
         (["src/truestep/environments/adapters/openenv.py"], ["adapters"]),
         (["requirements-adapters.txt"], ["adapters"]),
+        (["requirements-verifiers.txt"], ["adapters"]),
         (["src/truestep/config/schema.py"], ["documentation", "examples"]),
         (["src/truestep/stream/source.py", "CHANGELOG.md"], []),
         (["Makefile"], list(GROUPS)),

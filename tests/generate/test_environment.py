@@ -20,9 +20,9 @@ from truestep.environments.process import WorkerOptions
 from truestep.environments.prompts import Prompt, load_prompts
 from truestep.environments.rewards import RewardError
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.environment import EnvironmentPlay, EpisodeLimits
+from truestep.generate.environment import EnvironmentPlay
 from truestep.generate.generator import DrawOptions, Generate
-from truestep.generate.play import Episode, Played
+from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 from truestep.rollouts.kept.files import list_files, read_rows

@@ -20,9 +20,9 @@ from server.sources import GROUP, STEP, FakeWeights, Run
 from truestep.environments.episodes.environment import End
 from truestep.environments.episodes.service import Begun, Said
 from truestep.environments.rewards import Rating, RewardError
-from truestep.generate.environment import EnvironmentPlay, EpisodeLimits
+from truestep.generate.environment import EnvironmentPlay
 from truestep.generate.generator import Completion, Generate, Request
-from truestep.generate.play import Episode, Played, sequence_of
+from truestep.generate.play import Episode, EpisodeLimits, Played, sequence_of
 
 SLOW = 30.0
 

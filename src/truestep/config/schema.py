@@ -220,16 +220,16 @@ def _environment(config: "Config") -> Iterator[str]:
     if given.type == "command":
         if given.options is not None:
             yield "sampler.environment.options are not for type: command: give a program its arguments in run"
-        if not sampler.reward_network:
-            yield "sampler.reward_network: false would keep the program from asking for completions"
         if sampler.prompts is None:
             yield "sampler needs sampler.prompts: a program makes none"
-    if given.type == "reasoning_gym":
+    if given.type in ("command", "verifiers") and not sampler.reward_network:
+        yield "sampler.reward_network: false would keep the program from asking for completions"
+    if given.type in ("reasoning_gym", "verifiers"):
         asked = {"sampler": sampler.prompts}
         asked["evaluation"] = None if evaluation is None or evaluation.reward is not None else evaluation.prompts
         for name, prompts in asked.items():
             if prompts is not None:
-                yield f"{name}.prompts is not for sampler.environment.type: reasoning_gym, which makes its own prompts"
+                yield f"{name}.prompts is not for sampler.environment.type: {given.type}, which makes its own prompts"
 
 
 def _sources(config: "Config") -> Iterator[str]:

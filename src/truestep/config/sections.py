@@ -210,12 +210,12 @@ EnvironmentConfig = create_model(
     __base__=Section,
     **{
         "type": (
-            Literal["python", "command", "reasoning_gym", "openenv"],
+            Literal["python", "command", "reasoning_gym", "openenv", "verifiers"],
             Field(
                 "python",
                 description="python: a class of yours. command: a program that asks for completions as OpenAI's "
                 "clients do (docs/agents.md). reasoning_gym: tasks of the package reasoning-gym. openenv: an OpenEnv "
-                "server.",
+                "server. verifiers: environments of the package verifiers.",
             ),
         ),
         "class": (

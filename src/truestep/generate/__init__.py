@@ -6,7 +6,7 @@ servers           a generator of inference servers: requests, and publication of
 openai            completions and answers of any OpenAI-compatible URL, for judges and teachers
 play              plays an episode to its end; those of a reward function have one turn
 environment       episodes of several turns: the policy and its environment in turn
-command           episodes that are programs, which ask at the endpoint
+command           episodes that ask at the endpoint: programs, and environments that drive the policy themselves
 endpoint          an HTTP server for OpenAI's clients, whose keys name documents
 parts             the parts of the work that asks for completions
 group_maker       plays a group's episodes, for all samplers

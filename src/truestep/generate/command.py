@@ -1,4 +1,5 @@
-"""Plays episodes that are programs: each asks for completions at the endpoint, with a key that names its document."""
+"""Plays episodes that ask for completions at the endpoint, each with a key that names its document: programs, and other
+environments that drive the policy themselves."""
 
 import asyncio
 import json
@@ -10,13 +11,12 @@ from truestep.environments.episodes.program import RUNNING
 from truestep.environments.episodes.service import Episode as Handle
 from truestep.environments.episodes.service import EpisodeError, EpisodeService
 from truestep.environments.rewards import Rating, RewardError
-from truestep.generate.endpoint.document import Document, Limits
+from truestep.generate.endpoint.document import Document
 from truestep.generate.endpoint.errors import RequestError
 from truestep.generate.endpoint.keys import SecretKeys, Served
 from truestep.generate.endpoint.server import Endpoint
-from truestep.generate.environment import EpisodeLimits
 from truestep.generate.generator import Generate
-from truestep.generate.play import Episode, Played, played_of
+from truestep.generate.play import Episode, EpisodeLimits, Played, played_of
 
 _NO_REWARD = (
     "the program gave no reward: it posts one to $OPENAI_BASE_URL/documents/$OPENAI_API_KEY/reward, or its last line "
@@ -33,10 +33,12 @@ class CommandPlay:
         *,
         stops_by_text: bool,
         say: Callable[[str], None],
+        longest_step: float = 10.0,
     ):
-        """`stops_by_text`: the generator knows stop texts. `say` shows a message."""
+        """`stops_by_text`: the generator knows stop texts. `say` shows a message. `longest_step`: seconds of one wait
+        for the end of an episode, which is less than the limit of a call."""
         self._service, self._tokenizer, self._limits = service, tokenizer, limits
-        self._stops_by_text, self._say = stops_by_text, say
+        self._stops_by_text, self._say, self._longest_step = stops_by_text, say, longest_step
         self._keys = SecretKeys()
         self._endpoint = Endpoint(self._keys, "policy")
         self._has_said = False
@@ -51,7 +53,7 @@ class CommandPlay:
             self._tokenizer,
             generate,
             episode.draw,
-            Limits(self._limits.turns, self._limits.tokens),
+            self._limits,
             lambda error: None if failed.done() else failed.set_result(error),
             seed=episode.seed,
             name=episode.name,
@@ -60,7 +62,8 @@ class CommandPlay:
         key, handle = self._keys.add(Served(document)), None
         cut_by, problem = None, None
         try:
-            given = {"url": self._endpoint.url, "key": key, "row": episode.prompt.record}
+            where = {"url": self._endpoint.url, "key": key}
+            given = {**where, "row": episode.prompt.record, "seconds": self._longest_step}
             begun = await asyncio.wrap_future(self._service.begin(given, episode.reward_seed, episode.name))
             handle = begun.episode
             async with asyncio.timeout(self._limits.seconds):
@@ -93,7 +96,7 @@ class CommandPlay:
             except (ValueError, RecursionError, RequestError):
                 if document.cut_by is None:
                     raise self._service.judge(handle, EpisodeError(_NO_REWARD)) from None
-        self._service.judge(handle, document.rating or Rating(0.0))
+        self._service.judge(handle, _rating_of(document))
 
     def _played(self, document: Document, cut_by: str | None, problem: RewardError | None) -> Played:
         if document.differs is not None and not self._has_said:
@@ -102,7 +105,7 @@ class CommandPlay:
                 f"sampler.environment: a program asked for {document.differs}, and what is trained on is drawn as "
                 "the sampler's section says"
             )
-        rating: Rating | RewardError = document.rating or Rating(0.0)
+        rating: Rating | RewardError = _rating_of(document)
         if problem is not None and document.cut_by is None:
             rating = problem
         elif not document.completions:
@@ -117,3 +120,8 @@ class CommandPlay:
             tools=document.tools,
             tokenizer=self._tokenizer,
         )
+
+
+def _rating_of(document: Document) -> Rating:
+    """Return the reward that was posted, with its parts, also where it is 0."""
+    return Rating(0.0) if document.rating is None else document.rating

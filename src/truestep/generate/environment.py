@@ -13,19 +13,10 @@ from truestep.environments.episodes.service import Episode as Handle
 from truestep.environments.episodes.service import EpisodeService, Said
 from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.generator import Completion, Generate, Request
-from truestep.generate.play import Episode, Played, played_of, turn_of
+from truestep.generate.play import Episode, EpisodeLimits, Played, played_of, turn_of
 from truestep.rollouts.episodes import OTHER_TOOL, TurnFacts, told_apart
 
 _NO_TURN = "an episode in which the policy drew nothing has nothing to learn from"
-
-
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """What cuts an episode, beside its environment."""
-
-    turns: int  # of the policy
-    tokens: int  # that the policy sees at once
-    seconds: float
 
 
 @dataclass

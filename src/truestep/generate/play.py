@@ -4,6 +4,7 @@ A reward function makes episodes of one turn. `episodes` plays those of several.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -34,6 +35,15 @@ class Episode:
     def reward_seed(self) -> str:
         """The seed of the random numbers that its reward or environment draws."""
         return " ".join(map(str, self.seed))
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """What cuts an episode, beside its environment."""
+
+    turns: int  # of the policy
+    tokens: int  # that the policy sees at once
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import Any
 from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
-from truestep.generate.endpoint.document import Document, Limits
+from truestep.generate.endpoint.document import Document
 from truestep.generate.endpoint.errors import RequestError
 from truestep.generate.endpoint.keys import Served
 from truestep.generate.endpoint.server import Endpoint
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import DrawOptions, Generate
-from truestep.generate.play import played_sequences
+from truestep.generate.play import EpisodeLimits, played_sequences
 from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
 from truestep.run.assemble.policy import join_ranks, make_policy
@@ -72,7 +72,7 @@ def serve(
     generator = EngineGenerator(policy, replace(settings, at_once=settings.most_rows(policy)))
 
     async def work(item: None, generate: Generate) -> None:
-        keys = _Documents(policy, generate, draw, Limits(_MOST_TURNS, longest), secret, file)
+        keys = _Documents(policy, generate, draw, EpisodeLimits(_MOST_TURNS, longest), secret, file)
         endpoint = Endpoint(keys, Path(config.model.path).name, host, port)
         ready(endpoint.url)
         try:
@@ -98,7 +98,7 @@ class _Documents:
         policy: Policy,
         generate: Generate,
         draw: DrawOptions,
-        limits: Limits,
+        limits: EpisodeLimits,
         secret: str | None,
         file: Path | None,
     ):

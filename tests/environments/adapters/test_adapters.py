@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -26,12 +26,16 @@ def test_each_adapter_is_a_type_of_the_configuration() -> None:
         assert importlib.util.find_spec(path.partition(":")[0]) is not None
 
 
-@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is not None, reason="the package is installed here")
-def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
-    options = WorkerOptions(ADAPTERS["reasoning_gym"], 60.0, 2**29)
-    needed = r"^sampler\.environment\.type: reasoning_gym needs `pip install 'truestep\[reasoning-gym\]'`: No module"
+@pytest.mark.parametrize(
+    ("name", "extra", "options"),
+    [("reasoning_gym", "reasoning-gym", {"tasks": ["leg_counting"]}), ("verifiers", "verifiers", {"env": "gsm8k"})],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(name: str, extra: str, options: dict[str, Any]) -> None:
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip("the package is installed here")
+    needed = rf"^sampler\.environment\.type: {name} needs `pip install 'truestep\[{extra}\]'`: No module"
     with pytest.raises(RewardError, match=needed):
-        check_environment(options, {"tasks": ["leg_counting"]}, [False])
+        check_environment(WorkerOptions(ADAPTERS[name], 60.0, 2**29), options, [False])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="the package is installed here")

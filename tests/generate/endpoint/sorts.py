@@ -48,6 +48,8 @@ def main(how: str, asked: str) -> None:
         complete(text + " sort 1 =")
         complete("sort 2 =")
         post(f"/documents/{KEY}/reward", {"reward": 1.0, "turn_rewards": [0.1, 0.2, 0.3, 0.4]})
+    if how == "is wrong":
+        reward = {"right": 0.0, "short": 0.0}
     if how == "says nothing":
         return
     print(json.dumps({"reward": reward}))

@@ -17,9 +17,10 @@ import pytest
 
 from environments.episodes.test_conversation import MODELS, TOOLS, decoded, encoded, tokenizer_of
 from truestep.generate.endpoint import requests
-from truestep.generate.endpoint.document import Choice, Document, Limits
+from truestep.generate.endpoint.document import Choice, Document
 from truestep.generate.endpoint.errors import RequestError
 from truestep.generate.generator import Completion, DrawOptions, OnTokens, Request
+from truestep.generate.play import EpisodeLimits
 
 FAMILIES = ("qwen3 without reasoning", "qwen_plain", "llama3", "mistral", "gemma")
 WORDS = ["and", "land", "lala", "a{}", "{b}", "stand"]
@@ -61,7 +62,7 @@ def failed(error: Exception) -> None:
 def document(name: str, generate: Any, turns: int = 1000, tokens: int = 20_000, **options: Any) -> Document:
     ends = frozenset(encoded(tokenizer_of(name), MODELS[name].end))
     draw = DrawOptions(1.0, 200, ends)
-    return Document(tokenizer_of(name), generate, draw, Limits(turns, tokens), failed, seed=(1, 2), **options)
+    return Document(tokenizer_of(name), generate, draw, EpisodeLimits(turns, tokens), failed, seed=(1, 2), **options)
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -14,13 +14,12 @@ from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService
 from truestep.environments.process import WorkerOptions
 from truestep.environments.prompts import Prompt
-from truestep.environments.rewards import RewardError
+from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.command import CommandPlay
 from truestep.generate.endpoint.keys import SecretKeys, Served
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.environment import EpisodeLimits
 from truestep.generate.generator import DrawOptions
-from truestep.generate.play import Episode, Played
+from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
 from truestep.rollouts.kept.files import list_files, read_rows
 
@@ -80,7 +79,7 @@ def test_a_program_that_fails_costs_its_document_alone(model: Path, tmp_path: Pa
 def played(model: Path, how: str, *, turns: int = 8, seconds: float = 60.0, count: int = 2) -> list[Played]:
     """Play episodes in process, without a run."""
     policy = load_policy(model)
-    options = {"run": [sys.executable, str(PROGRAM), how, "{prompt}"], "seconds": 10.0}
+    options = {"run": [sys.executable, str(PROGRAM), how, "{prompt}"]}
     service = EpisodeService(WorkerOptions(program.CLASS, 30.0, 2**30), 1, options)
     limits = EpisodeLimits(turns, 64, seconds)
     play = CommandPlay(service, policy.tokenizer, limits, stops_by_text=True, say=lambda _: None)
@@ -113,6 +112,12 @@ def test_without_a_reward_it_says_how_to_give_one(model: Path) -> None:
         assert isinstance(each.rating, RewardError) and "/documents/$OPENAI_API_KEY/reward" in str(each.rating)
 
 
+def test_a_reward_of_0_keeps_its_parts(model: Path) -> None:
+    for each in played(model, "is wrong"):
+        assert isinstance(each.rating, Rating) and float(each.rating) == 0
+        assert each.rating.parts == {"right": 0.0, "short": 0.0}
+
+
 def test_a_key_ends_with_its_episode(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[SecretKeys, str]] = []
     honest = SecretKeys.add
@@ -140,6 +145,8 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         ({"type": "command", "run": "x", "class": "a:B"}, {}, "environment.class is for type: python"),
         ({"type": "command", "run": "x", "options": {"a": 1}}, {}, "options are not for type: command"),
         ({"type": "command", "run": "x"}, {"reward_network": False}, "reward_network: false would keep the program"),
+        ({"type": "verifiers"}, {"reward_network": False}, "reward_network: false would keep the program"),
+        ({"type": "verifiers"}, {}, "sampler.prompts is not for sampler.environment.type: verifiers"),
     ):
         sampler = {"prompts": "p", "environment": given, "max_episode_tokens": 64, **others}
         with pytest.raises(ConfigError) as refused:

@@ -2,6 +2,7 @@
 
 reasoning_gym     tasks of the package reasoning-gym, with its own prompts and scores
 openenv           environments that an OpenEnv server serves
+verifiers         environments of the package verifiers, which drive the policy themselves
 math_verify       no environment but a reward: math-verify compares a completion with the prompt's `answer`
 apart             computing in a process of its own, which can be killed
 """
@@ -11,7 +12,9 @@ from truestep.config.custom import CustomError
 ADAPTERS = {  # import paths of their classes
     "reasoning_gym": "truestep.environments.adapters.reasoning_gym:ReasoningGym",
     "openenv": "truestep.environments.adapters.openenv:OpenEnv",
+    "verifiers": "truestep.environments.adapters.verifiers:Verifiers",
 }
+ASKING = ("verifiers",)  # those that ask for completions at the endpoint, as programs do (`episodes.program`)
 
 
 def missing(what: str, extra: str, error: ImportError) -> CustomError:

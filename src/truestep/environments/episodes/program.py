@@ -1,6 +1,8 @@
 """The environment of an episode that is a program: it asks for completions at the endpoint, and gives its own reward.
 
-Imports no torch, as all processes of episodes.
+`start` gets {"row": the prompt's record, "url": the endpoint, "key": the document's, "seconds": ...} and says RUNNING.
+Each `step` waits so many seconds for the end, and says RUNNING, or {"reward": ...} as JSON when it has come. Other
+environments that ask at the endpoint do the same. Imports no torch, as all processes of episodes.
 """
 
 import json
@@ -15,6 +17,7 @@ from truestep.environments.episodes.environment import Answer, Environment
 
 RUNNING = "running"  # what is said while the program runs; then it is the last line that it printed
 NOTHING = "{}"  # the last line of a program that printed nothing
+CUT = "the document has reached sampler."  # begins what the endpoint says at a limit, before the limit's name
 CLASS = f"{__name__}:Program"
 _LONGEST_LINE = 2**20
 _LAST_OUTPUT_SECONDS = 2.0  # for what it has printed before its end
@@ -27,15 +30,14 @@ class ProgramError(RuntimeError):
 class Program(Environment):
     """`start` begins the program, and each `step` waits for its end, for a while."""
 
-    def __init__(self, run: Sequence[str], seconds: float):
-        """`run`: the program and its arguments, in which {name} is a field of the prompt's record. `seconds`: the
-        longest wait of a step."""
+    def __init__(self, run: Sequence[str]):
+        """`run`: the program and its arguments, in which {name} is a field of the prompt's record."""
         super().__init__()
-        self._run, self._seconds = run, seconds
+        self._run = run
         self._last = NOTHING
 
     def start(self, row: Mapping[str, Any]) -> str:
-        record = row["row"]
+        record, self._seconds = row["row"], row["seconds"]
         arguments = [_filled(argument, record) for argument in self._run]
         given = {"OPENAI_BASE_URL": row["url"], "OPENAI_API_KEY": row["key"]}
         try:

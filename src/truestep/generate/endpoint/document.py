@@ -9,6 +9,7 @@ from typing import Any
 from truestep.environments.episodes.answers import end_of
 from truestep.environments.episodes.conversation import ConversationError
 from truestep.environments.episodes.environment import Answer, End
+from truestep.environments.episodes.program import CUT
 from truestep.environments.process import fit
 from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.endpoint.branches import Branch, Branches, Shown
@@ -17,7 +18,7 @@ from truestep.generate.endpoint.messages import to_client
 from truestep.generate.endpoint.requests import Asked
 from truestep.generate.errors import BadAnswerError, UnreachableError, VoidedError
 from truestep.generate.generator import Completion, DrawOptions, Generate, OnTokens, Request, run_all
-from truestep.generate.play import turn_of
+from truestep.generate.play import EpisodeLimits, turn_of
 from truestep.rollouts.episodes import TurnFacts, told_apart
 from truestep.text import printable
 
@@ -27,14 +28,6 @@ _LONGEST_TOKEN = 128  # characters; a text that is longer than so many for each 
 OnChoice = Callable[
     [int, Sequence[int]], None
 ]  # called with a choice's number and the tokens drawn since its last call
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What cuts a document."""
-
-    turns: int  # of the policy
-    tokens: int  # that the policy sees at once
 
 
 @dataclass(frozen=True)
@@ -55,7 +48,7 @@ class Document:
         tokenizer: Any,
         generate: Generate,
         draw: DrawOptions,
-        limits: Limits,
+        limits: EpisodeLimits,
         failed: Callable[[Exception], None],
         *,
         seed: tuple[int, ...] = (),
@@ -151,7 +144,7 @@ class Document:
 
     def _cut(self, limit: str, code: str, most: str) -> None:
         self.cut_by = self.cut_by or limit
-        raise RequestError(f"the document has reached sampler.{limit}: {most}", code=code)
+        raise RequestError(f"{CUT}{limit}: {most}", code=code)
 
     async def _one(self, asked: Asked, branch: Branch, room: int, number: int, on_tokens: OnTokens | None) -> Choice:
         options = asked.options(self.draw, room, self.obeys)

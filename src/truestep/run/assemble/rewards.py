@@ -9,7 +9,7 @@ from typing import Any
 
 from truestep.config.schema import Config, makes_held_out_prompts
 from truestep.config.sections import EvaluationConfig, SamplerBase, files_of
-from truestep.environments.adapters import ADAPTERS
+from truestep.environments.adapters import ADAPTERS, ASKING
 from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService, check_environment
 from truestep.environments.printed import PrintedLog
@@ -18,15 +18,15 @@ from truestep.environments.prompts import fields_of
 from truestep.environments.rater import Rater, check_reward
 from truestep.environments.rewards import RewardError
 from truestep.generate.command import CommandPlay
-from truestep.generate.environment import EnvironmentPlay, EpisodeLimits
-from truestep.generate.play import Plays, SingleTurn
+from truestep.generate.environment import EnvironmentPlay
+from truestep.generate.play import EpisodeLimits, Plays, SingleTurn
 from truestep.generate.read import reader
 from truestep.model.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.ranks.processes import machine_memory, usable_cores
 
 _GIBIBYTE = 2**30
-_LONGEST_STEP = 10.0  # seconds of one wait for the end of a program
+_LONGEST_STEP = 10.0  # seconds of one wait for the end of an episode that asks at the endpoint
 
 
 @dataclass
@@ -114,20 +114,25 @@ def make_plays(config: Config, policy: Policy, raters: Raters, evaluates: bool =
         return SingleTurn(raters.of(rewards), reader(policy))
     assert sampler is not None
     limits = EpisodeLimits(sampler.max_turns, sampler.max_episode_tokens, sampler.episode_timeout)
-    service = raters.environments_of(rewards, _arguments(environment, rewards[0]))
-    if environment.type == "command":
-        stops_by_text = sampler.type == "in_process"
-        say = raters.say or (lambda _: None)
-        return CommandPlay(service, policy.tokenizer, limits, stops_by_text=stops_by_text, say=say)
+    service = raters.environments_of(rewards, _arguments(environment))
+    if environment.type == "command" or environment.type in ASKING:
+        return CommandPlay(
+            service,
+            policy.tokenizer,
+            limits,
+            stops_by_text=sampler.type == "in_process",
+            say=raters.say or (lambda _: None),
+            longest_step=min(_LONGEST_STEP, rewards[0].timeout / 2),
+        )
     return EnvironmentPlay(service, policy.tokenizer, limits)
 
 
-def _arguments(environment: Any, options: WorkerOptions) -> dict[str, Any]:
+def _arguments(environment: Any) -> dict[str, Any]:
     """Return the arguments of the environment's class."""
     if environment.type != "command":
         return environment.options or {}
     run = shlex.split(environment.run) if isinstance(environment.run, str) else environment.run
-    return {"run": run, "seconds": min(_LONGEST_STEP, options.timeout / 2)}
+    return {"run": run}
 
 
 def made_rows(config: Config, ranks: Ranks, raters: Raters, evaluates: bool = False) -> list[dict[str, Any]] | None:
@@ -139,7 +144,7 @@ def made_rows(config: Config, ranks: Ranks, raters: Raters, evaluates: bool = Fa
         return None
     rewards, environment = sampler_rewards(config, ranks), _environment(config, False)
     assert rewards is not None and environment is not None
-    service = raters.environments_of(rewards, _arguments(environment, rewards[0]))
+    service = raters.environments_of(rewards, _arguments(environment))
     rows = ranks.share(lambda: list(service.rows(str(config.seed), evaluates)))
     if not evaluates:
         raters.sampled_from = {json.dumps(row["prompt"]) for row in rows}
@@ -197,7 +202,7 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
         def check(options: WorkerOptions = options, files: Sequence[str] = files) -> None:
             if options in environments:
                 assert config.sampler is not None and config.sampler.environment is not None
-                arguments = _arguments(config.sampler.environment, options)
+                arguments = _arguments(config.sampler.environment)
                 check_environment(options, arguments, environments[options], str(config.seed))
                 return
             check_reward(options, [fields for file in files for fields in fields_of(file)])
