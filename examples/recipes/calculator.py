@@ -66,6 +66,8 @@ def demonstrations(seed: str, count: int) -> Iterator[list[dict[str, Any]]]:
         messages = list(row["prompt"])
         for operation, result in row["operations"]:
             call = {"name": "calculate", "arguments": {"expression": operation}}
-            messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+            messages.append(
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+            )
             messages.append({"role": "tool", "name": "calculate", "content": result})
         yield [*messages, {"role": "assistant", "content": row["answer"]}]

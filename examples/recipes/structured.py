@@ -9,7 +9,9 @@ from truestep import Answer, Environment
 
 TYPES = {"string": str, "integer": int, "boolean": bool}
 SCHEMA = {"name": "string", "age": "integer", "city": "string", "job": "string", "member": "boolean"}
-FIRST = "Ada Bela Cleo Dario Elin Farid Greta Hugo Ines Jonas Kira Leo Mara Nils Olga Pablo Rosa Sven Tara Viktor".split()
+FIRST = (
+    "Ada Bela Cleo Dario Elin Farid Greta Hugo Ines Jonas Kira Leo Mara Nils Olga Pablo Rosa Sven Tara Viktor".split()
+)
 LAST = "Albers Brandt Costa Dahl Egede Fuchs Grant Holm Ibsen Jansen Kovac Lind Moreau Novak Orlov Petit".split()
 CITIES = "Bergen Cadiz Dublin Ghent Graz Lyon Malmo Oslo Porto Riga Tartu Turin Utrecht Vilnius".split()
 JOBS = "baker carpenter dentist farmer gardener nurse painter pilot plumber teacher translator weaver".split()
