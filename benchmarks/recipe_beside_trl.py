@@ -4,8 +4,8 @@
         [--steps 16] [--device cuda] [--dtype float32] [--jobs 4] [--out beside-trl]
 
 Both take the same model, prompts, group size, documents, loss (GRPO, the mean over all labels, clipped at 0.2, no KL),
-advantages, optimizer (AdamW at a constant rate, the gradient clipped at 1) and temperature. The trained models are judged
-alike, by transformers' `generate` on held-out prompts: the likeliest answer, and eight drawn ones. `p` is the share of
+advantages, optimizer (AdamW at a constant rate, the gradient clipped at 1) and temperature. Both trained models are
+judged by transformers' `generate` on held-out prompts: the likeliest answer, and eight drawn ones. `p` is the share of
 all ways to part the results into two halves whose means are as far from each other. TRUESTEP_PEERS may name a folder of
 TRL's packages. `jobs` processes share the machine; the seconds are of one more run of each, alone.
 """

@@ -1,4 +1,4 @@
-"""The largest of three numbers, the task of docs/tutorial.md: for recipe_beside_trl.py and for TRL's process beside it."""
+"""The largest of three numbers, the task of docs/tutorial.md, as recipe_beside_trl.py and TRL's process take it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
         [--device cuda] [--only sums calculator] [--seconds 480] [--set schedule.steps=2] [--out recipes]
     python benchmarks/recipes.py --read recipes.json [more.json ...] --out recipes
 
-The commands are those of examples/recipes/README.md. The last one of a recipe is run once for each seed, the ones before
+The commands are those of examples/recipes/README.md. The last one of a recipe is run once for each seed, those before
 it (a warm-up) once. `jobs` processes share the GPU or the cores, so seconds are those of a shared machine; with
 `--jobs 1` they are those of a run alone. Accuracy is the share of sampled answers (temperature 1) that have the full
 reward: `pass@1` of evaluation.jsonl. Seconds are those of the steps, without evaluations. Runs that are not done after
@@ -68,7 +68,7 @@ class Study:
         for link, target in (("examples", ROOT / "examples"), ("models/smollm2", self.given.model.resolve())):
             (self.folder / link).unlink(missing_ok=True)
             (self.folder / link).symlink_to(target)
-        self.call(["python", "examples/recipes/prepare.py"], "prepare")
+        self.call(["python", "-m", "examples.recipes.prepare"], "prepare")
 
     def call(self, command: Sequence[str], log: str) -> bool:
         """Run a command with what it prints in LOG.log. False: the time was up. Raises an error if it fails."""

@@ -1,6 +1,6 @@
 """Prepares the recipes with tools: demonstrations for a warm-up, and the model with a chat template that shows tools.
 
-    python examples/recipes/prepare.py [--model models/smollm2] [--output runs/recipes]
+    python -m examples.recipes.prepare [--model models/smollm2] [--output runs/recipes]
 
 OUTPUT/model has the model's own files, by links, and the template tools.jinja. OUTPUT/NAME.jsonl has the conversations.
 """
@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))  # the repository's root, from which recipes are run
-
 from examples.recipes import calculator, retrieval
+
 from truestep.environments.episodes.environment import tools_of
 
+TEMPLATE = Path(__file__).with_name("tools.jinja")
 COUNT = 96  # demonstrations of each recipe
 
 
@@ -32,7 +30,7 @@ def make_model(model: Path, output: Path) -> None:
     settings = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings.pop("chat_template", None)
     (output / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    shutil.copyfile(HERE / "tools.jinja", output / "chat_template.jinja")
+    shutil.copyfile(TEMPLATE, output / "chat_template.jinja")
 
 
 def write_demonstrations(output: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from truestep import Answer, Environment, tool
 
-COMMON = frozenset("the a an is in of did do does to on what which who where how many".split())
+COMMON = frozenset({"the", "a", "is", "in", "of", "did", "do", "does", "on", "what", "which", "who", "where", "how"})
 
 
 class Encyclopaedia(Environment):
@@ -55,10 +55,10 @@ def demonstrations(seed: str, count: int) -> Iterator[list[dict[str, Any]]]:
     """Yield conversations in which the policy looks a title up and answers from its article."""
     text = {article["title"]: article["text"] for article in articles()}
     for row in random.Random(f"retrieval {seed}").sample(list(questions(held_out=False)), count):
-        call = {"name": "search", "arguments": {"query": row["title"]}}
+        call = {"type": "function", "function": {"name": "search", "arguments": {"query": row["title"]}}}
         yield [
             *row["prompt"],
-            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "name": "search", "content": text[row["title"]]},
             {"role": "assistant", "content": row["answer"]},
         ]

@@ -9,12 +9,10 @@ from truestep import Answer, Environment
 
 TYPES = {"string": str, "integer": int, "boolean": bool}
 SCHEMA = {"name": "string", "age": "integer", "city": "string", "job": "string", "member": "boolean"}
-FIRST = (
-    "Ada Bela Cleo Dario Elin Farid Greta Hugo Ines Jonas Kira Leo Mara Nils Olga Pablo Rosa Sven Tara Viktor".split()
-)
-LAST = "Albers Brandt Costa Dahl Egede Fuchs Grant Holm Ibsen Jansen Kovac Lind Moreau Novak Orlov Petit".split()
-CITIES = "Bergen Cadiz Dublin Ghent Graz Lyon Malmo Oslo Porto Riga Tartu Turin Utrecht Vilnius".split()
-JOBS = "baker carpenter dentist farmer gardener nurse painter pilot plumber teacher translator weaver".split()
+FIRST = ["Ada", "Bela", "Cleo", "Dario", "Elin", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Leo", "Mara"]
+LAST = ["Albers", "Brandt", "Costa", "Dahl", "Egede", "Fuchs", "Grant", "Holm", "Ibsen", "Jansen", "Kovac", "Lind"]
+CITIES = ["Bergen", "Cadiz", "Dublin", "Ghent", "Graz", "Lyon", "Malmo", "Oslo", "Porto", "Riga", "Tartu", "Turin"]
+JOBS = ["baker", "carpenter", "dentist", "farmer", "gardener", "nurse", "painter", "pilot", "plumber", "teacher"]
 TEXTS = (
     "{name}, {age}, works as a {job} in {city} and is {member} of the club.",
     "The {job} {name} lives in {city}. At {age} years of age, {she} is {member} of the club.",
