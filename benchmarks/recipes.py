@@ -1,14 +1,14 @@
 """Runs the recipes of examples/recipes over several seeds, and draws their held-out accuracy by step and by second.
 
     python benchmarks/recipes.py --model models/smollm2 --folder runs/recipes-study [--seeds 0 1 2] [--jobs 6]
-        [--device cuda] [--only sums calculator] [--seconds 480] [--set schedule.steps=2] [--out recipes]
+        [--device cuda] [--only sums calculator] [--seconds 480] [--set schedule.steps=2 ...] [--out recipes]
     python benchmarks/recipes.py --read recipes.json [more.json ...] --out recipes
 
 The commands are those of examples/recipes/README.md. The last one of a recipe is run once for each seed, those before
 it (a warm-up) once. `jobs` processes share the GPU or the cores, so seconds are those of a shared machine; with
 `--jobs 1` they are those of a run alone. Accuracy is the share of sampled answers (temperature 1) that have the full
 reward: `pass@1` of evaluation.jsonl. Seconds are those of the steps, without evaluations. Runs that are not done after
-`--seconds` are stopped, and count as far as they got. `--set` gives an option to every training.
+`--seconds` are stopped, and count as far as they got. `--set` gives options to the trainings by rewards, `--before` to warm-ups.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Study:
     def __init__(self, given: argparse.Namespace):
         self.given, self.folder = given, given.folder.resolve()
         self.until = time.monotonic() + given.seconds
-        self.options = ["--model.device", given.device] if given.device else []
-        self.options += [word for pair in given.set for word in (f"--{pair.partition('=')[0]}", pair.partition("=")[2])]
+        device = [f"model.device={given.device}"] if given.device else []
+        self.before, self.options = ([f"--{option}" for option in device + some] for some in (given.before, given.set))
 
     def prepare(self) -> None:
         (self.folder / "models").mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class Study:
     def warm_up(self, name: str, commands: Sequence[Sequence[str]]) -> bool:
         for number, command in enumerate(commands):
             trains = command[:2] == ["truestep", "train"]
-            more = [*self.options, *SMALL[:2], *QUIET] if trains else []
+            more = [*SMALL[:2], *QUIET, *self.before] if trains else []
             if not self.call([*command, *more], f"{name}-before-{number}"):
                 return False
         return True
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE")
+    parser.add_argument("--before", nargs="+", default=[], metavar="OPTION=VALUE")
     parser.add_argument("--read", type=Path, nargs="+", help="draw these results again, and run nothing")
     parser.add_argument("--out", type=Path, default=Path("recipes"))
     given = parser.parse_args()
