@@ -69,11 +69,19 @@ def test_answers_of_the_calculator_are_those_of_python() -> None:
         for operation, value in row["operations"]:
             assert call(environment, "calculate", expression=operation) == value == str(eval(operation))
         assert environment.step(Answer(f" {row['answer']}\n")) == 1.0
-        for wrong in ("", str(int(row["answer"]) + 1), f"It is {row['answer']}", f"-{row['answer']}", f"{row['answer']}0"):
+        for wrong in (
+            "",
+            str(int(row["answer"]) + 1),
+            f"It is {row['answer']}",
+            f"-{row['answer']}",
+            f"{row['answer']}0",
+        ):
             assert environment.step(Answer(wrong)) == 0.0
 
 
-@pytest.mark.parametrize("expression", ["1 + 2 * 3", "(1 + 2)", "1 / 2", "", "9" * 40 + " * 2", "x + 1", 7, ["1 + 1"], None])
+@pytest.mark.parametrize(
+    "expression", ["1 + 2 * 3", "(1 + 2)", "1 / 2", "", "9" * 40 + " * 2", "x + 1", 7, ["1 + 1"], None]
+)
 def test_the_calculator_refuses_more_than_one_operation_and_goes_on(expression: Any) -> None:
     environment = begin(calculator.Calculator, {"answer": "3"})
     assert call(environment, "calculate", expression=expression).startswith("error: expected one operation")
@@ -232,7 +240,7 @@ class Drawn:
 
 def test_the_page_has_the_command_of_each_configuration() -> None:
     recipes = commands_of(PAGE)
-    assert list(recipes) == ["sums", "spelling", "calculator", "retrieval", "structured"]
+    assert list(recipes) == ["sums", "needle", "calculator", "retrieval", "structured"]
     trained = [command[2] for commands in recipes.values() for command in commands if command[1] == "train"]
     assert sorted(trained) == sorted(f"examples/recipes/{file.name}" for file in RECIPES.glob("*.yaml"))
     for name, commands in recipes.items():
@@ -285,7 +293,7 @@ def _packages() -> str:
 @pytest.mark.parametrize("name", list(commands_of(PAGE)))
 def test_a_recipe_runs_as_it_is_typed(name: str, prepared: Path, tmp_path: Path) -> None:
     """One step of 16 documents of each training, with the tiny model, by the script that measures the recipes."""
-    if name in ("sums", "spelling") and not os.environ.get("TRUESTEP_ADAPTERS"):
+    if name in ("sums", "needle") and not os.environ.get("TRUESTEP_ADAPTERS"):
         pytest.skip("TRUESTEP_ADAPTERS names no Python; `make adapters` makes and prints it")
     before = ["model.dtype=float32", "schedule.steps=1", "schedule.docs_per_step=4"]
     by_rewards = [*before[:2], "schedule.docs_per_step=16", "sampler.max_new_tokens=4", "evaluation.max_prompts=2"]
@@ -293,7 +301,7 @@ def test_a_recipe_runs_as_it_is_typed(name: str, prepared: Path, tmp_path: Path)
     command = [sys.executable, str(ROOT / "benchmarks" / "recipes.py"), "--model", str(prepared / "smollm2")]
     command += ["--folder", str(tmp_path / "study"), "--out", str(tmp_path / "out"), "--only", name, "--seeds", "3"]
     command += ["--jobs", "1", "--device", "cpu", "--before", *before, "--set", *by_rewards]
-    behind = f"import sys; sys.path.append({_packages()!r})" if name in ("sums", "spelling") else ""
+    behind = f"import sys; sys.path.append({_packages()!r})" if name in ("sums", "needle") else ""
     (tmp_path / "sitecustomize.py").write_text(behind)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
