@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 try:
     import recipe_beside_trl
     import recipe_task
-    from recipes import commands_of, curve_of, table
-
     from examples.recipes import calculator, prepare, retrieval, structured
+    from recipes import commands_of, curve_of, table
 finally:
     del sys.path[:2]
 
@@ -132,7 +131,7 @@ VALUES = {"name": "Ada Lind", "age": 40, "member": True}
 
 
 @pytest.mark.parametrize(
-    "text, parts",
+    ("text", "parts"),
     [
         ('{"name": "Ada Lind", "age": 40, "member": true}', (0.2, 0.3, 0.5)),
         (' {"member": true, "age": 40, "name": "Ada Lind"}\n', (0.2, 0.3, 0.5)),
@@ -197,7 +196,7 @@ def test_rows_are_the_same_each_time_and_none_is_held_out_and_trained_on(kind: t
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model in the place of SmolLM2, with a token for each byte, and what `prepare` makes of it."""
     folder = tmp_path_factory.mktemp("recipes")
     make_chat_model(folder / "smollm2", "qwen")
@@ -205,10 +204,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "smollm2" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     prepare.make_model(folder / "smollm2", folder / "model")
     prepare.write_demonstrations(folder)
-    yield folder
+    return folder
 
 
-@pytest.mark.parametrize("name, kind", [("calculator", calculator.Calculator), ("retrieval", retrieval.Encyclopaedia)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("calculator", calculator.Calculator), ("retrieval", retrieval.Encyclopaedia)]
+)
 def test_demonstrations_are_what_an_episode_is(name: str, kind: type[Environment], prepared: Path) -> None:
     """Token for token: the demonstration's rendering is the conversation of a policy that writes its turns."""
     tokenizer = AutoTokenizer.from_pretrained(prepared / "model")
