@@ -89,7 +89,7 @@ class Study:
             try:
                 code = process.wait(left)
             except subprocess.TimeoutExpired:
-                process.terminate()
+                process.kill()  # what it has written counts, and it need not save a checkpoint
                 process.wait()
                 return False
         if code:
