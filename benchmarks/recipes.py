@@ -195,7 +195,7 @@ def chosen(recipes: Mapping[str, Any], only: Iterable[str]) -> dict[str, Any]:
     return {name: recipes[name] for name in names}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--folder", type=Path, default=Path("runs/recipes-study"))
@@ -210,12 +210,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("recipes"))
     given = parser.parse_args()
     if given.read:
-        return write([run for file in given.read for run in json.loads(file.read_text())["runs"]], given.out)
+        write([run for file in given.read for run in json.loads(file.read_text())["runs"]], given.out)
+        return 0
     recipes = chosen(commands_of((RECIPES / "README.md").read_text(encoding="utf-8")), given.only)
     study = Study(given)
     study.prepare()
-    return write(study.all(recipes), given.out)
+    runs = study.all(recipes)
+    write(runs, given.out)
+    return int(len(runs) < len(recipes) * len(given.seeds))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

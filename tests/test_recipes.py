@@ -298,7 +298,7 @@ def test_a_recipe_runs_as_it_is_typed(name: str, prepared: Path, tmp_path: Path)
         pytest.skip("TRUESTEP_ADAPTERS names no Python; `make adapters` makes and prints it")
     before = ["model.dtype=float32", "schedule.steps=1", "schedule.docs_per_step=4"]
     by_rewards = [*before[:2], "schedule.docs_per_step=16", "sampler.max_new_tokens=4", "evaluation.max_prompts=2"]
-    by_rewards += ["sampler.max_episode_tokens=2048"]
+    by_rewards += ["sampler.max_episode_tokens=2048", "optimizer.warmup_steps=0"]
     command = [sys.executable, str(ROOT / "benchmarks" / "recipes.py"), "--model", str(prepared / "smollm2")]
     command += ["--folder", str(tmp_path / "study"), "--out", str(tmp_path / "out"), "--only", name, "--seeds", "3"]
     command += ["--jobs", "1", "--device", "cpu", "--before", *before, "--set", *by_rewards]
