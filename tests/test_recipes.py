@@ -276,6 +276,19 @@ def test_chance_of_a_difference_between_two_groups() -> None:
     assert recipe_beside_trl.by_chance([1.0, 2.0, 3.0], [7.0, 8.0, 9.0]) == pytest.approx(2 / 20)
 
 
+def test_the_table_beside_trl_has_means_spreads_and_chances() -> None:
+    ours = [{"who": "truestep", "greedy": value, "sampled": value} for value in (0.8, 0.9)]
+    theirs = [{"who": "TRL", "greedy": 0.5, "sampled": value} for value in (0.8, 0.9)]
+    alone = [{"who": "truestep", "seconds": [9.0, 1.0, 3.0]}, {"who": "TRL", "seconds": [4.0]}]
+    rows = recipe_beside_trl.told([*ours, *theirs], {"greedy": 0.4, "sampled": 0.25}, alone).splitlines()
+    assert rows[2:] == [
+        "| before | 40.0% | 25.0% | |",
+        "| truestep | 85.0% ± 7.1% (80 90) | 85.0% ± 7.1% (80 90) | 2.000 |",
+        "| TRL | 50.0% ± 0.0% (50 50) | 85.0% ± 7.1% (80 90) | 4.000 |",
+        "| p | 0.333 | 1.000 | |",
+    ]
+
+
 def test_the_task_beside_trl_is_the_tutorials() -> None:
     for row in recipe_task.rows(50):
         *_, numbers = row["prompt"].removesuffix(":").split("largest of ")
