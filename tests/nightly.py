@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "recipes": (
         ("tests/test_recipes.py",),
-        ("examples/recipes/*", "benchmarks/recipe*", "src/truestep/environments/*", "src/truestep/config/*"),
+        ("examples/recipes*", "benchmarks/recipe*"),
     ),
     "adapters": (
         ("tests/environments/adapters/test_real.py",),
