@@ -37,8 +37,8 @@ RECIPES = ROOT / "examples" / "recipes"
 SECTION = re.compile(r"^## (\S+)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# They change speed and memory, and no result: small batches, and no large share of a card that others use too.
-SMALL = ("--model.head.logits_chunk_size", "4096", "--sampler.batch_size", "128")
+# They change speed and memory, and no result: little of a machine that other runs use too.
+SMALL = ("--model.head.logits_chunk_size", "4096", "--sampler.batch_size", "128", "--sampler.reward_workers", "4")
 QUIET = ("--checkpoint.every", "0", "--logging.console", "false")
 
 Run = dict[str, Any]  # recipe and seed; its evaluations' steps, accuracy, greedy and seconds; whether it is done
