@@ -241,7 +241,7 @@ class Drawn:
 
 def test_the_page_has_the_command_of_each_configuration() -> None:
     recipes = commands_of(PAGE)
-    assert list(recipes) == ["sums", "needle", "calculator", "retrieval", "structured"]
+    assert recipes.keys() >= {"sums", "needle", "calculator", "retrieval", "structured"}
     trained = [command[2] for commands in recipes.values() for command in commands if command[1] == "train"]
     assert sorted(trained) == sorted(f"examples/recipes/{file.name}" for file in RECIPES.glob("*.yaml"))
     for name, commands in recipes.items():
