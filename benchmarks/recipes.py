@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -121,12 +121,13 @@ class Study:
             for name, warm in sorted(before.items(), key=lambda item: len(recipes[item[0]])):
                 if _result(warm, name):
                     started += [pool.submit(self.train, name, recipes[name][-1], seed) for seed in self.given.seeds]
-            for future in started:
-                run = _result(future, "a run")
-                if run:
+            for future in as_completed(started):
+                if run := _result(future, "a run"):
                     runs.append(run)
                     print(told(run), flush=True)
-        return runs
+                    keep(runs, self.given.out)  # what is done is kept, should a later run hang
+        order = list(recipes)
+        return sorted(runs, key=lambda run: (order.index(run["recipe"]), run["seed"]))
 
 
 def _result(future: Future[Any], name: str) -> Any:
@@ -141,7 +142,8 @@ def curve_of(directory: Path) -> dict[str, list[float]]:
     """Read a run's evaluations: their steps, sampled and greedy accuracy, and the seconds of the steps before them."""
     times = {line["step"]: line["step_time"] for line in lines_of(directory / "metrics.jsonl")}
     spent = dict(zip([0, *times], accumulate(times.values(), initial=0.0), strict=True))
-    evaluations = [line for line in lines_of(directory / "evaluation.jsonl") if line["step"] in spent]
+    lines = lines_of(directory / "evaluation.jsonl")
+    evaluations = [line for line in lines if line["step"] in spent and "pass@1" in line]  # without: none was rated
     return {
         "steps": [line["step"] for line in evaluations],
         "accuracy": [line["pass@1"] for line in evaluations],
@@ -181,9 +183,13 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.1%}{deviation}"
 
 
-def write(runs: Sequence[Run], out: Path) -> None:
+def keep(runs: Sequence[Run], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".json").write_text(json.dumps({"runs": runs}) + "\n", encoding="utf-8")
+
+
+def write(runs: Sequence[Run], out: Path) -> None:
+    keep(runs, out)
     out.with_suffix(".svg").write_text(figure(runs), encoding="utf-8")
     print(table(runs), flush=True)
 
