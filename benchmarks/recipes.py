@@ -5,11 +5,11 @@
     python benchmarks/recipes.py --read recipes.json [more.json ...] --out recipes
 
 The commands are those of examples/recipes/README.md. The last one of a recipe is run once for each seed, those before
-it (a warm-up) once. `jobs` processes share the GPU or the cores, so seconds are those of a shared machine; with
-`--jobs 1` they are those of a run alone. Accuracy is the share of sampled answers (temperature 1) that have the full
-reward: `pass@1` of evaluation.jsonl. Seconds are those of the steps, without evaluations. Runs that are not done after
-`--seconds` are stopped, and count as far as they got. `--set` gives options to the trainings by rewards, `--before` to
-warm-ups.
+it (a warm-up) once, in FOLDER, which is a new one. `jobs` processes share the GPU or the cores, so seconds are those of
+a shared machine; with `--jobs 1` they are those of a run alone. Accuracy is the share of sampled answers (temperature
+1) that have the full reward: `pass@1` of evaluation.jsonl. Seconds are those of the steps, without evaluations. Runs
+that are not done after `--seconds` are stopped, and count as far as they got. `--set` gives options to the trainings by
+rewards, `--before` to warm-ups.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 WIDTH, HEIGHT = 210, 150  # of a panel
-LEFT, TOP, GAP, BELOW = 46, 40, 28, 44
+LEFT, TOP, GAP, BELOW = 46, 40, 48, 44
 COLOUR = "#1f6feb"
 
 
