@@ -1,4 +1,4 @@
-"""Prepares the recipes with tools: demonstrations for a warm-up, and the model with a chat template that shows tools.
+"""Prepares the recipes: demonstrations for warm-ups, and the model with a chat template that shows tools.
 
     python -m examples.recipes.prepare [--model models/smollm2] [--output runs/recipes]
 
@@ -12,7 +12,7 @@ import json
 import shutil
 from pathlib import Path
 
-from examples.recipes import calculator, retrieval
+from examples.recipes import calculator, retrieval, structured
 
 from truestep.environments.episodes.environment import tools_of
 
@@ -34,9 +34,13 @@ def make_model(model: Path, output: Path) -> None:
 
 
 def write_demonstrations(output: Path) -> None:
-    kinds = {"calculator": (calculator, calculator.Calculator), "retrieval": (retrieval, retrieval.Encyclopaedia)}
+    kinds = {
+        "calculator": (calculator, calculator.Calculator),
+        "retrieval": (retrieval, retrieval.Encyclopaedia),
+        "structured": (structured, structured.Structured),
+    }
     for name, (module, environment) in kinds.items():
-        tools = list(tools_of(environment).values())
+        tools = list(tools_of(environment).values()) or None
         conversations = module.demonstrations("demonstrations", COUNT)
         lines = [
             json.dumps({"id": f"{name}-{number}", "messages": messages, "tools": tools}) + "\n"
@@ -52,7 +56,7 @@ def main() -> None:
     given = parser.parse_args()
     make_model(given.model, given.output / "model")
     write_demonstrations(given.output)
-    print(f"{given.output} has the model and {COUNT} demonstrations of each recipe with a tool")
+    print(f"{given.output} has the model and {COUNT} demonstrations of each recipe with a warm-up")
 
 
 if __name__ == "__main__":

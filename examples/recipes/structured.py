@@ -73,3 +73,9 @@ def asked(person: Mapping[str, Any], names: list[str], text: str) -> str:
     member = "a member" if person["member"] else "not a member"
     described = text.format_map({**person, "member": member, "she": person["name"].split()[0]})
     return f"{described}\nAnswer with JSON of this schema: {json.dumps({name: SCHEMA[name] for name in names})}"
+
+
+def demonstrations(seed: str, count: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield conversations that end with the right answer."""
+    for row in questions(seed, count):
+        yield [*row["prompt"], {"role": "assistant", "content": json.dumps(row["values"])}]
