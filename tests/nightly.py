@@ -28,6 +28,10 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/test_examples_train.py",),
         ("examples/*", "src/truestep/config/*", "src/truestep/losses/*", "src/truestep/run/assemble/*"),
     ),
+    "recipes": (
+        ("tests/test_recipes.py",),
+        ("examples/recipes*", "benchmarks/recipe*"),
+    ),
     "adapters": (
         ("tests/environments/adapters/test_real.py", "tests/environments/adapters/test_verifiers.py"),
         (
