@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truestep.generate.engine.schedule import CacheError, EngineStep, Scheduler
+from truestep.generate.engine.schedule import CacheError, Scheduler
+from truestep.generate.engine.steps import EngineStep
 
 PAGE = 4
 

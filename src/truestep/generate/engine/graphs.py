@@ -1,7 +1,7 @@
 """CUDA graphs of decode and prefill: one for each size of a batch, kept from phase to phase.
 
-A graph reads the addresses of the KV cache and all arguments of its rows or prompts from fixed memory. Weights change
-in place between phases; if a weight's address changes, all graphs are captured again.
+A graph reads the addresses of keys and values and all arguments of its rows or prompts from fixed memory. Weights
+change in place between phases; if the address of a weight or a state changes, all graphs are captured again.
 
 Tensor ranks capture and replay the same graphs at the same time, since the graphs contain their all-reduces.
 """
@@ -101,10 +101,10 @@ class Graphs:
         self._broken: set[str] = set()  # kinds of graphs that could not be captured: rows or prompts
 
     def begin(self, cache: PagedCache, slots: int, width: int, model: Any) -> None:
-        """Begin a phase of sampling with a new cache. Drop all graphs if a weight has moved or a buffer is too
-        small."""
+        """Begin a phase of sampling with a new cache. Drop all graphs if a weight or a state has moved or a buffer is
+        too small."""
         cache.locate(self._places)
-        weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+        weights = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *cache.states))
         size = size_for(slots)
         fits = len(self._lines) >= size and self._lines.shape[1] >= PAGES + width
         if self._team.all(fits and weights == self._weights):

@@ -34,8 +34,11 @@ def serve_with_kernels(
         from truestep.generate.engine import attend_kernels
 
         fused = all(attention.is_fused(device.place, dtype, layer.softcap) for layer in layers)
-        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True, fused=fused)
-        device = replace(device, past=fused and _right("chunks", lambda: check_past(device.place, dtype, layers)))
+        past = fused and _right("chunks", lambda: check_past(device.place, dtype, layers))
+        # Recurrent operations need the bounds of prompts on the host: prefill then has no CUDA graphs.
+        fused = fused and not any(layer.states for layer in layers)
+        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True)
+        device = replace(device, fused=fused, past=past)
     if policy.exchange is not None:
         policy.exchange.connect(device.place, dtype)
     if team.all(_right("draw", lambda: check_draw(device.place, policy.head, team.slice(_VOCABULARY)))):
@@ -76,7 +79,7 @@ def check_attention(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(place, dtype)
 
-    for layer in dict.fromkeys(layers):
+    for layer in _attending(layers):
         width = -(-max(_LENGTHS) // page_size)
         pages = len(_LENGTHS) * width
         cache = PagedCache([random(pages + 1, layer.heads, page_size, layer.key_size)], [])
@@ -103,6 +106,11 @@ def check_attention(
     return None
 
 
+def _attending(layers: Iterable[LayerShape]) -> list[LayerShape]:
+    """Return the different shapes of the layers that attend."""
+    return list(dict.fromkeys(replace(layer, states=()) for layer in layers if layer.heads))
+
+
 def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerShape]) -> str | None:
     """Compare the fused kernel with plain torch for chunks behind earlier tokens. Return what is wrong for a layer, or
     None."""
@@ -110,7 +118,7 @@ def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerSh
     starts, counts = (64, 300, 1), (1, 150, 77)
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     bounds = [torch.tensor([0, *each], device=place).cumsum(0, dtype=torch.int32) for each in (counts, lengths)]
-    for layer in dict.fromkeys(layers):
+    for layer in _attending(layers):
         q, k, v = (
             torch.randn(total, heads, size, generator=generator).to(place, dtype)
             for total, heads, size in (
