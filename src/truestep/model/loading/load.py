@@ -36,6 +36,7 @@ from truestep.model.loading.probe_weights import borrowed_weights
 from truestep.model.loading.read import read_directory
 from truestep.model.mixers import attention
 from truestep.model.mixers.context_parallel import Context
+from truestep.model.mixers.registered import put_in
 from truestep.model.no_dropout import no_noise
 from truestep.model.policy import ModelFacts, Policy
 from truestep.model.save import read_companions, saved_buffers
@@ -179,6 +180,7 @@ def _attach(loading: Loading) -> None:
 
 def _prepare(loading: Loading) -> None:
     """Make the model's outputs depend on weights and tokens alone, and read the head's settings."""
+    put_in(loading.model)
     place_buffers(loading.model, loading.options.place)
     no_noise(loading.model)
     every_token_counts(loading.model)
