@@ -34,6 +34,31 @@ class ChunkSpan:
 
 
 @dataclass(frozen=True)
+class KeyPlaces:
+    """What the chunks of a pass attend to, on the host: all tokens of their prompts up to the chunks' ends, packed."""
+
+    pages: np.ndarray  # [Y]
+    offsets: np.ndarray  # [Y]
+    bounds: np.ndarray  # [chunks + 1] int32: cumulative lengths
+    longest: int
+
+    @staticmethod
+    def of(spans: Sequence[tuple[int, int, tuple[int, ...]]], page_size: int) -> "KeyPlaces":
+        """`spans` as in `make_chunks`."""
+        ends = [start + count for start, count, _ in spans]
+        _, pages, offsets = places_of([(0, start + count, own) for start, count, own in spans], page_size)
+        return KeyPlaces(pages, offsets, np.cumsum([0, *ends], dtype=np.int32), max(ends))
+
+    def padded(self, size: int, end: int, bounds: int, spare: int) -> "KeyPlaces":
+        """Pad to `size` tokens and so many bounds. One more chunk attends to the tokens up to `end`; others to none.
+        `spare`: the page of padding tokens."""
+        zeros = np.zeros(size - len(self.pages), dtype=np.int64)
+        ends = np.full(bounds - len(self.bounds), end, dtype=np.int32)
+        pages, offsets = np.concatenate([self.pages, zeros + spare]), np.concatenate([self.offsets, zeros])
+        return KeyPlaces(pages, offsets, np.concatenate([self.bounds, ends]), size)
+
+
+@dataclass(frozen=True)
 class Past:
     """All later chunks of a pass together, with the tokens before them, for the fused kernel."""
 
@@ -55,7 +80,8 @@ class PromptChunks:
     later: list[ChunkSpan]  # chunks that attend to earlier tokens in the cache, too
     layout: PackedLayout | None  # of the chunks in `whole`; None: there are none
     store: Callable[..., None] = store
-    past: Past | None = None  # of the chunks in `later`; None: they attend one by one, in plain torch
+    # Of the chunks in `later`, or of all where both lists are empty; None: they attend one by one, in plain torch.
+    past: Past | None = None
     states: ChunkStates | None = None  # None: the model keeps none
 
     def recur(self, *operation: Any) -> Any:
@@ -171,7 +197,7 @@ def _attend_chunks(
         )
         outputs.append(first)
     if chunks.past is not None and softcap is None:
-        past, first_later = chunks.past, chunks.later[0].first
+        past, first_later = chunks.past, chunks.later[0].first if chunks.later else 0
         k, v = (pool[past.pages, :, past.offsets] for pool in (keys, values))
         q = query[0, :, first_later:].transpose(0, 1)
         outputs.append(attend_to_past(q, k, v, past.bounds, past.longest, scale, window)[None])
@@ -297,21 +323,18 @@ def _chunk_states(
     first = send(np.arange(len(spans)) < len(whole)) if later else None
     bounds = send(np.array([0, *(end for _, end in spans)], dtype=np.int32))
     longest = max(end - start for start, end in spans)
-    return ChunkStates(
-        cache.states, send(np.array(slots)), segments=bounds, longest=longest, spans=spans, first=first
-    )
+    return ChunkStates(cache.states, send(np.array(slots)), segments=bounds, longest=longest, spans=spans, first=first)
 
 
 def make_past(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int, send: Callable[[np.ndarray], torch.Tensor]
 ) -> Past:
     """Describe chunks, with all tokens before them, for the fused kernel. `spans` as in `make_chunks`."""
-    _, pages, offsets = places_of([(0, start + count, own) for start, count, own in spans], page_size)
+    keys = KeyPlaces.of(spans, page_size)
     counts = [count for _, count, _ in spans]
-    ends = [start + count for start, count, _ in spans]
-    queries, keys = (send(np.cumsum([0, *lengths], dtype=np.int32)) for lengths in (counts, ends))
-    sent = send(np.stack([pages, offsets]))
-    return Past(sent[0], sent[1], (queries, keys), (max(counts), max(ends)))
+    queries = send(np.cumsum([0, *counts], dtype=np.int32))
+    sent = send(np.stack([keys.pages, keys.offsets]))
+    return Past(sent[0], sent[1], (queries, send(keys.bounds)), (max(counts), keys.longest))
 
 
 def places_of(

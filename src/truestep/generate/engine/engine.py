@@ -21,7 +21,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from truestep.generate.engine.attend import PromptChunks, Rows, UnservedError, attend_rows, make_chunks, places_of
+from truestep.generate.engine.attend import (
+    KeyPlaces,
+    Past,
+    PromptChunks,
+    Rows,
+    UnservedError,
+    attend_rows,
+    make_chunks,
+    places_of,
+)
 from truestep.generate.engine.cache import (
     PagedCache,
     free_bytes,
@@ -272,11 +281,13 @@ class Session:
         ids = np.fromiter(itertools.chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, ends[-1] + 1)
         spans = [(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks]
         hidden = None
-        if self._graphs is not None and self._device.fused and not chunks[-1].start:
+        goes_on = chunks[-1].start > 0  # behind earlier tokens
+        if self._graphs is not None and self._device.fused and (self._device.past or not goes_on):
             positions, pages, offsets = places_of(spans, self._device.page_size)
             bounds = np.concatenate([[0], ends + 1]).astype(np.int32)
             longest = max(len(chunk.tokens) for chunk in chunks)
-            prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare)
+            keys = KeyPlaces.of(spans, self._device.page_size) if goes_on else None
+            prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare, keys)
             hidden = self._graphs.run_prompts(prompts, self._device.send, self._compute_prompts)
         if self._exact:
             there, exact = chunks_pass(self.cache, spans, self._device.send, self._device.store)
@@ -298,11 +309,12 @@ class Session:
         positions: torch.Tensor,
         pages: torch.Tensor,
         offsets: torch.Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | None,
+        past: Past | None,
     ) -> torch.Tensor:
-        """Prefill whole prompts. This is captured in a CUDA graph, so it must not read host memory."""
+        """Prefill prompts or chunks of them. This is captured in a CUDA graph, so it must not read host memory."""
         assert self.cache is not None
-        step = PromptChunks(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
+        step = PromptChunks(self.cache, positions, pages, offsets, [], [], layout, self._device.store, past)
         return run_model(self._policy, ids, positions, step)
 
     def _begin(self, starts: Sequence[Start]) -> torch.Tensor:
