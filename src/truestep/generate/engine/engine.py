@@ -56,6 +56,7 @@ from truestep.generate.engine.team import Team, check
 from truestep.generate.generator import Completion, DrawOptions, Request
 from truestep.model.exact import exact_hidden, exactly
 from truestep.model.mixers.attention import PackedLayout
+from truestep.model.mixers.recurrence import recurrent_modules
 from truestep.model.policy import Policy
 from truestep.numerics.operations import InexactError
 from truestep.process import progress
@@ -120,6 +121,12 @@ class Engine:
         self._compiled: dict[Any, Any] = {}
         with torch.no_grad():
             self.layers = shapes_of(policy)
+            if exact and any(layer.states for layer in self.layers):
+                kinds = sorted({type(module).__name__ for module in recurrent_modules(policy.model)})
+                raise InexactError(
+                    f"sampler.exact: layers that keep a state add up in another order when they decode than when they "
+                    f"read a whole document: {', '.join(kinds)}"
+                )
             probe(policy, self.layers, self.device.page_size)
             if self.device.place.type == "cuda":
                 from truestep.generate.engine.serving import serve_with_kernels
