@@ -16,13 +16,13 @@ import inspect
 import threading
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from truestep.model.mixers.context_parallel import Context
+from truestep.model.mixers.context_parallel import Context, check_share, heads_needed
 from truestep.weights.errors import ModelError
 
 Spans = tuple[tuple[int, int], ...]
@@ -188,6 +188,23 @@ def _in_place_of(recurrence: Recurrence | None, function: Any) -> Any:
         return run_packed(recurrence, call, _handed.packed_layout)
 
     return dispatch
+
+
+def exchange_heads(call: Call, context: Context, heads: Sequence[str], groups: Sequence[str]) -> Call:
+    """Exchange tokens for heads. `heads`: names of arguments [1, S, heads, ...]; `groups`: of [1, S, groups, ...], each
+    of which serves equally many heads."""
+    count, shared = (call.arguments[names[0]].shape[2] for names in (heads, groups))
+    check_share("heads of a recurrent layer", count, context.size)
+    needed = heads_needed(count, shared, context.size)
+    given = {name: call.arguments[name][0] for name in heads}
+    for name in groups:
+        index = torch.tensor(needed, device=call.arguments[name].device)
+        given[name] = call.arguments[name][0].index_select(1, index)
+    exchanged: dict[str, Any] = {}
+    for kind in sorted({str(tensor.dtype) for tensor in given.values()}):  # tensors of one message have one type
+        names = [name for name, tensor in given.items() if str(tensor.dtype) == kind]
+        exchanged |= zip(names, context.tokens_for_shares(*(given[name] for name in names)), strict=True)
+    return call.replaced(**{name: tensor[None] for name, tensor in exchanged.items()})
 
 
 def run_packed(recurrence: Recurrence, call: Call, layout: Any) -> Any:
