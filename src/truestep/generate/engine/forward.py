@@ -179,10 +179,10 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
         for at in range(start, _PROBE_TOKENS):  # two rows: torch.compile specialises for one; the second is not read
             rows = Rows(
                 cache,
-                pages=torch.tensor([pages[at // page_size]] * 2, device=device),
+                pages=torch.tensor([pages[at // page_size], 0], device=device),
                 offsets=torch.tensor([at % page_size] * 2, device=device),
                 lengths=torch.tensor([at + 1] * 2, device=device),
-                table=torch.tensor([pages] * 2, device=device),
+                table=torch.tensor([pages, (0,) * len(pages)], device=device),
                 longest=at + 1,
                 attend=attend_rows,
                 states=RowStates(cache.states, torch.tensor([1, 0], device=device)),
