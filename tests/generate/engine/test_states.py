@@ -17,6 +17,7 @@ from completing import Asked, Completion, decode
 from generate.engine.plain_loop import PlainLoop
 from generate.engine.recurrent_models import FAMILIES, made, training_logprobs
 from generate.engine.test_engine import engine_for, options, requests, run, same
+from selection import long_except
 from truestep.generate.engine.cache import LayerShape, PagedCache, states_that_fit
 from truestep.generate.engine.engine import Limits, Session, engine_of
 from truestep.head.logits import HeadSettings
@@ -63,7 +64,7 @@ Alone = tuple[Policy, list[Asked], list[Completion]]
 ENDS = options(max_new_tokens=14, stop_ids=frozenset(range(3)))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=long_except(FAMILIES, "qwen3_5_text"))
 def alone(request: pytest.FixtureRequest, model_of: Made) -> Alone:
     """Give requests, some of which share their prompts or begin with another's, and their completions one by one."""
     policy = policy_of(model_of(request.param))
