@@ -12,10 +12,11 @@ of L tokens.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from truestep.model.mixers import linear_kernels
 from truestep.model.mixers.chunks import make_chunks
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.mixers.recurrence import Call, LayerState, Recurrence, Spans, exchange_heads
@@ -27,6 +28,10 @@ class DeltaRule(Recurrence):
     """`(query, key [1, S, G, K], value [1, S, H, V], g [1, S, H] or [1, S, H, K], beta [1, S, H]) -> (output, None)`,
     as `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention` compute it."""
 
+    kernel = True
+    tokens: ClassVar = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
+    wide = ("g",)
+
     def state(self, call: Call) -> LayerState:
         heads, size = call.value.shape[2:]
         return LayerState((heads, call.key.shape[3], size), _wide(call.value))
@@ -34,6 +39,8 @@ class DeltaRule(Recurrence):
     def packed(
         self, call: Call, segments: torch.Tensor, longest: int, spans: Spans, initial: torch.Tensor | None
     ) -> tuple[Any, torch.Tensor]:
+        if call.kernels:
+            return linear_kernels.apply_delta_rule(call, segments, spans, initial)
         q, k, v, g, beta = _inputs(call)
         chunks = make_chunks(spans, _PER_CHANNEL if g.ndim == q.ndim else _PER_HEAD, q.device)
         q, k, v = (chunks.arrange(tensor).transpose(1, 2) for tensor in (q, k, v))  # [N, H, L, size]

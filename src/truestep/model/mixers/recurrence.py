@@ -16,8 +16,9 @@ import inspect
 import threading
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Call:
 
     function: Callable[..., Any]  # the model's own, without kernels
     arguments: Mapping[str, Any]  # with defaults, and without what the model hands on to every function
+    kernels: bool = False  # kernels may be used, not only plain torch
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -53,7 +55,7 @@ class Call:
         return self.__dict__
 
     def replaced(self, **named: Any) -> "Call":
-        return Call(self.function, {**self.arguments, **named})
+        return replace(self, arguments={**self.arguments, **named})
 
 
 class Recurrence(ABC):
@@ -62,6 +64,11 @@ class Recurrence(ABC):
     Tensors of a call have the layout of the model's function, for a batch of one: S tokens of D packed documents, or
     one token for each of R sequences.
     """
+
+    kernel = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
+    tokens: Mapping[str, int] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel
+    output_tokens = 1  # the output's dimension of tokens
+    wide: Collection[str] = ()  # arguments that stay float32 in half precision
 
     @abstractmethod
     def state(self, call: Call) -> LayerState:
@@ -130,6 +137,29 @@ def put_in(model: Any) -> None:
     model.base_model.register_forward_pre_hook(_keep, with_kwargs=True, prepend=True)
 
 
+_KERNELS = "_recurrent_kernels"  # a module's attribute: the names of functions for which kernels are used
+
+
+def use_kernels(model: Any, names: Collection[str]) -> None:
+    """Use kernels for a model's operations of these names, and plain torch for the others."""
+    for module in recurrent_modules(model):
+        vars(module)[_KERNELS] = names
+
+
+_seen: list[tuple[Recurrence, Call]] | None = None
+
+
+@contextmanager
+def calls_seen() -> Iterator[list[tuple[Recurrence, Call]]]:
+    """Collect the calls of all operations on packed documents within the block."""
+    global _seen
+    _seen = []
+    try:
+        yield _seen
+    finally:
+        _seen = None
+
+
 def recurrent_modules(model: Any) -> list[torch.nn.Module]:
     """List the modules that call a registered operation."""
     return [module for module in model.modules() if any(_operations(type(module)))]
@@ -182,7 +212,10 @@ def _in_place_of(recurrence: Recurrence | None, function: Any) -> Any:
         bound.apply_defaults()
         if rest is not None:
             del bound.arguments[rest]
-        call = Call(plain, bound.arguments)
+        kernels: Collection[str] = vars(_handed.module).get(_KERNELS, ()) if _handed.module is not None else ()
+        call = Call(plain, bound.arguments, plain.__name__ in kernels)
+        if _seen is not None:
+            _seen.append((recurrence, call))
         if _handed.paged is not None:
             return _handed.paged.step.recur(_handed.module, recurrence, call)
         return run_packed(recurrence, call, _handed.packed_layout)

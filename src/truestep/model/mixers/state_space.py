@@ -10,11 +10,12 @@ state for each input; L tokens of a chunk, and as many chunks as there are.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import silu, softplus
 
+from truestep.model.mixers import linear_kernels
 from truestep.model.mixers.chunks import make_chunks
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.mixers.recurrence import Call, LayerState, Recurrence, Spans, exchange_heads
@@ -25,6 +26,10 @@ _CHUNK = 64
 class Mamba2(Recurrence):
     """`mamba2_chunk_scan(hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N]) -> output`."""
 
+    kernel = True
+    tokens: ClassVar = dict.fromkeys(("hidden_states", "dt", "B", "C"), 1)
+    wide = ("A",)
+
     def state(self, call: Call) -> LayerState:
         return LayerState((*call.hidden_states.shape[2:], call.B.shape[3]), _wide(call.hidden_states))
 
@@ -32,6 +37,11 @@ class Mamba2(Recurrence):
         self, call: Call, segments: torch.Tensor, longest: int, spans: Spans, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, dt, b, c = _inputs(call)
+        if call.kernels:
+            half, decay = call.hidden_states.dtype, dt * call.A.to(dt.dtype)
+            given = (x * dt[..., None]).to(half)
+            output, final = linear_kernels.scan_heads(given, decay, b.to(half), c.to(half), segments, spans, initial)
+            return _with_input(call, output.to(x.dtype), x)[None], final
         groups = b.shape[1]
         chunks = make_chunks(spans, _CHUNK, x.device)
         dt = chunks.arrange(dt, 0.0).transpose(1, 2).unflatten(1, (groups, -1))  # [chunks, G, H/G, L]
