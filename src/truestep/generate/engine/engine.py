@@ -136,7 +136,11 @@ class Engine:
             if exact:
                 self.device = exact_device(self.device)
                 make_exact(policy, self.layers, self.device)
-        self.graphs = Graphs(self.device.place, len(self.layers), self.team) if self.device.graphs else None
+        self.graphs = self._graphs() if self.device.graphs else None
+
+    def _graphs(self) -> Graphs:
+        operations = sum(len(layer.states) for layer in self.layers)
+        return Graphs(self.device.place, len(self.layers), self.team, operations, self.device.addressed)
 
     @contextmanager
     def session(self, policy: Policy, limits: Limits) -> Iterator["Session"]:
@@ -375,7 +379,7 @@ class Session:
             table=lines[:, PAGES:],
             longest=longest,
             attend=self._device.attend,
-            states=RowStates(self.cache.states, lines[:, STATE]),
+            states=RowStates(self.cache, lines[:, STATE], advance=self._device.advance),
         )
         return self._choose(run_model(self._policy, ids, lines[:, LENGTH] - 1, rows), lines)
 
