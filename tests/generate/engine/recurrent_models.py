@@ -68,7 +68,7 @@ def made(directory: Path) -> Callable[[str], Path]:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         if parameter.ndim > 1:  # what begins near 0 would let mistakes pass
-                            parameter.copy_(0.3 * torch.randn(parameter.shape))
+                            parameter.copy_(0.2 * torch.randn(parameter.shape))
             model.save_pretrained(path)
         return path
 
