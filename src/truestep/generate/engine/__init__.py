@@ -21,5 +21,5 @@ graphs            CUDA graphs of prefill and decode
 device            settings and functions for CPU or GPU
 team              tensor ranks that sample together
 exact             steps whose log-probs equal training's bit by bit
-attend_kernels, copy_kernels, draw_kernels    Triton kernels for attend, device and draw
+attend_kernels, copy_kernels, draw_kernels, recur_kernels    Triton kernels for attend, device, draw and recur
 """

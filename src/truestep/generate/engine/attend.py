@@ -323,7 +323,7 @@ def _chunk_states(
     first = send(np.arange(len(spans)) < len(whole)) if later else None
     bounds = send(np.array([0, *(end for _, end in spans)], dtype=np.int32))
     longest = max(end - start for start, end in spans)
-    return ChunkStates(cache.states, send(np.array(slots)), segments=bounds, longest=longest, spans=spans, first=first)
+    return ChunkStates(cache, send(np.array(slots)), segments=bounds, longest=longest, spans=spans, first=first)
 
 
 def make_past(

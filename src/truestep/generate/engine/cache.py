@@ -42,6 +42,7 @@ class PagedCache:
     values: list[torch.Tensor]
     places: torch.Tensor | None = None  # [layers, 2] device addresses of keys and values, for kernels
     states: list[torch.Tensor] = field(default_factory=list)  # for each recurrent operation: [states + 1, *shape]
+    state_places: torch.Tensor | None = None  # [operations] their device addresses
 
     @staticmethod
     def make(
@@ -86,13 +87,15 @@ class PagedCache:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values, *self.states))
 
-    def locate(self, places: torch.Tensor | None = None) -> None:
-        """Store the cache's addresses on the device, for kernels: in `places`, or in a new tensor if it is None."""
-        self.places = self.addresses().to(self.keys[0].device) if places is None else places.copy_(self.addresses())
+    def locate(self, places: torch.Tensor | None = None, state_places: torch.Tensor | None = None) -> None:
+        """Store the cache's addresses on the device, for kernels: in these tensors, or in new ones if they are None. A
+        CUDA graph outlives the cache, so its kernels read the addresses from memory."""
+        device, pools = self.keys[0].device, torch.tensor([pool.data_ptr() for pool in self.states], dtype=torch.int64)
+        self.places = self.addresses().to(device) if places is None else places.copy_(self.addresses())
+        self.state_places = pools.to(device) if state_places is None else state_places.copy_(pools)
 
     def addresses(self) -> torch.Tensor:  # [layers, 2] on the host
-        """Return the addresses of each layer's keys and values. A CUDA graph outlives the cache, so its kernels read
-        them from memory."""
+        """Return the addresses of each layer's keys and values."""
         return torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)])
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:

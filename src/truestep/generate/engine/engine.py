@@ -65,6 +65,7 @@ from truestep.generate.engine.team import Team, check
 from truestep.generate.generator import Completion, DrawOptions, Request
 from truestep.model.exact import exact_hidden, exactly
 from truestep.model.mixers.attention import PackedLayout
+from truestep.model.mixers.recurrence import recurrent_modules
 from truestep.model.policy import Policy
 from truestep.numerics.operations import InexactError
 from truestep.process import progress
@@ -129,6 +130,12 @@ class Engine:
         self._compiled: dict[Any, Any] = {}
         with torch.no_grad():
             self.layers = shapes_of(policy)
+            if exact and any(layer.states for layer in self.layers):
+                kinds = sorted({type(module).__name__ for module in recurrent_modules(policy.model)})
+                raise InexactError(
+                    f"sampler.exact: layers that keep a state add up in another order when they decode than when they "
+                    f"read a whole document: {', '.join(kinds)}"
+                )
             probe(policy, self.layers, self.device.page_size)
             if self.device.place.type == "cuda":
                 from truestep.generate.engine.serving import serve_with_kernels
@@ -138,7 +145,11 @@ class Engine:
             if exact:
                 self.device = exact_device(self.device)
                 make_exact(policy, self.layers, self.device)
-        self.graphs = Graphs(self.device.place, len(self.layers), self.team) if self.device.graphs else None
+        self.graphs = self._graphs() if self.device.graphs else None
+
+    def _graphs(self) -> Graphs:
+        operations = sum(len(layer.states) for layer in self.layers)
+        return Graphs(self.device.place, len(self.layers), self.team, operations, self.device.addressed)
 
     @contextmanager
     def session(self, policy: Policy, limits: Limits) -> Iterator["Session"]:
@@ -380,7 +391,7 @@ class Session:
             table=lines[:, PAGES:],
             longest=longest,
             attend=self._device.attend,
-            states=RowStates(self.cache.states, lines[:, STATE]),
+            states=RowStates(self.cache, lines[:, STATE], advance=self._device.advance),
         )
         return self._choose(run_model(self._policy, ids, lines[:, LENGTH] - 1, rows), lines)
 

@@ -113,16 +113,16 @@ def shapes_of(policy: Policy) -> list[LayerShape]:
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         if kinds & {"dynamic", "longrope"}:
             raise UnservedError("its RoPE changes with the longest sequence of a batch")
-    recorded, hidden = _try(policy, (0, 0))
+    recorded, hidden = try_tokens(policy)
     layers = layers_of(policy.model)[1]
     states: dict[int, list[LayerState]] = {}
-    for module, state in recorded.states.states:
+    for module, recurrence, call in recorded.states.calls:
         number = next((number for number, layer in enumerate(layers) if module in set(layer.modules())), None)
         if number is None:
             raise UnservedError(f"{type(module).__name__} keeps a state and is in none of its layers")
-        states.setdefault(number, []).append(state)
+        states.setdefault(number, []).append(recurrence.state(call))
     others = [number for number in range(len(layers)) if number not in recorded.layers and number not in states]
-    if others and not torch.equal(hidden[1], _try(policy, (1, 0))[1][1]):
+    if others and not torch.equal(hidden[1], try_tokens(policy, (1, 0))[1][1]):
         named = ", ".join(f"{number} ({type(layers[number]).__name__})" for number in others)
         raise UnservedError(f"of its layers {named} neither attend nor recur: they keep another state")
     return [
@@ -131,7 +131,7 @@ def shapes_of(policy: Policy) -> list[LayerShape]:
     ]
 
 
-def _try(policy: Policy, ids: tuple[int, int]) -> tuple[Recorded, torch.Tensor]:
+def try_tokens(policy: Policy, ids: tuple[int, int] = (0, 0)) -> tuple[Recorded, torch.Tensor]:
     """Run two tokens each of which sees itself alone. Return what was recorded, and their hidden states."""
     recorded, tokens = Recorded(RecordedStates(len(ids))), torch.tensor(ids, device=policy.device)
     with paged(policy):
@@ -179,13 +179,13 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
         for at in range(start, _PROBE_TOKENS):  # two rows: torch.compile specialises for one; the second is not read
             rows = Rows(
                 cache,
-                pages=torch.tensor([pages[at // page_size]] * 2, device=device),
+                pages=torch.tensor([pages[at // page_size], 0], device=device),
                 offsets=torch.tensor([at % page_size] * 2, device=device),
                 lengths=torch.tensor([at + 1] * 2, device=device),
-                table=torch.tensor([pages] * 2, device=device),
+                table=torch.tensor([pages, (0,) * len(pages)], device=device),
                 longest=at + 1,
                 attend=attend_rows,
-                states=RowStates(cache.states, torch.tensor([1, 0], device=device)),
+                states=RowStates(cache, torch.tensor([1, 0], device=device)),
             )
             positions = torch.tensor([at] * 2, device=device)
             found.append(run_model(policy, tokens[at].expand(2), positions, rows)[:1])

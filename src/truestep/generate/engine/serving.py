@@ -11,13 +11,16 @@ from truestep.generate.engine.attend import Rows, attend_rows, see_earlier
 from truestep.generate.engine.cache import LayerShape, PagedCache
 from truestep.generate.engine.device import Device
 from truestep.generate.engine.draw import DrawRows, Slice, Truncation, draw
-from truestep.generate.engine.forward import compiled_layers, probe, run_many
+from truestep.generate.engine.forward import compiled_layers, probe, run_many, try_tokens
+from truestep.generate.engine.recur import States, in_torch
 from truestep.generate.engine.team import Team
 from truestep.gpu.self_test import serves
 from truestep.head.logits import HeadSettings
 from truestep.model.fast.fused_products import noting
 from truestep.model.mixers import attention
 from truestep.model.mixers.attention import attend_to_past
+from truestep.model.mixers.linear_kernels import random_call
+from truestep.model.mixers.recurrence import Call, Recurrence
 from truestep.model.policy import Policy
 
 _LENGTHS = (1, 63, 64, 65, 700, 1500)
@@ -39,6 +42,12 @@ def serve_with_kernels(
         fused = fused and not any(layer.states for layer in layers)
         device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True)
         device = replace(device, fused=fused, past=past)
+    calls = [(recurrence, call) for _, recurrence, call in try_tokens(policy)[0].states.calls]
+    if calls and team.all(_right("states", lambda: check_states(device.place, dtype, calls))):
+        from truestep.generate.engine import recur_kernels
+
+        addressed = all(recur_kernels.has_kernel(*each) for each in calls)
+        device = replace(device, advance=recur_kernels.in_place, addressed=addressed)
     if policy.exchange is not None:
         policy.exchange.connect(device.place, dtype)
     if team.all(_right("draw", lambda: check_draw(device.place, policy.head, team.slice(_VOCABULARY)))):
@@ -136,6 +145,37 @@ def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerSh
         worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
         if not worst <= 3e-2:
             return f"{layer}: off by {worst:.0e}"
+    return None
+
+
+def check_states(
+    place: torch.device, dtype: torch.dtype, calls: Iterable[tuple[Recurrence, Call]]
+) -> str | None:
+    """Compare the kernels of recurrent operations with plain torch, for a decode step. Return what is wrong, or
+    None. `calls`: one of each operation of the model."""
+    from truestep.generate.engine.recur_kernels import has_kernel, in_place
+
+    generator = torch.Generator().manual_seed(0)
+    lines = torch.tensor([[9, 3], [9, 5], [9, 0], [9, 6], [9, 1]], device=place)
+    seen = set()
+    for recurrence, one in calls:
+        call = random_call(recurrence, one, len(lines), dtype, place)
+        state = recurrence.state(call)
+        if not has_kernel(recurrence, call) or (type(recurrence), state) in seen:
+            continue
+        seen.add((type(recurrence), state))
+        pool = torch.randn(8, *state.shape, generator=generator).to(place, state.dtype)
+        own = States(pool.clone(), None)
+        found = in_place(
+            recurrence, call, replace(own, place=torch.tensor([own.pool.data_ptr()], device=place)), lines[:, 1]
+        )
+        expected = in_torch(recurrence, call, States(pool, None), lines[:, 1])
+        for name, mine, right in (("outputs", found, expected), ("states", own.pool, pool)):
+            mine, right = (part[0] if isinstance(part, tuple) else part for part in (mine, right))
+            worst = float((mine.float() - right.float()).norm() / right.float().norm().clamp(min=1e-6))
+            allowed = 1e-5 if dtype == torch.float32 or name == "states" else 1e-2
+            if mine.dtype != right.dtype or mine.shape != right.shape or not worst <= allowed:
+                return f"{type(recurrence).__name__} with a state of {state.shape}: {name} are off by {worst:.0e}"
     return None
 
 

@@ -318,7 +318,7 @@ def _rows(
                 for tensor in (q, k, v)
             )
             attended = _dense(query, key, value, scale, window, softcap)
-            outputs.append(attended.transpose(1, 2).reshape(-1, *q.shape[1:]))
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.rows.restore)
 
 

@@ -8,12 +8,13 @@ Dimensions: C channels; W taps; S tokens of D documents; R sequences.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import conv1d
 from transformers.activations import ACT2FN
 
+from truestep.model.mixers import linear_kernels
 from truestep.model.mixers.context_parallel import Context, check_share
 from truestep.model.mixers.recurrence import Call, LayerState, Recurrence, Spans
 
@@ -21,12 +22,18 @@ from truestep.model.mixers.recurrence import Call, LayerState, Recurrence, Spans
 class Convolution(Recurrence):
     """`causal_conv1d_fn(hidden_states [1, C, S], weight [C, W], bias, activation)`."""
 
+    kernel = True
+    tokens: ClassVar = {"hidden_states": 2}
+    output_tokens = 2
+
     def state(self, call: Call) -> LayerState:
         return LayerState((call.weight.shape[0], call.weight.shape[1] - 1), call.hidden_states.dtype)
 
     def packed(
         self, call: Call, segments: torch.Tensor, longest: int, spans: Spans, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if call.kernels and call.activation in (None, "silu", "swish"):
+            return linear_kernels.convolve(call, segments, spans, initial)
         given = call.hidden_states[0]  # [C, S]
         width = call.weight.shape[1] - 1
         index, outputs, last = _layout(spans, width, given.device)

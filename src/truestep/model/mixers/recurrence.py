@@ -16,13 +16,14 @@ import inspect
 import threading
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from truestep.model.mixers.context_parallel import Context
+from truestep.model.mixers.context_parallel import Context, check_share, heads_needed
 from truestep.weights.errors import ModelError
 
 Spans = tuple[tuple[int, int], ...]
@@ -42,6 +43,7 @@ class Call:
 
     function: Callable[..., Any]  # the model's own, without kernels
     arguments: Mapping[str, Any]  # with defaults, and without what the model hands on to every function
+    kernels: bool = False  # kernels may be used, not only plain torch
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -53,7 +55,7 @@ class Call:
         return self.__dict__
 
     def replaced(self, **named: Any) -> "Call":
-        return Call(self.function, {**self.arguments, **named})
+        return replace(self, arguments={**self.arguments, **named})
 
 
 class Recurrence(ABC):
@@ -62,6 +64,11 @@ class Recurrence(ABC):
     Tensors of a call have the layout of the model's function, for a batch of one: S tokens of D packed documents, or
     one token for each of R sequences.
     """
+
+    kernel = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
+    tokens: Mapping[str, int] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel
+    output_tokens = 1  # the output's dimension of tokens
+    wide: Collection[str] = ()  # arguments that stay float32 in half precision
 
     @abstractmethod
     def state(self, call: Call) -> LayerState:
@@ -130,6 +137,29 @@ def put_in(model: Any) -> None:
     model.base_model.register_forward_pre_hook(_keep, with_kwargs=True, prepend=True)
 
 
+_KERNELS = "_recurrent_kernels"  # a module's attribute: the names of functions for which kernels are used
+
+
+def use_kernels(model: Any, names: Collection[str]) -> None:
+    """Use kernels for a model's operations of these names, and plain torch for the others."""
+    for module in recurrent_modules(model):
+        vars(module)[_KERNELS] = names
+
+
+_seen: list[tuple[Recurrence, Call]] | None = None
+
+
+@contextmanager
+def calls_seen() -> Iterator[list[tuple[Recurrence, Call]]]:
+    """Collect the calls of all operations on packed documents within the block."""
+    global _seen
+    _seen = []
+    try:
+        yield _seen
+    finally:
+        _seen = None
+
+
 def recurrent_modules(model: Any) -> list[torch.nn.Module]:
     """List the modules that call a registered operation."""
     return [module for module in model.modules() if any(_operations(type(module)))]
@@ -188,12 +218,32 @@ def _in_place_of(recurrence: Recurrence | None, function: Any) -> Any:
         bound.apply_defaults()
         if rest is not None:
             del bound.arguments[rest]
-        call = Call(plain, bound.arguments)
+        kernels: Collection[str] = vars(_handed.module).get(_KERNELS, ()) if _handed.module is not None else ()
+        call = Call(plain, bound.arguments, plain.__name__ in kernels)
+        if _seen is not None:
+            _seen.append((recurrence, call))
         if _handed.paged is not None:
             return _handed.paged.step.recur(_handed.module, recurrence, call)
         return run_packed(recurrence, call, _handed.packed_layout)
 
     return dispatch
+
+
+def exchange_heads(call: Call, context: Context, heads: Sequence[str], groups: Sequence[str]) -> Call:
+    """Exchange tokens for heads. `heads`: names of arguments [1, S, heads, ...]; `groups`: of [1, S, groups, ...], each
+    of which serves equally many heads."""
+    count, shared = (call.arguments[names[0]].shape[2] for names in (heads, groups))
+    check_share("heads of a recurrent layer", count, context.size)
+    needed = heads_needed(count, shared, context.size)
+    given = {name: call.arguments[name][0] for name in heads}
+    for name in groups:
+        index = torch.tensor(needed, device=call.arguments[name].device)
+        given[name] = call.arguments[name][0].index_select(1, index)
+    exchanged: dict[str, Any] = {}
+    for kind in sorted({str(tensor.dtype) for tensor in given.values()}):  # tensors of one message have one type
+        names = [name for name, tensor in given.items() if str(tensor.dtype) == kind]
+        exchanged |= zip(names, context.tokens_for_shares(*(given[name] for name in names)), strict=True)
+    return call.replaced(**{name: tensor[None] for name, tensor in exchanged.items()})
 
 
 def run_packed(recurrence: Recurrence, call: Call, layout: Any) -> Any:
