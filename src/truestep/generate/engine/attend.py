@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from truestep.generate.engine.cache import LayerShape, PagedCache, store
+from truestep.generate.engine.cache import LayerShape, PagedCache, gather, store
 from truestep.generate.engine.recur import ChunkStates, RecordedStates, RowStates
 from truestep.model.mixers.attention import PackedLayout, attend_to_past, make_layout, packed_attention
 
@@ -82,6 +82,7 @@ class PromptChunks:
     store: Callable[..., None] = store
     # Of the chunks in `later`, or of all where both lists are empty; None: they attend one by one, in plain torch.
     past: Past | None = None
+    gather: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gather
     states: ChunkStates | None = None  # None: the model keeps none
 
     def recur(self, *operation: Any) -> Any:
@@ -198,7 +199,7 @@ def _attend_chunks(
         outputs.append(first)
     if chunks.past is not None and softcap is None:
         past, first_later = chunks.past, chunks.later[0].first if chunks.later else 0
-        k, v = (pool[past.pages, :, past.offsets] for pool in (keys, values))
+        k, v = chunks.gather(chunks.cache, layer, past.pages, past.offsets)
         q = query[0, :, first_later:].transpose(0, 1)
         outputs.append(attend_to_past(q, k, v, past.bounds, past.longest, scale, window)[None])
     for chunk in chunks.later if chunks.past is None or softcap is not None else ():

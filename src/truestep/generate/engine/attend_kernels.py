@@ -66,6 +66,35 @@ def _store_kernel(
 
 
 @triton.jit
+def _gather_kernel(
+    addresses_pointer,  # [2] int64, of the layer
+    key_pointer,  # [Y, K, E]
+    value_pointer,  # [Y, K, E]
+    page_pointer,  # [Y] int64
+    offset_pointer,  # [Y] int64
+    TYPE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+):
+    """Copy a token's key and value from its page."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEAD_BLOCK)[:, None]
+    lane = tl.arange(0, SIZE_BLOCK)[None, :]
+    line = (tl.load(page_pointer + row) * HEADS + head) * PAGE_SIZE + tl.load(offset_pointer + row)
+    ours = row * HEADS + head
+    inside = (head < HEADS) & (lane < KEY_SIZE)
+    key = tl.load(pool_of(addresses_pointer, 0, TYPE) + line * KEY_SIZE + lane, mask=inside)
+    tl.store(key_pointer + ours * KEY_SIZE + lane, key, mask=inside)
+    inside = (head < HEADS) & (lane < VALUE_SIZE)
+    value = tl.load(pool_of(addresses_pointer, 1, TYPE) + line * VALUE_SIZE + lane, mask=inside)
+    tl.store(value_pointer + ours * VALUE_SIZE + lane, value, mask=inside)
+
+
+@triton.jit
 def _first_tile(length, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Return the index of the first page that a row attends to."""
     first = length * 0
@@ -256,6 +285,33 @@ def store(
         HEAD_BLOCK=triton.next_power_of_2(heads),
         SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
     )
+
+
+def gather(
+    cache: PagedCache,
+    layer: int,
+    pages: torch.Tensor,  # [Y]
+    offsets: torch.Tensor,  # [Y]
+) -> tuple[torch.Tensor, torch.Tensor]:  # [Y, K, E] each
+    """Copy keys and values of tokens from their pages, as `cache.gather` does."""
+    assert cache.places is not None and pages.is_contiguous() and offsets.is_contiguous()
+    (_, heads, page_size, key_size), value_size = cache.keys[layer].shape, cache.values[layer].shape[3]
+    k, v = (cache.keys[layer].new_empty(len(pages), heads, size) for size in (key_size, value_size))
+    _gather_kernel[(len(pages),)](
+        cache.places[layer],
+        k,
+        v,
+        pages,
+        offsets,
+        TYPE=TYPES[k.dtype],
+        HEADS=heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        PAGE_SIZE=page_size,
+        HEAD_BLOCK=triton.next_power_of_2(heads),
+        SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
+    )
+    return k, v
 
 
 def attend(

@@ -129,6 +129,16 @@ def store(
     cache.values[layer][pages, :, offsets] = v
 
 
+def gather(
+    cache: PagedCache,
+    layer: int,
+    pages: torch.Tensor,  # [Y]
+    offsets: torch.Tensor,  # [Y] in their pages
+) -> tuple[torch.Tensor, torch.Tensor]:  # [Y, K, E] each
+    """Copy the keys and values of tokens from their pages."""
+    return cache.keys[layer][pages, :, offsets], cache.values[layer][pages, :, offsets]
+
+
 def page_bytes(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype) -> int:
     return page_size * dtype.itemsize * sum(layer.numbers for layer in layers)
 

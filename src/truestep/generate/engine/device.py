@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from truestep.generate.engine.attend import attend_rows
-from truestep.generate.engine.cache import store
+from truestep.generate.engine.cache import gather, store
 from truestep.generate.engine.draw import Drawn, draw
 from truestep.generate.engine.recur import in_torch
 
@@ -51,6 +51,7 @@ class Device:
     addressed: bool = False  # it finds the states of all operations by their addresses
     draw: Callable[..., Drawn] = draw
     store: Callable[..., None] = store
+    gather: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gather
     copy: Callable[[torch.Tensor, torch.Tensor], None] = copy  # between host and device memory
     graphs: bool = False  # decode steps use CUDA graphs
     past: bool = False  # chunks behind earlier tokens attend by the fused kernel

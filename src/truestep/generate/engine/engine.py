@@ -325,7 +325,9 @@ class Session:
     ) -> torch.Tensor:
         """Prefill prompts or chunks of them. This is captured in a CUDA graph, so it must not read host memory."""
         assert self.cache is not None
-        step = PromptChunks(self.cache, positions, pages, offsets, [], [], layout, self._device.store, past)
+        step = PromptChunks(
+            self.cache, positions, pages, offsets, [], [], layout, self._device.store, past, self._device.gather
+        )
         return run_model(self._policy, ids, positions, step)
 
     def _begin(self, starts: Sequence[Start]) -> torch.Tensor:

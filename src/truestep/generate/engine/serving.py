@@ -41,7 +41,7 @@ def serve_with_kernels(
         # Recurrent operations need the bounds of prompts on the host: prefill then has no CUDA graphs.
         fused = fused and not any(layer.states for layer in layers)
         device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True)
-        device = replace(device, fused=fused, past=past)
+        device = replace(device, fused=fused, past=past, gather=attend_kernels.gather)
     calls = [(recurrence, call) for _, recurrence, call in try_tokens(policy)[0].states.calls]
     if calls and team.all(_right("states", lambda: check_states(device.place, dtype, calls))):
         from truestep.generate.engine import recur_kernels
@@ -81,7 +81,7 @@ def check_attention(
     place: torch.device, dtype: torch.dtype, page_size: int, layers: Iterable[LayerShape]
 ) -> str | None:
     """Compare the attention kernels with plain torch. Return what is wrong for a layer, or None."""
-    from truestep.generate.engine.attend_kernels import attend
+    from truestep.generate.engine.attend_kernels import attend, gather
 
     generator = torch.Generator().manual_seed(0)
 
@@ -108,6 +108,8 @@ def check_attention(
         stored = (cache.keys[0][rows.pages, :, rows.offsets], cache.values[0][rows.pages, :, rows.offsets])
         if not (torch.equal(stored[0], k) and torch.equal(stored[1], v)):
             return f"{layer}: new keys or values are not in their pages"
+        if not all(map(torch.equal, gather(cache, 0, rows.pages.contiguous(), rows.offsets.contiguous()), (k, v))):
+            return f"{layer}: keys or values are not those of their pages"
         expected = attend_rows(rows, 0, q, k, v, *how).float()
         worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
         if not worst <= (1e-4 if dtype == torch.float32 else 3e-2):
@@ -148,9 +150,7 @@ def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerSh
     return None
 
 
-def check_states(
-    place: torch.device, dtype: torch.dtype, calls: Iterable[tuple[Recurrence, Call]]
-) -> str | None:
+def check_states(place: torch.device, dtype: torch.dtype, calls: Iterable[tuple[Recurrence, Call]]) -> str | None:
     """Compare the kernels of recurrent operations with plain torch, for a decode step. Return what is wrong, or
     None. `calls`: one of each operation of the model."""
     from truestep.generate.engine.recur_kernels import has_kernel, in_place
