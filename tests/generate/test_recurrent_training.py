@@ -14,9 +14,7 @@ from truestep.tools.demo.model import make_tokenizer
 
 
 @pytest.mark.parametrize("family", long_except(FAMILIES, "qwen3_5_text"))
-def test_every_ratio_of_a_run_is_one(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_ratio_of_a_run_is_one(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = made(tmp_path)(family)
     assert make_tokenizer(model, WORDS) == VOCABULARY
     prompts = [{"prompt": " ".join(WORDS[at : at + length])} for at, length in enumerate((3, 17, 1, 40))]

@@ -148,9 +148,7 @@ def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerSh
     return None
 
 
-def check_states(
-    place: torch.device, dtype: torch.dtype, calls: Iterable[tuple[Recurrence, Call]]
-) -> str | None:
+def check_states(place: torch.device, dtype: torch.dtype, calls: Iterable[tuple[Recurrence, Call]]) -> str | None:
     """Compare the kernels of recurrent operations with plain torch, for a decode step. Return what is wrong, or
     None. `calls`: one of each operation of the model."""
     from truestep.generate.engine.recur_kernels import has_kernel, in_place
