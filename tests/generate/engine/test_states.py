@@ -192,7 +192,7 @@ def test_a_spare_state_is_all_that_padding_rows_write(model_of: Made) -> None:
         for number, request in enumerate(requests((5, 6, 7))):
             session.submit(number, request.request(options()))
         session.step()
-        lines = session._lines([], 4, session._tables.shape[1])
+        lines = session._rows.lines([], 4, 3, len(session._last) - 1)
         before = [pool[1:].clone() for pool in session.cache.states]
         session._decode(torch.from_numpy(lines), 1)
         for pool, right in zip(session.cache.states, before, strict=True):
