@@ -240,7 +240,7 @@ def test_a_cache_has_the_states_of_its_layers(model_of: Made) -> None:
 
 
 def test_states_are_float32_in_half_precision_too(model_of: Made) -> None:
-    for family, kinds in (("qwen3_5_text", 1), ("falcon_h1", 2)):
+    for family, kinds in (("qwen3_5_text", 1), ("nemotron_h", 2)):
         policy = load_policy(model_of(family), dtype="bfloat16")
         types = [[state.dtype for state in layer.states] for layer in engine_for(policy).layers if layer.states]
         assert types == [[torch.bfloat16, torch.float32]] * kinds  # a convolution, and what recurs
