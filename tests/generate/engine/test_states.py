@@ -246,7 +246,7 @@ def test_states_are_float32_in_half_precision_too(model_of: Made) -> None:
         assert types == [[torch.bfloat16, torch.float32]] * kinds  # a convolution, and what recurs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_5_text"])
 def test_tensor_ranks_are_refused_by_name(family: str, model_of: Made) -> None:
     with pytest.raises(ModelError, match=f"parallel.tensor: {family}"):
         tensor_plan(AutoConfig.from_pretrained(model_of(family)), 2)
