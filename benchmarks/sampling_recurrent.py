@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ def made(layers: int, shape: dict[str, int], place: str) -> Policy:
         return load_policy(Path(directory), dtype="bfloat16")
 
 
-def timed(work: Callable[[], Any]) -> float:
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     _wait()
     start = time.perf_counter()
-    work()
+    result = work()
     _wait()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, result
 
 
 def _wait() -> None:
@@ -81,8 +82,8 @@ class Bound:
         source = torch.empty(size * 2**20, dtype=torch.uint8, device=place)
         target = torch.empty_like(source)
         a, b = (torch.randn(8 * size, 8 * size, device=place, dtype=torch.bfloat16) for _ in range(2))
-        self.copy = 2 * source.numel() / statistics.median(timed(lambda: target.copy_(source)) for _ in range(10))
-        self.product = 2 * len(a) ** 3 / statistics.median(timed(lambda: a @ b) for _ in range(10))
+        self.copy = 2 * source.numel() / statistics.median(timed(lambda: target.copy_(source))[0] for _ in range(10))
+        self.product = 2 * len(a) ** 3 / statistics.median(timed(lambda: a @ b)[0] for _ in range(10))
         self.weights = sum(parameter.numel() for parameter in policy.model.parameters())
         self.token, self.state = page_bytes(layers, 1, torch.bfloat16), state_bytes(layers)
 
@@ -106,7 +107,9 @@ def sample(policy: Policy, engine: Engine, rows: int, prompt: int, new: int, voc
 def compare(policy: Policy, completions: list[Completion], prompt: int, vocabulary: int) -> None:
     """Print how far the log-probs of some completions are from training's."""
     offs = []
-    for request, one in list(zip(requests(len(completions), prompt, vocabulary=vocabulary), completions, strict=True))[:8]:
+    for request, one in list(zip(requests(len(completions), prompt, vocabulary=vocabulary), completions, strict=True))[
+        :8
+    ]:
         ids = torch.tensor([*request.token_ids, *one.token_ids])
         with torch.no_grad():
             hidden = policy.hidden_alone(pack_tokens([ids.numpy()]))[prompt - 1 : len(ids) - 1]
@@ -132,7 +135,7 @@ def breakdown(policy: Policy, engine: Engine, rows: int, prompt: int, vocabulary
             session.step()
         kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with profile(activities=kinds if torch.cuda.is_available() else kinds[:1]) as seen:
-            took = timed(lambda: [session.step() for _ in range(10)])
+            took, _ = timed(lambda: [session.step() for _ in range(10)])
     print(f"10 decode steps of {rows} rows: {took * 1e3:.1f} ms")
     print(seen.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
 
@@ -150,10 +153,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     shape = TINY if given.tiny else SHAPE
     policy = made(4 if given.tiny else given.layers, shape, "cpu" if given.tiny else "cuda")
-    engine: Any = None
-    with torch.no_grad():
-        took = timed(lambda: engine_of(policy))
-    engine = engine_of(policy)
+    took, engine = timed(lambda: engine_of(policy))
     if not isinstance(engine, Engine):
         raise SystemExit(f"not served: {engine}")
     device, bound = engine.device, Bound(policy, engine.layers, 2 if given.tiny else 1024)
@@ -169,11 +169,10 @@ def main() -> None:
     for rows in [3] if given.tiny else given.rows:
         least = bound.of(rows, prompt, new)
         print(f"{rows} prompts of {prompt}, {new} new tokens: bound {rows * new / least:,.0f} tokens/s")
-        done: list[Completion] = []
         for number in range(given.runs):
-            took = timed(lambda: done.extend(sample(policy, engine, rows, prompt, new, shape["vocab_size"])))
+            took, done = timed(partial(sample, policy, engine, rows, prompt, new, shape["vocab_size"]))
             print(f"run {number}: {rows * new / took:,.0f} tokens/s, {took:.2f} s, {least / took:.0%} of the bound")
-        compare(policy, done[-rows:], prompt, shape["vocab_size"])
+        compare(policy, done, prompt, shape["vocab_size"])
         if given.breakdown:
             breakdown(policy, engine, rows, prompt, shape["vocab_size"])
     print(f"graphs: {0 if engine.graphs is None else len(engine.graphs)}")

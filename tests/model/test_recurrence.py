@@ -75,7 +75,7 @@ def _mamba2(normal: Any, tokens: int) -> dict[str, torch.Tensor]:
     return {
         "hidden_states": normal(1, tokens, HEADS, SIZE),
         "dt": normal(1, tokens, HEADS) - 1,
-        "A": -normal(HEADS).exp(),
+        "A": -(0.5 * normal(HEADS)).exp(),
         "B": normal(1, tokens, GROUPS, STATE),
         "C": normal(1, tokens, GROUPS, STATE),
         "D": normal(HEADS),
@@ -87,7 +87,7 @@ def _mamba1(normal: Any, tokens: int) -> dict[str, torch.Tensor]:
     return {
         "hidden_states": normal(1, CHANNELS, tokens),
         "dt": normal(1, CHANNELS, tokens) - 1,
-        "A": -normal(CHANNELS, STATE).exp(),
+        "A": -(0.5 * normal(CHANNELS, STATE)).exp(),
         "B": normal(1, STATE, tokens),
         "C": normal(1, STATE, tokens),
         "D": normal(CHANNELS),
@@ -199,7 +199,10 @@ def test_a_document_in_two_pieces_gives_the_same(name: str, lengths: list[int]) 
     given, dimension = operation.arguments(2 * sum(lengths)), token_dimension(operation)
     whole, final = run(operation, given, [2 * length for length in lengths])
     spans = spans_of([2 * length for length in lengths])
-    halves = [[(start, (start + end) // 2) for start, end in spans], [((start + end) // 2, end) for start, end in spans]]
+    halves = [
+        [(start, (start + end) // 2) for start, end in spans],
+        [((start + end) // 2, end) for start, end in spans],
+    ]
     states, outputs = None, []
     for half in halves:
         pieces = [operation.tokens_of(given, span) for span in half]

@@ -24,3 +24,15 @@ class HeadSizes:
     def width(self) -> int:
         """The dimension of a token's queries, summed over all heads."""
         return self.queries * self.size
+
+
+def attending_layers(config: Any) -> int:
+    """Count the layers that attend, from a configuration. Without kinds of layers in it, all do; others are recurrent
+    or have no mixing of tokens."""
+    text = config.get_text_config()
+    count = int(text.num_hidden_layers)
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(text, name, None)
+        if isinstance(kinds, list | tuple) and len(kinds) == count:
+            return sum(kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds)
+    return count
