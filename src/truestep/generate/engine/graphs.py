@@ -33,9 +33,10 @@ _LEAST_LENGTH = 512
 # are no sizes at which the work takes longer than its launches.
 _PROMPT_SIZES = (128, 256, *range(512, 4097, 512))
 MOST_GRAPHED = _PROMPT_SIZES[-1]
-# Where chunks attend to earlier tokens, too: the tokens of the pass, and all that they attend to.
+# Where chunks attend to earlier tokens, too: the tokens of the pass, and all that they attend to. Few sizes, since
+# conversations make passes of all kinds.
 _LATER_SIZES = (512, 1024, 2048, 4096)
-_KEY_SIZES = (8192, 16_384, 32_768, 65_536, 131_072)
+_KEY_SIZES = (8192, 32_768, 131_072)
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
 Send = Callable[[np.ndarray], torch.Tensor]
@@ -62,9 +63,10 @@ class FlatPrompts:
     def padded(self) -> "FlatPrompts | None":
         """Pad to a size that has a graph, with one more prompt and then empty ones. None: no size is large enough."""
         count, prompts = len(self.ids), len(self.bounds) - 1
-        sizes = _PROMPT_SIZES if self.keys is None else _LATER_SIZES
-        size = next((size for size in sizes if size >= count), 0)
-        most = next((most for most in (size // 64, size // 8) if most > prompts), 0)
+        whole = self.keys is None
+        size = next((size for size in (_PROMPT_SIZES if whole else _LATER_SIZES) if size >= count), 0)
+        counts = (size // 64, size // 8) if whole else (size // 16,)
+        most = next((most for most in counts if most > prompts), 0)
         if not size or not most:
             return None
         missing = size - count
@@ -77,7 +79,7 @@ class FlatPrompts:
             keys = self.keys.padded(room, end, most + 1, self.spare)
         longest = 256
         while longest < max(self.longest, missing):
-            longest *= 4
+            longest *= 4 if whole else 16
         zeros = np.zeros(missing, dtype=np.int64)
         return FlatPrompts(
             ids=np.concatenate([self.ids, zeros]),
