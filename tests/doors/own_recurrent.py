@@ -71,6 +71,13 @@ class RunningMean(Recurrence):
 register("running_mean", RunningMean())
 
 
+def eager(module, query, key, value, attention_mask, scaling, dropout=0.0, **unused):
+    scores = (query @ key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask[:, :, :, : key.shape[-2]]
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
 class Attention(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -80,7 +87,7 @@ class Attention(nn.Module):
     def forward(self, hidden_states, attention_mask=None, **passed_on):
         shape = (*hidden_states.shape[:-1], self.config.num_attention_heads, -1)
         query, key, value = (part.reshape(shape).transpose(1, 2) for part in self.qkv(hidden_states).chunk(3, dim=-1))
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         attended, _ = attend(
             self, query, key, value, attention_mask, scaling=query.shape[-1] ** -0.5, dropout=0.0, **passed_on
         )

@@ -181,9 +181,8 @@ def _replaced_methods(kind: type) -> dict[str, types.FunctionType]:
     replaced = {}
     for method, function, names in _methods_of(kind):
         ours = {name: _in_place_of(_registered[name], function.__globals__[name]) for name in names}
-        changed = types.FunctionType(
-            function.__code__, function.__globals__ | ours, function.__name__, function.__defaults__, function.__closure__
-        )
+        code, given = function.__code__, function.__globals__ | ours
+        changed = types.FunctionType(code, given, function.__name__, function.__defaults__, function.__closure__)
         changed.__kwdefaults__ = function.__kwdefaults__
         replaced[method] = changed
     return replaced
@@ -194,7 +193,8 @@ def _methods_of(kind: type) -> Iterator[tuple[str, types.FunctionType, list[str]
     for method in dir(kind):
         function = inspect.unwrap(getattr(kind, method)) if callable(getattr(kind, method)) else None
         if isinstance(function, types.FunctionType):
-            names = [name for name in function.__code__.co_names if name in _registered and name in function.__globals__]
+            known = function.__globals__.keys() & _registered.keys()
+            names = [name for name in function.__code__.co_names if name in known]
             if names:
                 yield method, function, names
 
