@@ -522,3 +522,31 @@ def test_members_of_a_group_begin_with_copies_of_one_state() -> None:
         assert scheduler.used_states <= 4
     assert scheduler.prompt_tokens == 10
     assert device.drawn == {number: expected(number, tuple(range(10)), 5) for number in range(8)}
+
+
+def test_a_state_is_read_after_the_step_that_computes_it_and_not_in_it() -> None:
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=4, chunk_tokens=64, states=6)
+    for number in range(2):
+        scheduler.submit(number, (1, 2, 3, 4, 5)[: 4 + number], 3)
+    plan = scheduler.plan()
+    assert len(plan.chunks) == 2 and not plan.resumed
+    device = Device(scheduler, 1, recurs=True)
+    device.run(plan)
+    scheduler.submit(2, (1, 2, 3, 4, 5, 6), 3)
+    plan = scheduler.plan()
+    assert len(plan.resumed) == 1
+    device.run(plan)
+    while device.step():
+        pass
+    assert device.drawn[2] == expected(2, (1, 2, 3, 4, 5, 6), 3)
+
+
+def test_a_state_is_free_after_the_last_step_that_reads_it() -> None:
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=2, chunk_tokens=64, states=3)
+    scheduler.submit(0, (1, 2), 2)
+    device = Device(scheduler, 1, recurs=True)
+    device.run(scheduler.plan())
+    scheduler.submit(1, (5, 6), 2)
+    plan = scheduler.plan()
+    assert len(plan.rows) == len(plan.chunks) == 1
+    assert plan.rows[0].state not in (plan.chunks[0].state, plan.starts[0].job.state)
