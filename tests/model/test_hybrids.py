@@ -1,4 +1,4 @@
-"""Families with recurrent layers: packed documents against transformers' own code on each document alone."""
+"""Families with recurrent layers: packed documents against transformers' own code in float64 on each document alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from truestep.model.loading.load import load_policy
-from truestep.model.no_dropout import no_noise
 from truestep.rollouts.packing import pack_tokens
+from truestep.tools.verify.reference import Reference, _Float64
 from truestep.weights.errors import ModelError
 
 LENGTHS = (5, 1, 130, 33, 16, 65)
@@ -159,9 +159,9 @@ def test_packed_documents_are_documents_alone(kind: str, recomputes: bool, tmp_p
     documents = [torch.randint(61, (length,), generator=generator) for length in LENGTHS]
     packed = policy.hidden(pack_tokens([document.numpy() for document in documents], 8))  # padded at the end
     ours = results(policy.model, packed[: sum(LENGTHS)])
-    own = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    no_noise(own)
-    alone = [own.base_model(input_ids=document[None], use_cache=False)[0][0] for document in documents]
+    own = Reference(directory)._model
+    with _Float64():
+        alone = [own.base_model(input_ids=document[None], use_cache=False)[0][0] for document in documents]
     theirs = results(own, torch.cat(alone))
     assert ours.keys() == theirs.keys()
     for name, right in theirs.items():
