@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from truestep.model.loading.load import load_policy
+from truestep.model.no_dropout import no_noise
 from truestep.rollouts.packing import pack_tokens
 from truestep.tools.verify.reference import Reference, _Float64
 from truestep.weights.errors import ModelError
@@ -159,13 +160,23 @@ def test_packed_documents_are_documents_alone(kind: str, recomputes: bool, tmp_p
     documents = [torch.randint(61, (length,), generator=generator) for length in LENGTHS]
     packed = policy.hidden(pack_tokens([document.numpy() for document in documents], 8))  # padded at the end
     ours = results(policy.model, packed[: sum(LENGTHS)])
-    own = Reference(directory)._model
+    exact = Reference(directory)._model
     with _Float64():
-        alone = [own.base_model(input_ids=document[None], use_cache=False)[0][0] for document in documents]
-    theirs = results(own, torch.cat(alone))
-    assert ours.keys() == theirs.keys()
-    for name, right in theirs.items():
-        assert float((ours[name] - right).norm() / right.norm().clamp(min=1e-6)) < 1e-5, name
+        right = alone(exact, documents)
+    own = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    no_noise(own)
+    theirs = alone(own, documents)
+    assert ours.keys() == theirs.keys() == right.keys()
+    for name, wanted in right.items():
+        rounding, off = (float((got[name] - wanted).norm() / wanted.norm().clamp(min=1e-6)) for got in (theirs, ours))
+        # Some of these random models enlarge float32's rounding in any order of computation.
+        assert off < max(1e-5, 1.5 * rounding), name
+        assert off < 1e-4, name
+
+
+def alone(model: Any, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    hidden = [model.base_model(input_ids=document[None], use_cache=False)[0][0] for document in documents]
+    return results(model, torch.cat(hidden))
 
 
 def test_a_state_that_nobody_registered_is_refused_by_name(tmp_path: Path) -> None:

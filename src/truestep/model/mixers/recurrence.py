@@ -65,12 +65,12 @@ class Recurrence(ABC):
     one token for each of R sequences.
     """
 
-    kernel = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
+    kernel: ClassVar[bool] = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
     tokens: ClassVar[
         Mapping[str, int]
     ] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel
-    output_tokens = 1  # the output's dimension of tokens
-    wide: Collection[str] = ()  # arguments that stay float32 in half precision
+    output_tokens: ClassVar[int] = 1  # the output's dimension of tokens
+    wide: ClassVar[Collection[str]] = ()  # arguments that stay float32 in half precision
 
     @abstractmethod
     def state(self, call: Call) -> LayerState:
