@@ -60,8 +60,9 @@ def tensor_plan(config: Any, ranks: int) -> TensorPlan:
     whole = frozenset(_parent(name) for name in gathering)
     of_layers = {name: style for name, style in of_layers.items() if name not in gathering}
     for name, style in of_layers.items():
-        if _parent(name) in whole:
-            raise _refusal(f"{kind}'s plan cuts {name} ({style}) and gathers what stands beside it")
+        if _parent(name) in whole:  # a module is computed whole, or cut
+            first = next(other for other in plan if other in gathering and _parent(other) == _parent(name))
+            raise _refusal(f"{kind}'s plan has {first}: {_WHOLE}; only colwise and rowwise are supported")
         if style not in ("colwise", "rowwise"):
             raise _refusal(f"{kind}'s plan has {name}: {style}; only colwise and rowwise are supported")
     columns = tuple(name for name, style in of_layers.items() if style == "colwise")

@@ -7,7 +7,7 @@ Dimensions: C channels; W taps; S tokens of D documents; R sequences.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ class Convolution(Recurrence):
     """`causal_conv1d_fn(hidden_states [1, C, S], weight [C, W], bias, activation)`."""
 
     kernel = True
-    tokens: ClassVar = {"hidden_states": 2}
+    tokens: ClassVar[Mapping[str, int]] = {"hidden_states": 2}
     output_tokens = 2
 
     def state(self, call: Call) -> LayerState:
@@ -83,5 +83,5 @@ def _layout(spans: Spans, width: int, device: torch.device) -> tuple[torch.Tenso
         behind = end + (document + 1) * width
         outputs.append(torch.arange(start, end) + document * width)
         last.append(torch.arange(behind - width, behind))
-    index, outputs, last = (torch.cat(each).to(device) for each in (index, outputs, last))
-    return index, outputs, last
+    columns, places, states = (torch.cat(each).to(device) for each in (index, outputs, last))
+    return columns, places, states

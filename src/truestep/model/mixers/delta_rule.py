@@ -11,7 +11,7 @@ Dimensions: S tokens of D documents; R sequences; H value heads, G heads of quer
 of L tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,7 @@ class DeltaRule(Recurrence):
     as `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention` compute it."""
 
     kernel = True
-    tokens: ClassVar = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
+    tokens: ClassVar[Mapping[str, int]] = dict.fromkeys(("query", "key", "value", "g", "beta"), 1)
     wide = ("g",)
 
     def state(self, call: Call) -> LayerState:

@@ -192,10 +192,11 @@ def measure(
     for span in spans:
         for name, value in results(recurrence, given, spans, only=span, kernels=True).items():
             alone[name] = alone[name] + value if name in alone else value
-    return {
-        name: tuple(float((other[name] - right).norm() / right.norm().clamp(min=1e-12)) for other in (packed, alone))
-        for name, right in exact.items()
-    }  # type: ignore[return-value]
+
+    def off(other: torch.Tensor, right: torch.Tensor) -> float:
+        return float((other - right).norm() / right.norm().clamp(min=1e-12))
+
+    return {name: (off(packed[name], right), off(alone[name], right)) for name, right in exact.items()}
 
 
 def random_call(recurrence: Recurrence, call: Call, tokens: int, dtype: torch.dtype, place: torch.device) -> Call:

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -65,10 +65,12 @@ class Recurrence(ABC):
     one token for each of R sequences.
     """
 
-    kernel = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
-    tokens: Mapping[str, int] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel
-    output_tokens = 1  # the output's dimension of tokens
-    wide: Collection[str] = ()  # arguments that stay float32 in half precision
+    kernel: ClassVar[bool] = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
+    tokens: ClassVar[
+        Mapping[str, int]
+    ] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel
+    output_tokens: ClassVar[int] = 1  # the output's dimension of tokens
+    wide: ClassVar[Collection[str]] = ()  # arguments that stay float32 in half precision
 
     @abstractmethod
     def state(self, call: Call) -> LayerState:
@@ -125,8 +127,9 @@ def put_in(model: Any) -> None:
     modules = dict(model.named_modules())
     above: set[str] = set()
     for name, module in modules.items():
-        replaced = _replaced_methods(type(module))
-        if not replaced and _keeps_state(type(module)):
+        kind: Any = type(module)
+        replaced = _replaced_methods(kind)
+        if not replaced and _keeps_state(kind):
             raise ModelError(
                 f"{type(model).__name__}: {name} ({type(module).__name__}) keeps a state from token to token, and no "
                 "operation is registered for it (truestep.model.mixers.register): packed documents would see each other"

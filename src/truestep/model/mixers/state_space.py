@@ -9,7 +9,7 @@ Dimensions: T tokens of D documents; R sequences; H heads of size P in G groups,
 state for each input; L tokens of a chunk, and as many chunks as there are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,7 @@ class Mamba2(Recurrence):
     """`mamba2_chunk_scan(hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N]) -> output`."""
 
     kernel = True
-    tokens: ClassVar = dict.fromkeys(("hidden_states", "dt", "B", "C"), 1)
+    tokens: ClassVar[Mapping[str, int]] = dict.fromkeys(("hidden_states", "dt", "B", "C"), 1)
     wide = ("A",)
 
     def state(self, call: Call) -> LayerState:
