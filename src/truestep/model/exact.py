@@ -52,6 +52,7 @@ def exact_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     exact: ExactPass | None = None,
+    s_aux: torch.Tensor | None = None,  # [Q] the heads' sinks
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
     """Compute batch-invariant attention. transformers calls this under `NAME`."""
@@ -71,7 +72,7 @@ def exact_attention(
         else:
             keys, values, places = exact.pools(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
         q = query[0].transpose(0, 1)
-        return attend(exact.queries, q, keys, values, scale, sliding_window, softcap, places)[None], None
+        return attend(exact.queries, q, keys, values, scale, sliding_window, softcap, places, s_aux)[None], None
 
 
 # The compiled forward of each layer, by model. The sampler and training use the same compiled code.

@@ -208,7 +208,7 @@ def stage_hidden(
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
     """Use transformers' own attention within the block; decoding and the probes need its KV cache and batches."""
-    # transformers' sdpa does not support softcap.
+    # transformers' sdpa supports neither softcap nor sinks.
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    with attention.using(model, "eager" if capped else "sdpa"):
+    with attention.using(model, "sdpa" if model._supports_sdpa and not capped else "eager"):
         yield

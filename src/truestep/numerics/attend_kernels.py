@@ -59,6 +59,7 @@ def _attend_kernel(
     output_pointer,  # [T, Q, F]
     tiles_pointer,  # [4, N] int64
     table_pointer,  # [S, P] int64
+    sink_pointer,  # [Q]
     table_row,
     key_page,  # strides
     key_head,
@@ -77,6 +78,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -93,6 +95,9 @@ def _attend_kernel(
     inside = live[:, None] & (key_lane[None, :] < KEY_SIZE)
     q = tl.load(query_pointer + line[:, None] * KEY_SIZE + key_lane[None, :], mask=inside, other=0.0)
     highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:  # a score without a value
+        sink = tl.load(sink_pointer + head * GROUP + row % GROUP).to(tl.float32)
+        highest, total = sink * _LOG2_E, total + 1.0
     result = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
     last = start + count - 1
     begin = start * 0
@@ -126,6 +131,7 @@ def attend(
     window: int | None,
     softcap: float | None,
     places: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [T, Q, F]
     """Attend as `attention.attend` does."""
     if places is None:
@@ -142,7 +148,7 @@ def attend(
     make = torch.zeros if queries.rows is None else torch.empty
     output = make(count, heads_of_queries, value_size, dtype=q.dtype, device=q.device)
     _attend_kernel[(tiles.shape[1], heads)](
-        *(places, q, output, tiles, queries.table, queries.table.stride(0)),
+        *(places, q, output, tiles, queries.table, q if sinks is None else sinks, queries.table.stride(0)),
         *(*keys.stride()[:3], *values.stride()[:3], scale, softcap or 1.0),
         TYPE=_TYPES[q.dtype],
         HEADS=heads,
@@ -153,6 +159,7 @@ def attend(
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         BLOCK_M=block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_size)),

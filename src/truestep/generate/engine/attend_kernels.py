@@ -122,6 +122,7 @@ def _attend_kernel(
     part_pointer,  # [R, Q, N, E] float32: the weighted sum of each span's values
     highest_pointer,  # [R, Q, N] its largest score, in base 2
     total_pointer,  # [R, Q, N] the sum of its weights, relative to the largest score
+    sink_pointer,  # [Q]
     query_row,  # strides
     query_head,
     meta_row,
@@ -137,6 +138,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -154,6 +156,9 @@ def _attend_kernel(
     seen = member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
+    if SINKS and span == 0:  # a sink is a score without a value
+        sink = tl.load(sink_pointer + queries, mask=seen, other=0.0).to(tl.float32)
+        highest, total = sink * _LOG2_E, total + 1.0
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
@@ -267,6 +272,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
@@ -289,11 +295,13 @@ def attend(
     _attend_kernel[(count, heads, spans)](
         *(rows.cache.places[layer], q, rows.lengths, rows.table),
         *parts,
+        output if sinks is None else sinks,
         *(q.stride(0), q.stride(1), meta_row, scale, softcap or 1.0, tiles, spans),
         HEADS=heads,
         GROUP=queries // heads,
         KEY_SIZE=key_size,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         GROUP_BLOCK=group_block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
         num_warps=warps(group_block, shape["VALUE_BLOCK"]),

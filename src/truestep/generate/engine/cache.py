@@ -24,6 +24,7 @@ class LayerShape:
     queries: int  # query heads
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     @property
     def numbers(self) -> int:

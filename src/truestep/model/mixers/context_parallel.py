@@ -65,6 +65,10 @@ class Context:
         )
         return q, k, v
 
+    def own_heads(self, values: torch.Tensor) -> torch.Tensor:  # [Q, ...] -> [Q/C, ...]
+        """Return the values of this rank's query heads."""
+        return values.unflatten(0, (self.size, -1))[self.rank]
+
     def heads_for_tokens(self, attended: torch.Tensor) -> torch.Tensor:  # [S, Q/C, E] -> [S/C, Q, E]
         return self.exchange(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
 
