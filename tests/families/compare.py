@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from documents import make_documents, pack_all
-from truestep.head.logits import scaled_logits
 from truestep.model.policy import Policy
 from truestep.types import Rollout
 
@@ -59,7 +58,9 @@ def of_policy(policy: Policy) -> Numbers:
     policy.weights.zero_gradients()
     with policy.weights.gathered():
         hidden = policy.hidden(pack_all(DOCUMENTS, 4).tokens)
-        logits = scaled_logits(hidden, policy.head_weight, torch.ones(len(hidden)), policy.head)
+        logits = policy.head.scale * (hidden @ policy.head_weight.T)
+        if policy.head.softcap is not None:
+            logits = policy.head.softcap * torch.tanh(logits / policy.head.softcap)
         first, found = 0, []
         for document in DOCUMENTS:
             found.append(_next(logits[first : first + len(document.input_ids)], _ids(document)))

@@ -94,13 +94,43 @@ SIZES: dict[str, Any] = {
     "index_n_heads": 2,
     "index_head_dim": 16,
     "index_topk": 256,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "is_decoder": True,
+    # Towers.
+    "depth": 2,
+    "out_hidden_size": 32,
+    "image_size": 32,
+    "patch_size": 8,
+    "output_proj_dims": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
     "pad_token_id": 7,  # a token that documents hold: transformers gives its row no gradient unless it is told to
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
 
-# What a family needs beside, or in place of, the sizes above. None: leave a size as the family has it.
-OWN: dict[str, dict[str, Any]] = {}
+LEFT = object()  # a size that stays as the family has it
+# What a family needs beside, or in place of, the sizes above.
+_LINEAR_LAYERS = ["linear_attention", "linear_attention", "hybrid", "linear_attention"]
+OWN: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    # Two layers that reuse the keys and values of those before them.
+    "gemma4_text": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+                    "num_kv_shared_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "helium": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": _LINEAR_LAYERS, "n_mamba_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 
 def families() -> list[str]:
@@ -110,10 +140,22 @@ def families() -> list[str]:
 
 def tiny_config(family: str) -> Any:
     """Make a tiny configuration of a family."""
-    kind = CONFIG_MAPPING[family]
-    known = {*inspect.signature(kind).parameters, *kind().to_dict(), *getattr(kind, "attribute_map", {})}
-    sizes = {name: value for name, value in SIZES.items() if name in known} | OWN.get(family, {})
-    return kind(**{name: value for name, value in sizes.items() if value is not None})
+    return _tiny(CONFIG_MAPPING[family], family)
+
+
+def _tiny(kind: Any, family: str) -> Any:
+    plain = kind()
+    known = {*inspect.signature(kind).parameters, *plain.to_dict(), *kind.attribute_map}
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    if "qk_rope_head_dim" in known:  # latent attention: each head has a key of its own, of which a part is rotated
+        sizes |= {"head_dim": SIZES["qk_rope_head_dim"], "num_key_value_heads": SIZES["num_attention_heads"]}
+        sizes = {name: value for name, value in sizes.items() if name in known}
+    sizes |= OWN.get(family, {})
+    for name in kind.sub_configs:
+        part = getattr(plain, name, None)
+        if part is not None and name not in sizes:
+            sizes[name] = _tiny(type(part), part.model_type)
+    return kind(**{name: value for name, value in sizes.items() if value is not LEFT})
 
 
 def tiny_family(directory: Path, family: str, seed: int = 0) -> Path:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from truestep.model.fast.by_class import own_code
 from truestep.model.fast.compiled import own_forward
 from truestep.model.mixers import attention
+from truestep.model.mixers.handed import handed
 from truestep.model.policy import Policy
 from truestep.numerics import compiling
 from truestep.numerics.attention import attend
@@ -57,6 +58,7 @@ def exact_attention(
 ) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
     """Compute batch-invariant attention. transformers calls this under `NAME`."""
     layer: Any = getattr(module, "layer_idx", None)
+    exact, sliding_window = handed("exact", exact), handed("sliding_window", sliding_window)
     if exact is None or layer is None:
         raise InexactError(f"sampler.exact: {type(module).__name__} passes no keyword arguments on to its attention")
     if not getattr(module, "is_causal", True):

@@ -54,7 +54,7 @@ class ModelFacts:
             untrained -= 0 if embedding.requires_grad else embedding.numel()
         untrained -= 0 if head.requires_grad else head.numel()
         # FLOPs of a causal forward pass: 2 · length · heads · head size per token and layer, against 2 per weight.
-        attention = model.config.get_text_config().num_hidden_layers * HeadSizes.of(model.config).width
+        attention = sum(sizes.width for sizes in HeadSizes.of_layers(model.config))
         even_length = weights / (attention * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
         counts = (weights - head.numel(), head.numel(), attention, untrained, head.requires_grad)
         return ModelFacts(head.shape[0], head is embedding, even_length, device, *counts)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from truestep.generate.engine.cache import LayerShape, PagedCache, store
 from truestep.model.mixers.attention import PackedLayout, attend_to_past, make_layout, packed_attention
+from truestep.model.mixers.handed import handed
 
 NAME = "truestep_paged"
 _SCORES_BYTES = 256 * 2**20  # most memory for attention scores, or for gathered keys
@@ -106,6 +107,7 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
     """Attend over the cache; transformers calls this."""
     layer: Any = getattr(module, "layer_idx", None)
+    paged, sliding_window = handed("paged", paged), handed("sliding_window", sliding_window)
     if paged is None or layer is None:
         raise UnservedError(f"{type(module).__name__} passes no keyword arguments on to its attention")
     step = paged.step

@@ -58,6 +58,7 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
             raise ModelError(f"model.path: {file} is {kind}, not a file")
     _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    config = None
     try:
         config = AutoConfig.from_pretrained(directory, **options)
         check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), ranks.context, ranks.tensor)
@@ -82,11 +83,32 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
     except TruestepError:
         raise
     except Exception as error:  # an odd config.json makes transformers raise any type, KeyError and TypeError too
-        raise ModelError(
-            f"model.path: {directory} could not be loaded: {type(error).__name__}: {printable(error, 2000)}"
-        ) from error
+        raise ModelError(f"model.path: {directory} could not be loaded: {_reason(error, config)}") from error
     _check_loading(directory, model, loading)
     return model.eval(), _read_tokenizer(directory, options)
+
+
+def _reason(error: Exception, config: Any) -> str:
+    """Say why a model could not be made: what it has that is not supported, if that is found, else the error."""
+    from transformers import AutoModelForCausalLM
+
+    if error.args == (attention.NAME,):  # a KeyError of a table of attention classes
+        return f"{config.model_type} {attention.ITS_OWN}"
+    try:
+        with torch.device("meta"):
+            plain_head(AutoModelForCausalLM.from_config(config))
+    except ModelError as found:
+        return str(found)
+    except Exception:
+        log.debug("%s cannot be made without its weights either", type(config).__name__)
+    return f"{type(error).__name__}: {printable(error, 2000)}"
+
+
+def plain_head(model: Any) -> None:
+    """Refuse a model whose LM head is more than a matrix."""
+    output = model.get_output_embeddings()
+    if output is None or getattr(output, "bias", None) is not None:
+        raise ModelError(f"{type(model).__name__} has no plain linear LM head without a bias")
 
 
 def _check_config(directory: Path) -> None:

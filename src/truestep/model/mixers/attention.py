@@ -28,10 +28,13 @@ from transformers import AttentionInterface
 
 from truestep.model.mixers import flash
 from truestep.model.mixers.context_parallel import Context
+from truestep.model.mixers.handed import handed
 from truestep.types import sent
 from truestep.weights.errors import ModelError
 
 NAME, FLASH = "truestep_packed", "truestep_packed_fast"  # not "flash": transformers loads kernels for such names
+# What is said of a model that never calls the attention that was set.
+ITS_OWN = "computes attention, if it has any, by code of its own and not by a function that transformers registers"
 _SCORES_BYTES = 256 * 2**20  # limit for the score matrices in memory at a time
 
 
@@ -111,6 +114,8 @@ def packed_attention(
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, S, Q, E]
     """Compute attention within documents. transformers calls this. `fast`: use FlashAttention 4."""
+    packed_layout = handed("packed_layout", packed_layout)
+    sliding_window = handed("sliding_window", sliding_window)
     if packed_layout is None:
         raise RuntimeError(f"{type(module).__name__} does not pass the packed layout on to its attention")
     if dropout:
