@@ -24,8 +24,9 @@ Every patch of transformers and torch:
 | model/mixers/attention.py | AttentionInterface.register | attention over packed documents; public API |
 | model/fast/compiled.py | forward, gradient_checkpointing | compiled layers; transformers' recomputation switch |
 | model/fast/embedding.py | forward, padding_idx, _parameters, weight | float32 gradients; attributes of nn.Embedding |
+| model/mixers/handed.py | register_forward_hook, register_forward_pre_hook | attention's arguments; public API |
 | model/mixers/flash.py | register_autograd | custom operators for torch.compile; public API |
-| model/no_dropout.py | p, setattr | no dropout or jitter; float attributes with these names |
+| model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |
 | model/loading/from_parts.py | register_parameter, generation_config | meta weights; nn.Module registers weights |

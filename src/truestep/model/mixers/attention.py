@@ -204,14 +204,15 @@ def choose(wanted: str, shapes: Iterable[flash.Heads], dtype: torch.dtype, place
 def using(model: Any, name: str) -> Iterator[None]:
     """Use another attention implementation within the block, and evaluation mode: in training mode transformers may
     recompute activations, which forbids a KV cache."""
-    before, training = model.config._attn_implementation, model.training
+    before, training = model.config._attn_implementation, [module for module in model.modules() if module.training]
     model.set_attn_implementation(name)
     model.eval()
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None, sinks: bool = False) -> bool:
