@@ -32,10 +32,10 @@ def _ids(document: Rollout) -> torch.Tensor:
     return torch.from_numpy(document.input_ids)
 
 
-def of_transformers(directory: Path, model: Any = None) -> Numbers:
+def of_transformers(directory: Path, model: Any = None, dtype: torch.dtype = torch.float32) -> Numbers:
     """Compute each document alone by transformers' own code, with explicit scores (`eager`)."""
     if model is None:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     model.get_input_embeddings().padding_idx = None
     model.eval()
     found = []
@@ -81,3 +81,18 @@ def worst(ours: Numbers, theirs: Numbers) -> tuple[float, str]:
     missing = theirs.gradients.keys() - ours.gradients.keys()
     found += [(float("inf"), name) for name in missing if theirs.gradients[name].any()]
     return max(found, key=lambda each: (each[0] != each[0], each[0]))
+
+
+def distance(ours: Numbers, theirs: Numbers, directory: Path) -> float:
+    """Return how far ours are from theirs. Where rounding alone takes transformers' float32 as far from its float64,
+    ours may be as far from that."""
+    found, _ = worst(ours, theirs)
+    if found <= TOLERANCE:
+        return found
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    exact = of_transformers(
+        directory, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **how), torch.float64
+    )
+    rounded, _ = worst(theirs, exact)
+    own, _ = worst(ours, exact)
+    return TOLERANCE * own / max(rounded, TOLERANCE) if own <= 1e-2 else found

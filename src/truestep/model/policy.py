@@ -17,7 +17,7 @@ from truestep.model.adapter import Adapter
 from truestep.model.cuts.stages import Stages
 from truestep.model.fast.activation_offload import ActivationOffload
 from truestep.model.heads import HeadSizes
-from truestep.model.mixers import attention
+from truestep.model.mixers import attention, linear_kernels
 from truestep.model.mixers.context_parallel import Context
 from truestep.ranks.exchange import TokenExchange, gather_same
 from truestep.ranks.pipeline import Pipeline
@@ -76,6 +76,7 @@ class Policy:
     stages: Stages | None = None  # the pipeline stages; None: this rank has all layers
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # all layers' buffers; empty without a pipeline
     attends: attention.AttentionKernel = attention.BY_TORCH
+    recurs: linear_kernels.Kernels = linear_kernels.BY_TORCH
     adapter: Adapter | None = None  # if set, only the adapter is trained
     adapts: bool = True  # False: the adapter is off
     activations_on_host: ActivationOffload | None = None

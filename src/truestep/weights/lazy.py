@@ -27,6 +27,7 @@ _MOVES = (
     torch.stack,
     torch.cat,
 )
+_EMPTY = (torch.empty_like, torch.Tensor.new_empty)
 _SETTINGS = ("requires_grad_",)
 _READERS = 4  # tensors read at a time
 _MAPPED = 2**26  # bytes read from a mapped file before it is reopened, which frees the pages read
@@ -73,6 +74,8 @@ class Unread(torch.Tensor):
                 looks = function(*tree_map(_on_meta, arguments), **tree_map(_on_meta, named))
         except NotImplementedError:  # the operation needs values, as a comparison does
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
+        if function in _EMPTY:  # initial values, drawn into memory without values; a weight that is read takes none
+            return looks
         if isinstance(looks, Unread):  # `requires_grad_`, which returns the tensor itself
             return looks
 

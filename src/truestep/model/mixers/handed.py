@@ -5,6 +5,7 @@ it in a layer. Some have a window in the mask that they make, which attention ov
 do not tell their attention of it. The probe finds such models (see `loading.probe`).
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,21 @@ import torch
 from truestep.weights.layers import layers_of
 
 _NAMES = ("packed_layout", "paged", "exact", "record")
-_handed: dict[str, Any] = {}  # what the model or the layer that runs now was given
+
+
+class _Handed(threading.local):
+    """What the running model or layer was given. The backward pass has threads of its own."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, Any] = {}
+
+
+_handed = _Handed()
 
 
 def handed(name: str, value: Any) -> Any:
     """Return a keyword argument of attention: as the model's code passed it on, else as the model was given it."""
-    return _handed.get(name) if value is None else value
+    return _handed.named.get(name) if value is None else value
 
 
 def hand_on(model: Any, **constants: Any) -> None:
@@ -29,12 +39,11 @@ def hand_on(model: Any, **constants: Any) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = {name: named[name] for name in _NAMES if name in named}
         if found:  # a layer that is computed again in the backward pass is given them too
-            _handed.clear()
-            _handed.update(constants | found)
+            _handed.named = constants | found
         return arguments, named
 
     def forget(*_: Any) -> None:
-        _handed.clear()
+        _handed.named = {}
 
     body = model.base_model
     for module in (body, *layers_of(model)[1]):
