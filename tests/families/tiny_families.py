@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -160,10 +160,22 @@ def _tiny(kind: Any, family: str) -> Any:
 
 def tiny_family(directory: Path, family: str, seed: int = 0) -> Path:
     """Write a tiny model of a family, each weight a little off from where the family's own code sets it."""
+    return _write(AutoModelForCausalLM, directory, tiny_config(family), seed)
+
+
+def tiny_whole(directory: Path, family: str, seed: int = 0) -> Path:
+    """Write a tiny model of a family whose text model has a tower beside it."""
     config = tiny_config(family)
+    for name in ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "boi_token_id"):
+        if hasattr(config, name):
+            setattr(config, name, VOCABULARY - 1)
+    return _write(AutoModelForImageTextToText, directory, config, seed)
+
+
+def _write(loader: Any, directory: Path, config: Any, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = loader.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(0.1 * torch.randn(weight.shape))

@@ -33,6 +33,8 @@ class HeadSizes:
 
 def _sizes(config: Any) -> HeadSizes:
     """Read one layer's sizes. Without `head_dim`, a head's size is hidden size / query heads."""
-    queries = int(config.num_attention_heads)
+    queries = int(getattr(config, "num_attention_heads", None) or 0)
+    if not queries:
+        return HeadSizes(0, 0, 0)  # no layer attends
     keys = getattr(config, "num_key_value_heads", None) or queries
     return HeadSizes(queries, keys, getattr(config, "head_dim", None) or config.hidden_size // queries)

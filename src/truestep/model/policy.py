@@ -55,7 +55,7 @@ class ModelFacts:
         untrained -= 0 if head.requires_grad else head.numel()
         # FLOPs of a causal forward pass: 2 · length · heads · head size per token and layer, against 2 per weight.
         attention = sum(sizes.width for sizes in HeadSizes.of_layers(model.config))
-        even_length = weights / (attention * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
+        even_length = weights / (max(attention, 1) * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
         counts = (weights - head.numel(), head.numel(), attention, untrained, head.requires_grad)
         return ModelFacts(head.shape[0], head is embedding, even_length, device, *counts)
 

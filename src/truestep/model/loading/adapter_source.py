@@ -14,6 +14,7 @@ from truestep.model.adapter import (
     target_modules,
 )
 from truestep.model.adapter_files import is_adapter, read_adapter
+from truestep.model.towers import text_adapter
 from truestep.weights.errors import ModelError
 
 
@@ -40,7 +41,7 @@ def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
         adapter = Adapter(settings.rank, settings.alpha, modules)
         values = first_values(settings.seed)
     else:
-        adapter, values = read_adapter(source.path)
+        adapter, values = text_adapter(model, *read_adapter(source.path))
         stored = target_modules(model, adapter.modules)  # raises if the model has no such layer
         adapter = dataclasses.replace(adapter, modules=stored)
         if settings is not None and modules is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from truestep.model import towers
 from truestep.model.mixers import attention
 from truestep.weights.errors import ModelError
 from truestep.weights.lazy import replace_parameters
@@ -18,13 +19,15 @@ def model_of_parts(directory: Path, config: Any, stored: StoredTensors, trust_re
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     loader: Any = AutoModelForCausalLM
-    with _weights_without_values():
-        model = loader.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
-        )
+    how = {"dtype": torch.float32, "attn_implementation": attention.NAME}
+    whole = towers.whole_class(config)
+    with weights_without_values():
+        if whole is None:
+            model = loader.from_config(config, trust_remote_code=trust_remote_code, **how)
+        else:
+            model = whole._from_config(config, **how)
+    if whole is not None:
+        model = towers.take_text(model, directory)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     weights, buffers = stored.named(WEIGHT), stored.named(BUFFER)
@@ -57,7 +60,7 @@ def _check(
 
 
 @contextmanager
-def _weights_without_values() -> Iterator[None]:
+def weights_without_values() -> Iterator[None]:
     """Put the weights of modules made within the block on the meta device. Buffers keep their values, because a model
     may compute them in its constructor."""
     module: Any = torch.nn.Module

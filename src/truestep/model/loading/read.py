@@ -12,6 +12,7 @@ from truestep.files.bounded import MIB, TooLargeError, read_settings, too_long
 from truestep.files.disks import no_file
 from truestep.files.tensors import tensor_sizes
 from truestep.files.whole import LineError, exact_object
+from truestep.model import towers
 from truestep.model.adapter import Adapter, AdapterSource
 from truestep.model.cuts.stages import check_layers
 from truestep.model.cuts.tensor import tensor_plan
@@ -58,7 +59,7 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
             raise ModelError(f"model.path: {file} is {kind}, not a file")
     _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    config = None
+    config = whole = None
     try:
         config = AutoConfig.from_pretrained(directory, **options)
         check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), ranks.context, ranks.tensor)
@@ -68,7 +69,8 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
         if stored is not None:
             model = model_of_parts(directory, config, stored, trust_remote_code)
             return model.eval(), _read_tokenizer(directory, options)
-        loader: Any = AutoModelForCausalLM  # its type annotations lack output_loading_info
+        whole = towers.whole_class(config)
+        loader: Any = whole or AutoModelForCausalLM  # its type annotations lack output_loading_info
         with unread_files():
             model, loading = loader.from_pretrained(
                 directory,
@@ -80,11 +82,14 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **options,
             )
+        _check_loading(directory, model, loading, warn=whole is None)
+        if whole is not None:
+            model = towers.take_text(model, directory)
+            towers.whole_of(model).check()
     except TruestepError:
         raise
     except Exception as error:  # an odd config.json makes transformers raise any type, KeyError and TypeError too
         raise ModelError(f"model.path: {directory} could not be loaded: {_reason(error, config)}") from error
-    _check_loading(directory, model, loading)
     return model.eval(), _read_tokenizer(directory, options)
 
 
@@ -147,7 +152,7 @@ def _check_sizes(directory: Path, parts: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None:
+def _check_loading(directory: Path, model: Any, loading: dict[str, Any], warn: bool) -> None:
     """Refuse files that lack weights of the model, and warn of weights that the model does not use."""
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
@@ -157,7 +162,7 @@ def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None
         raise ModelError(
             f"model.path: {directory} has {name} of shape {list(theirs)} where its config.json asks for {list(ours)}"
         )
-    if loading["unexpected_keys"]:
+    if warn and loading["unexpected_keys"]:
         extra = sorted(loading["unexpected_keys"])
         log.warning(
             "model.path: %s holds %d weights that %s has no use for (%s …): they are neither trained nor saved",
