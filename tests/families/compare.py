@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,20 +54,21 @@ def _next(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
 
-def of_policy(policy: Policy) -> Numbers:
-    """Compute all documents packed as one micro-batch."""
+def of_policy(policy: Policy, documents: Sequence[Rollout] = DOCUMENTS, gradients: bool = True) -> Numbers:
+    """Compute documents packed as one micro-batch."""
     policy.weights.zero_gradients()
     with policy.weights.gathered():
-        hidden = policy.hidden(pack_all(DOCUMENTS, 4).tokens)
+        hidden = policy.hidden(pack_all(documents, 4).tokens)
         logits = policy.head.scale * (hidden @ policy.head_weight.T)
         if policy.head.softcap is not None:
             logits = policy.head.softcap * torch.tanh(logits / policy.head.softcap)
         first, found = 0, []
-        for document in DOCUMENTS:
+        for document in documents:
             found.append(_next(logits[first : first + len(document.input_ids)], _ids(document)))
             first += len(document.input_ids)
         logprobs = torch.cat(found)
-        (logprobs * _weights_of(len(logprobs))).sum().backward()
+        if gradients:
+            (logprobs * _weights_of(len(logprobs))).sum().backward()
     return Numbers(logprobs.detach(), {name: value.clone() for name, value in policy.weights.gradients.items()})
 
 
@@ -77,7 +79,7 @@ def worst(ours: Numbers, theirs: Numbers) -> tuple[float, str]:
     for name, value in ours.gradients.items():
         right = theirs.gradients.get(name)
         right = torch.zeros_like(value) if right is None else right
-        found.append((float((value - right).norm() / max(float(right.norm()), 1e-3 * scale)), name))
+        found.append((float((value - right).norm() / max(float(right.norm()), 1e-3 * scale, 1e-9)), name))
     missing = theirs.gradients.keys() - ours.gradients.keys()
     found += [(float("inf"), name) for name in missing if theirs.gradients[name].any()]
     return max(found, key=lambda each: (each[0] != each[0], each[0]))

@@ -152,7 +152,9 @@ def _tiny(kind: Any, family: str) -> Any:
         sizes = {name: value for name, value in sizes.items() if name in known}
     sizes |= OWN.get(family, {})
     for name in kind.sub_configs:
-        part = getattr(plain, name, None)
+        part, sub = getattr(plain, name, None), kind.sub_configs[name]
+        if part is None and name == "vision_config" and sub.model_type:
+            part = sub()
         if part is not None and name not in sizes:
             sizes[name] = _tiny(type(part), part.model_type)
     return kind(**{name: value for name, value in sizes.items() if value is not LEFT})

@@ -53,7 +53,7 @@ def test_the_text_computes_what_the_whole_model_computes(directory: Path) -> Non
     with torch.no_grad():
         hidden = policy.hidden(pack_all(DOCUMENTS).tokens)
         expected = torch.cat([model(input_ids=one, output_hidden_states=True).hidden_states[-1][0] for one in ids])
-    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
     assert not any("vis" in name for name in policy.weights.pieces)
 
 
@@ -74,7 +74,7 @@ def test_what_leaves_has_the_towers_as_they_came_and_the_names_of_the_whole(dire
         with torch.no_grad():
             right = policy.hidden(pack_all(DOCUMENTS[:1]).tokens)
             found = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
 
 
 def test_tensors_are_published_under_the_names_that_they_came_with(directory: Path) -> None:
