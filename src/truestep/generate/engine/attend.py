@@ -7,7 +7,7 @@ Dimensions: T tokens of the pass, R rows, Q query heads, K key-value heads, E he
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from transformers import AttentionInterface
 
 from truestep.generate.engine.cache import LayerShape, PagedCache, store
+from truestep.generate.engine.recur import ChunkStates, RecordedStates, RowStates
 from truestep.model.mixers.attention import PackedLayout, attend_to_past, make_layout, packed_attention
 from truestep.model.mixers.handed import handed
 
@@ -56,6 +57,10 @@ class PromptChunks:
     layout: PackedLayout | None  # of the chunks in `whole`; None: there are none
     store: Callable[..., None] = store
     past: Past | None = None  # of the chunks in `later`; None: they attend one by one, in plain torch
+    states: ChunkStates | None = None  # None: the model keeps none
+
+    def recur(self, *operation: Any) -> Any:
+        return _states(self.states).recur(*operation)
 
 
 @dataclass
@@ -70,13 +75,21 @@ class Rows:
     longest: int  # upper bound of `lengths`
     # Writes the new tokens' keys and values to the cache and attends, as `attend_rows` does.
     attend: Callable[..., torch.Tensor]
+    states: RowStates | None = None  # None: the model keeps none
+
+    def recur(self, *operation: Any) -> Any:
+        return _states(self.states).recur(*operation)
 
 
 @dataclass
 class Recorded:
-    """A trial pass that records each layer's attention shape; every token attends to itself alone."""
+    """A trial pass that records what each layer keeps; every token sees itself alone."""
 
-    layers: dict[int, LayerShape] = field(default_factory=dict)
+    states: RecordedStates
+    layers: dict[int, LayerShape] = field(default_factory=dict)  # of layers that attend
+
+    def recur(self, *operation: Any) -> Any:
+        return self.states.recur(*operation)
 
 
 @dataclass
@@ -88,6 +101,12 @@ class Paged:
 
 class UnservedError(Exception):
     """The engine cannot serve the model; the message says why."""
+
+
+def _states(states: RowStates | None) -> RowStates:
+    if states is None:
+        raise UnservedError("it keeps states that it did not have in the trial pass")
+    return states
 
 
 @torch.compiler.disable  # compiled layers call it, as in training
@@ -266,9 +285,11 @@ def make_chunks(
     send: Callable[[np.ndarray], torch.Tensor],
     store: Callable[..., None] = store,
     fused: bool = False,
+    slots: Sequence[int] = (),
 ) -> PromptChunks:
     """Make a prefill pass. `spans`: for each chunk its start in the prompt, its number of tokens, and the prompt's
-    pages up to its end; chunks that begin a prompt come first. `fused`: later chunks attend by the fused kernel."""
+    pages up to its end; chunks that begin a prompt come first. `fused`: later chunks attend by the fused kernel.
+    `slots`: of each prompt's state, where the model keeps states."""
     whole: list[ChunkSpan] = []
     later: list[ChunkSpan] = []
     first = 0
@@ -287,7 +308,22 @@ def make_chunks(
     sent = send(np.stack([pages, offsets]))
     # The positions are sent as a tensor of their own: compiled layers would be recompiled for a view.
     past = make_past(spans[len(whole) :], cache.page_size, send) if fused and later else None
-    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store, past)
+    states = _chunk_states(cache, whole, later, slots, send) if cache.states else None
+    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store, past, states)
+
+
+def _chunk_states(
+    cache: PagedCache,
+    whole: Sequence[ChunkSpan],
+    later: Sequence[ChunkSpan],
+    slots: Sequence[int],
+    send: Callable[[np.ndarray], torch.Tensor],
+) -> ChunkStates:
+    spans = tuple((chunk.first, chunk.first + chunk.count) for chunk in (*whole, *later))
+    first = send(np.arange(len(spans)) < len(whole)) if later else None
+    bounds = send(np.array([0, *(end for _, end in spans)], dtype=np.int32))
+    longest = max(end - start for start, end in spans)
+    return ChunkStates(cache, send(np.array(slots)), segments=bounds, longest=longest, spans=spans, first=first)
 
 
 def make_past(

@@ -24,7 +24,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _pool(addresses_pointer, which: tl.constexpr, TYPE: tl.constexpr):
+def pool_of(addresses_pointer, which: tl.constexpr, TYPE: tl.constexpr):
     """Read the address of the layer's keys (0) or values (1)."""
     address = tl.load(addresses_pointer + which)
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
@@ -59,10 +59,10 @@ def _store_kernel(
     line = (page * HEADS + head) * PAGE_SIZE + offset
     inside = (head < HEADS) & (lane < KEY_SIZE)
     key = tl.load(key_pointer + row * key_row + head * key_head + lane, mask=inside)
-    tl.store(_pool(addresses_pointer, 0, TYPE) + line * KEY_SIZE + lane, key, mask=inside)
+    tl.store(pool_of(addresses_pointer, 0, TYPE) + line * KEY_SIZE + lane, key, mask=inside)
     inside = (head < HEADS) & (lane < VALUE_SIZE)
     value = tl.load(value_pointer + row * value_row + head * value_head + lane, mask=inside)
-    tl.store(_pool(addresses_pointer, 1, TYPE) + line * VALUE_SIZE + lane, value, mask=inside)
+    tl.store(pool_of(addresses_pointer, 1, TYPE) + line * VALUE_SIZE + lane, value, mask=inside)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def _attend_kernel(
     begin = first + span * tiles
     if begin >= end:
         return
-    keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
+    keys, values = pool_of(addresses_pointer, 0, TYPE), pool_of(addresses_pointer, 1, TYPE)
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     queries = head * GROUP + member

@@ -22,12 +22,20 @@ import numpy as np
 import torch
 
 from truestep.generate.engine.attend import PromptChunks, Rows, UnservedError, attend_rows, make_chunks, places_of
-from truestep.generate.engine.cache import PagedCache, page_bytes, pages_that_fit
+from truestep.generate.engine.cache import (
+    PagedCache,
+    free_bytes,
+    page_bytes,
+    pages_that_fit,
+    state_bytes,
+    states_that_fit,
+)
 from truestep.generate.engine.device import Result, device_of
 from truestep.generate.engine.draw import key_of
 from truestep.generate.engine.exact import choose_exactly, chunks_pass, exact_device, make_exact, rows_pass
 from truestep.generate.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
 from truestep.generate.engine.graphs import FlatPrompts, Graphs, size_for
+from truestep.generate.engine.recur import RowStates
 from truestep.generate.engine.rows import (
     KEY,
     LENGTH,
@@ -36,16 +44,19 @@ from truestep.generate.engine.rows import (
     PAGES,
     POSITION,
     SLOT,
+    STATE,
     draw_fields,
     draw_rows,
     idle_rows,
 )
-from truestep.generate.engine.schedule import EngineStep, Row, Scheduler, Start
+from truestep.generate.engine.schedule import Scheduler
+from truestep.generate.engine.steps import EngineStep, Row, Start
 from truestep.generate.engine.stops import StopTexts
 from truestep.generate.engine.team import Team, check
 from truestep.generate.generator import Completion, DrawOptions, Request
 from truestep.model.exact import exact_hidden, exactly
 from truestep.model.mixers.attention import PackedLayout
+from truestep.model.mixers.recurrence import recurrent_modules
 from truestep.model.policy import Policy
 from truestep.numerics.operations import InexactError
 from truestep.process import progress
@@ -110,6 +121,12 @@ class Engine:
         self._compiled: dict[Any, Any] = {}
         with torch.no_grad():
             self.layers = shapes_of(policy)
+            if exact and any(layer.states for layer in self.layers):
+                kinds = sorted({type(module).__name__ for module in recurrent_modules(policy.model)})
+                raise InexactError(
+                    f"sampler.exact: layers that keep a state add up in another order when they decode than when they "
+                    f"read a whole document: {', '.join(kinds)}"
+                )
             probe(policy, self.layers, self.device.page_size)
             if self.device.place.type == "cuda":
                 from truestep.generate.engine.serving import serve_with_kernels
@@ -119,7 +136,11 @@ class Engine:
             if exact:
                 self.device = exact_device(self.device)
                 make_exact(policy, self.layers, self.device)
-        self.graphs = Graphs(self.device.place, len(self.layers), self.team) if self.device.graphs else None
+        self.graphs = self._graphs() if self.device.graphs else None
+
+    def _graphs(self) -> Graphs:
+        operations = sum(len(layer.states) for layer in self.layers)
+        return Graphs(self.device.place, len(self.layers), self.team, operations, self.device.addressed)
 
     @contextmanager
     def session(self, policy: Policy, limits: Limits) -> Iterator["Session"]:
@@ -146,11 +167,14 @@ class Session:
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
         useful = limits.rows * width
         useful += useful // 15  # the scheduler keeps up to 1/16 of the pages free when it starts prompts
-        pages = self._team.least(pages_that_fit(useful, each, place, limits.cache_bytes))
+        room = free_bytes(place) if limits.cache_bytes is None else limits.cache_bytes
+        state = state_bytes(engine.layers)
+        states = self._team.least(states_that_fit(limits.rows, state, useful * each, room))
+        pages = self._team.least(pages_that_fit(useful, each, room - state * (states + 1)))
         shape = engine.layers, pages, page_size, policy.weights.dtype, place
         zeros = engine.exact or engine.device.attend is attend_rows
-        self.cache: PagedCache | None = PagedCache.make(*shape, zeros=zeros)
-        slots = min(limits.rows, pages)
+        self.cache: PagedCache | None = PagedCache.make(*shape, zeros=zeros, states=states)
+        slots = min(limits.rows, pages, states - 1 if states else pages)
         self._scheduler = Scheduler(
             pages=pages,
             page_size=page_size,
@@ -159,6 +183,7 @@ class Session:
             together=max(1, slots // self._device.joins),
             prompts_first=self._device.prompts_first,
             patience=self._device.patience,
+            states=states,
         )
         if self._graphs is not None:
             self._graphs.begin(self.cache, slots, width, policy.model)
@@ -228,12 +253,10 @@ class Session:
 
     def _launch(self, plan: EngineStep) -> tuple[list[int], Result]:
         assert self.cache is not None
+        self._copy([one.page for one in plan.resumed], [one.state for one in plan.resumed])
         if plan.chunks:
             self._compute_chunks(plan)
-        copies = [start.copy for start in plan.starts if start.copy is not None]
-        if copies:
-            source, target = self._device.send(np.array(copies).T.copy())
-            self.cache.copy_pages(source, target)
+        self._copy([start.copy for start in plan.starts], [start.state for start in plan.starts])
         drawn = []
         if plan.starts:
             drawn.append(self._begin(plan.starts))
@@ -244,6 +267,14 @@ class Session:
             drawn.append(torch.zeros(3, 0, dtype=torch.int64))
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         return numbers, self._device.fetch(joined)
+
+    def _copy(self, pages: Sequence[tuple[int, int] | None], states: Sequence[tuple[int, int] | None]) -> None:
+        assert self.cache is not None
+        for copy, pairs in ((self.cache.copy_pages, pages), (self.cache.copy_states, states)):
+            there = [pair for pair in pairs if pair is not None]
+            if there:
+                source, target = self._device.send(np.array(there).T.copy())
+                copy(source, target)
 
     def _compute_chunks(self, plan: EngineStep) -> None:
         assert self.cache is not None
@@ -262,7 +293,8 @@ class Session:
             there, exact = chunks_pass(self.cache, spans, self._device.send, self._device.store)
             hidden = exact_hidden(self._policy.model, self._device.send(ids), there, exact)
         if hidden is None:
-            step = make_chunks(self.cache, spans, self._device.send, self._device.store, self._device.past)
+            how = self._device.send, self._device.store, self._device.past
+            step = make_chunks(self.cache, spans, *how, slots=[chunk.state for chunk in chunks])
             hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
         last = [(end, chunk.place) for end, chunk in zip(ends, chunks, strict=True) if chunk.place is not None]
         if last:
@@ -323,6 +355,7 @@ class Session:
         ours[:, SLOT], ours[:, LENGTH] = slots, lengths
         ours[:, PAGE], ours[:, OFFSET] = self._tables[slots, page], offset
         ours[:, POSITION] = np.fromiter((row.position for row in rows), np.int64, count)
+        ours[:, STATE] = np.fromiter((row.state for row in rows), np.int64, count)
         ours[:, KEY:PAGES] = self._fields[slots]
         tables = self._tables[slots, :width]
         ours[:, PAGES : PAGES + tables.shape[1]] = tables
@@ -346,6 +379,7 @@ class Session:
             table=lines[:, PAGES:],
             longest=longest,
             attend=self._device.attend,
+            states=RowStates(self.cache, lines[:, STATE], advance=self._device.advance),
         )
         return self._choose(run_model(self._policy, ids, lines[:, LENGTH] - 1, rows), lines)
 

@@ -1,7 +1,7 @@
 """CUDA graphs of decode and prefill: one for each size of a batch, kept from phase to phase.
 
-A graph reads the addresses of the KV cache and all arguments of its rows or prompts from fixed memory. Weights change
-in place between phases; if a weight's address changes, all graphs are captured again.
+A graph reads the addresses of the cache and all arguments of its rows or prompts from fixed memory. Weights change in
+place between phases; if a weight's address changes, all graphs are captured again.
 
 Tensor ranks capture and replay the same graphs at the same time, since the graphs contain their all-reduces.
 """
@@ -87,11 +87,13 @@ def length_for(longest: int) -> int:
 
 
 class Graphs:
-    def __init__(self, place: torch.device, num_layers: int, team: Team):
-        self._place, self._team = place, team
+    def __init__(self, place: torch.device, num_layers: int, team: Team, operations: int = 0, addressed: bool = True):
+        """`operations`: recurrent ones. `addressed`: they find their states by the addresses in memory."""
+        self._place, self._team, self._addressed = place, team, addressed
         if team.size > 1:
             clear_at_leave(self)  # NCCL cannot destroy a group that a graph still uses
         self._places = torch.zeros(num_layers, 2, dtype=torch.int64, device=place)
+        self._state_places = torch.zeros(operations, dtype=torch.int64, device=place)
         self._lines = torch.zeros(0, PAGES, dtype=torch.int64, device=place)
         self.last = torch.zeros(0, dtype=torch.int64, device=place)  # the last drawn token of each slot
         self._weights: tuple[int, ...] = ()
@@ -101,10 +103,11 @@ class Graphs:
         self._broken: set[str] = set()  # kinds of graphs that could not be captured: rows or prompts
 
     def begin(self, cache: PagedCache, slots: int, width: int, model: Any) -> None:
-        """Begin a phase of sampling with a new cache. Drop all graphs if a weight has moved or a buffer is too
-        small."""
-        cache.locate(self._places)
-        weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+        """Begin a phase of sampling with a new cache. Drop all graphs if a weight has moved, or states that are not
+        found by their addresses, or if a buffer is too small."""
+        cache.locate(self._places, self._state_places)
+        fixed = (*model.parameters(), *(() if self._addressed else cache.states))
+        weights = tuple(tensor.data_ptr() for tensor in fixed)
         size = size_for(slots)
         fits = len(self._lines) >= size and self._lines.shape[1] >= PAGES + width
         if self._team.all(fits and weights == self._weights):

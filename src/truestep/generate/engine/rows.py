@@ -8,11 +8,12 @@ import torch
 
 from truestep.generate.engine.draw import DrawRows, Truncation
 
-SLOT, LENGTH, PAGE, OFFSET, POSITION, KEY, TEMPERATURE, TOP_P, MIN_P, TOP_K, PAGES = range(11)
+SLOT, LENGTH, PAGE, OFFSET, POSITION, STATE, KEY, TEMPERATURE, TOP_P, MIN_P, TOP_K, PAGES = range(12)
 
 
 def idle_rows(count: int, width: int, nobody: int, spare: int) -> np.ndarray:
-    """Return rows that pad a batch: they write to the slot `nobody` and the page `spare`, which no completion uses."""
+    """Return rows that pad a batch: they write to the slot `nobody`, the page `spare` and the state 0, which no
+    completion uses."""
     lines = np.zeros((count, PAGES + width), dtype=np.int64)
     lines[:, SLOT], lines[:, LENGTH] = nobody, 1
     lines[:, PAGE] = spare

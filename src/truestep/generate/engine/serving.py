@@ -11,13 +11,16 @@ from truestep.generate.engine.attend import Rows, attend_rows, see_earlier
 from truestep.generate.engine.cache import LayerShape, PagedCache
 from truestep.generate.engine.device import Device
 from truestep.generate.engine.draw import DrawRows, Slice, Truncation, draw
-from truestep.generate.engine.forward import compiled_layers, probe, run_many
+from truestep.generate.engine.forward import compiled_layers, probe, run_many, try_tokens
+from truestep.generate.engine.recur import States, in_torch
 from truestep.generate.engine.team import Team
 from truestep.gpu.self_test import serves
 from truestep.head.logits import HeadSettings
 from truestep.model.fast.fused_products import noting
 from truestep.model.mixers import attention
 from truestep.model.mixers.attention import attend_to_past
+from truestep.model.mixers.linear_kernels import random_call
+from truestep.model.mixers.recurrence import Call, Recurrence
 from truestep.model.policy import Policy
 
 _LENGTHS = (1, 63, 64, 65, 700, 1500)
@@ -34,8 +37,17 @@ def serve_with_kernels(
         from truestep.generate.engine import attend_kernels
 
         fused = all(attention.is_fused(device.place, dtype, layer.softcap, layer.sinks) for layer in layers)
-        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True, fused=fused)
-        device = replace(device, past=fused and _right("chunks", lambda: check_past(device.place, dtype, layers)))
+        past = fused and _right("chunks", lambda: check_past(device.place, dtype, layers))
+        # Recurrent operations need the bounds of prompts on the host: prefill then has no CUDA graphs.
+        fused = fused and not any(layer.states for layer in layers)
+        device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True)
+        device = replace(device, fused=fused, past=past)
+    calls = [(recurrence, call) for _, recurrence, call in try_tokens(policy)[0].states.calls]
+    if calls and team.all(_right("states", lambda: check_states(device.place, dtype, calls))):
+        from truestep.generate.engine import recur_kernels
+
+        addressed = all(recur_kernels.has_kernel(*each) for each in calls)
+        device = replace(device, advance=recur_kernels.in_place, addressed=addressed)
     if policy.exchange is not None:
         policy.exchange.connect(device.place, dtype)
     if team.all(_right("draw", lambda: check_draw(device.place, policy.head, team.slice(_VOCABULARY)))):
@@ -76,7 +88,7 @@ def check_attention(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(place, dtype)
 
-    for layer in dict.fromkeys(layers):
+    for layer in _attending(layers):
         width = -(-max(_LENGTHS) // page_size)
         pages = len(_LENGTHS) * width
         cache = PagedCache([random(pages + 1, layer.heads, page_size, layer.key_size)], [])
@@ -103,6 +115,11 @@ def check_attention(
     return None
 
 
+def _attending(layers: Iterable[LayerShape]) -> list[LayerShape]:
+    """Return the different shapes of the layers that attend."""
+    return list(dict.fromkeys(replace(layer, states=()) for layer in layers if layer.heads))
+
+
 def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerShape]) -> str | None:
     """Compare the fused kernel with plain torch for chunks behind earlier tokens. Return what is wrong for a layer, or
     None."""
@@ -110,7 +127,7 @@ def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerSh
     starts, counts = (64, 300, 1), (1, 150, 77)
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     bounds = [torch.tensor([0, *each], device=place).cumsum(0, dtype=torch.int32) for each in (counts, lengths)]
-    for layer in dict.fromkeys(layers):
+    for layer in _attending(layers):
         q, k, v = (
             torch.randn(total, heads, size, generator=generator).to(place, dtype)
             for total, heads, size in (
@@ -129,6 +146,35 @@ def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerSh
         worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
         if not worst <= 3e-2:
             return f"{layer}: off by {worst:.0e}"
+    return None
+
+
+def check_states(place: torch.device, dtype: torch.dtype, calls: Iterable[tuple[Recurrence, Call]]) -> str | None:
+    """Compare the kernels of recurrent operations with plain torch, for a decode step. Return what is wrong, or
+    None. `calls`: one of each operation of the model."""
+    from truestep.generate.engine.recur_kernels import has_kernel, in_place
+
+    generator = torch.Generator().manual_seed(0)
+    lines = torch.tensor([[9, 3], [9, 5], [9, 0], [9, 6], [9, 1]], device=place)
+    seen = set()
+    for recurrence, one in calls:
+        call = random_call(recurrence, one, len(lines), dtype, place)
+        state = recurrence.state(call)
+        if not has_kernel(recurrence, call) or (type(recurrence), state) in seen:
+            continue
+        seen.add((type(recurrence), state))
+        pool = torch.randn(8, *state.shape, generator=generator).to(place, state.dtype)
+        own = States(pool.clone(), None)
+        found = in_place(
+            recurrence, call, replace(own, place=torch.tensor([own.pool.data_ptr()], device=place)), lines[:, 1]
+        )
+        expected = in_torch(recurrence, call, States(pool, None), lines[:, 1])
+        for name, mine, right in (("outputs", found, expected), ("states", own.pool, pool)):
+            mine, right = (part[0] if isinstance(part, tuple) else part for part in (mine, right))
+            worst = float((mine.float() - right.float()).norm() / right.float().norm().clamp(min=1e-6))
+            allowed = 1e-5 if dtype == torch.float32 or name == "states" else 1e-2
+            if mine.dtype != right.dtype or mine.shape != right.shape or not worst <= allowed:
+                return f"{type(recurrence).__name__} with a state of {state.shape}: {name} are off by {worst:.0e}"
     return None
 
 
