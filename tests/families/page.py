@@ -74,15 +74,47 @@ def _wrapped(begin: str, text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False)
 
 
-_MODEL_CLASS = re.compile(r"\b[A-Za-z0-9_]+(ForCausalLM|LMHeadModel|ForConditionalGeneration|ModelWithLMHead|Decoder)\b")
+# What is said of a reason on the page, if it is not the reason itself.
+_NOTES = (
+    (r"parallel.tensor: \S+ has no plan", "transformers has no plan for tensor parallelism of it (base_model_tp_plan)"),
+    (
+        r"parallel.tensor: \S+ plan has \S+: (\w+);",
+        r"transformers' plan for tensor parallelism of it has {1}; only colwise and rowwise are supported",
+    ),
+    (r"parallel.tensor: (.*): set parallel.tensor: 1", "parallel.tensor: {1}"),
+    (
+        r"sampler.exact: layers that keep a state",
+        "layers that keep a state add up in another order when they decode than when they read a whole document",
+    ),
+    (
+        r"sampler.exact: this model computes ([\w.]+)",
+        "it computes {1}, for which there is no proof that a row's result depends on that row alone",
+    ),
+    (r"sampler.exact needs the engine, which does not serve this model: (.*)", "it needs the engine: {1}"),
+    (r"elsewhere than behind its layers", "modules outside its layers, other than the embedding, run before the last of them"),
+    (r"give other values .* by code of its own", "its attention is code of its own, so that documents cannot be packed"),
+    (
+        r"packed documents give other values",
+        "packed documents give other values than each alone: its layers mix tokens, or its code takes no positions",
+    ),
+    (r"cannot run packed documents, which have no attention mask", "its code reads an attention mask, which packed "
+     "documents do not have"),
+    (r"changes weights while it loads them", "transformers' code for it changes weights while it loads them"),
+    (r"could not be loaded: \S+ computes attention", "its attention is code of its own, so that documents cannot be packed"),
+    (r"no plain linear LM head", "it has no plain linear LM head without a bias"),
+    (r"has no body without a head", "it has no body without a head (its base_model_prefix names nothing)"),
+    (r"no tiny model of it: \w+: (.*)", "no tiny model of it could be made: {1}"),
+)  # fmt: skip
+_LONGEST = 200
 
 
 def _short(reason: str) -> str:
-    """Make reasons that differ in a model's name alone the same."""
-    reason = _MODEL_CLASS.sub("the model", reason)
-    reason = re.sub(r" \(relative difference [^)]*\)", "", reason)
-    reason = reason.replace("model.path: the model could not be loaded: ", "").replace("|", "/")
-    return reason[:1].lower() + reason[1:]
+    """Say a reason in the same words for all families that have it."""
+    for pattern, note in _NOTES:
+        if (match := re.search(pattern, reason)) is not None:
+            return note.replace("{1}", match[1] if match.groups() else "")[:_LONGEST]
+    reason = re.sub(r"\b[A-Za-z0-9_]+For(CausalLM|ConditionalGeneration)\b", "it", reason)
+    return reason[:_LONGEST]
 
 
 def try_all(names: list[str], kept: Path) -> Rows:

@@ -126,6 +126,7 @@ OWN: dict[str, dict[str, Any]] = {
                     "num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "helium": {"head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": _LINEAR_LAYERS, "n_mamba_heads": 4},
@@ -182,6 +183,8 @@ def _write(loader: Any, directory: Path, config: Any, seed: int) -> Path:
             for name, weight in model.named_parameters():
                 weight.add_(0.1 * torch.randn(weight.shape))
                 if "q_norm" in name and config.model_type.startswith("gemma4"):
-                    weight.mul_(0.25)  # it does not scale scores: they would be so large that rounding is all that counts
+                    weight.mul_(
+                        0.25
+                    )  # it does not scale scores: they would be so large that rounding is all that counts
     model.save_pretrained(directory)
     return directory

@@ -344,4 +344,3 @@ def test_jitter_is_off_with_activation_checkpointing_and_a_router_that_reads_it_
     no_noise(policy.model)
     assert policy.model.model.layers[0].mlp.router_jitter_noise == 0.3  # Phi-3.5-MoE's router masks by it
     assert torch.equal(policy.hidden(batch), expected)
-

@@ -199,7 +199,10 @@ def test_a_document_in_two_pieces_gives_the_same(name: str, lengths: list[int]) 
     given, dimension = operation.arguments(2 * sum(lengths)), token_dimension(operation)
     whole, final = run(operation, given, [2 * length for length in lengths])
     spans = spans_of([2 * length for length in lengths])
-    halves = [[(start, (start + end) // 2) for start, end in spans], [((start + end) // 2, end) for start, end in spans]]
+    halves = [
+        [(start, (start + end) // 2) for start, end in spans],
+        [((start + end) // 2, end) for start, end in spans],
+    ]
     states, outputs = None, []
     for half in halves:
         pieces = [operation.tokens_of(given, span) for span in half]

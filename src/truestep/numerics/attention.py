@@ -71,7 +71,9 @@ def _attend(
         weights = plain.each(torch.exp, scores - highest)
         total = plain.row_sum(weights)[..., None]
     else:
-        column = sinks.to(scores.dtype).view(heads, 1, -1).repeat(1, count, 1).flatten(1)[..., None]  # [K, T · Q / K, 1]
+        column = (
+            sinks.to(scores.dtype).view(heads, 1, -1).repeat(1, count, 1).flatten(1)[..., None]
+        )  # [K, T · Q / K, 1]
         highest = torch.maximum(highest, column)
         weights = plain.each(torch.exp, scores - highest)
         total = plain.row_sum(weights)[..., None] + plain.each(torch.exp, column - highest)

@@ -37,6 +37,10 @@ _MAPPED = 2**26  # bytes read from a mapped file before it is reopened, which fr
 Narrower = Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]
 
 
+class UnreadError(RuntimeError):
+    """Code changes a weight that has no values yet."""
+
+
 class Unread(torch.Tensor):
     """A meta tensor that records operations, and applies them to its values when these are read."""
 
@@ -68,7 +72,7 @@ class Unread(torch.Tensor):
         name = function.__name__
         in_place = name.endswith("_") and not name.endswith("__") and name not in _SETTINGS
         if in_place or name == "__setitem__" or function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise RuntimeError(f"{name} of a weight that is not read yet")
+            raise UnreadError(f"{name} of a weight that is not read yet")
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 looks = function(*tree_map(_on_meta, arguments), **tree_map(_on_meta, named))

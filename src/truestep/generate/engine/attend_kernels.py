@@ -156,9 +156,10 @@ def _attend_kernel(
     seen = member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
     highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
-    if SINKS and span == 0:  # a sink is a score without a value
+    if SINKS:  # a sink is a score without a value: the first span has it
         sink = tl.load(sink_pointer + queries, mask=seen, other=0.0).to(tl.float32)
-        highest, total = sink * _LOG2_E, total + 1.0
+        highest = tl.where(span == 0, sink * _LOG2_E, highest)
+        total = tl.where(span == 0, 1.0, total)
     result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token

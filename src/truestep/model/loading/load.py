@@ -323,7 +323,7 @@ def _probe(loading: Loading) -> None:
         try:
             loading.probe = probe_float32(model, loading.head, place, options.longest_document)
         except ModelError as error:
-            if shapes or calls:
+            if shapes or calls or "give other values" not in str(error):
                 raise
             raise ModelError(f"{error}. {type(model).__name__} {attention.ITS_OWN}") from error
         context = Context.of(options.ranks)

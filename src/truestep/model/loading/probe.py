@@ -166,7 +166,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _packed(model: Any, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    with _explained(f"{type(model).__name__} cannot run packed documents"):
+    with _explained(f"{type(model).__name__} cannot run packed documents, which have no attention mask"):
         return packed_hidden(model, _tokens(documents), device).float()
 
 

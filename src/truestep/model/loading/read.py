@@ -24,7 +24,7 @@ from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 from truestep.text import printable
 from truestep.weights.errors import ModelError, no_model
-from truestep.weights.lazy import unread_files
+from truestep.weights.lazy import UnreadError, unread_files
 from truestep.weights.tensor_parts import StoredTensors
 
 log = logging.getLogger(__name__)
@@ -106,14 +106,21 @@ def _reason(error: Exception, config: Any) -> str:
         return str(found)
     except Exception:
         log.debug("%s cannot be made without its weights either", type(config).__name__)
+    if isinstance(error, UnreadError):
+        return f"transformers' code for {config.model_type} changes weights while it loads them ({error})"
     return f"{type(error).__name__}: {printable(error, 2000)}"
 
 
 def plain_head(model: Any) -> None:
-    """Refuse a model whose LM head is more than a matrix."""
+    """Refuse a model that is not a body with a matrix behind it."""
     output = model.get_output_embeddings()
     if output is None or getattr(output, "bias", None) is not None:
         raise ModelError(f"{type(model).__name__} has no plain linear LM head without a bias")
+    if model.base_model is model:
+        raise ModelError(
+            f"{type(model).__name__} has no body without a head: it calls the body {model.base_model_prefix!r} "
+            "(base_model_prefix) and has nothing of that name"
+        )
 
 
 def _check_config(directory: Path) -> None:

@@ -85,4 +85,3 @@ def _layout(spans: Spans, width: int, device: torch.device) -> tuple[torch.Tenso
         last.append(torch.arange(behind - width, behind))
     index, outputs, last = (torch.cat(each).to(device) for each in (index, outputs, last))
     return index, outputs, last
-

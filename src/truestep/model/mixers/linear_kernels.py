@@ -126,9 +126,7 @@ def _on_host(spans: Spans) -> torch.Tensor:
     return torch.tensor([0, *(end for _, end in spans)], dtype=torch.int32)
 
 
-def choose(
-    wanted: str, seen: Iterable[tuple[Recurrence, Call]], dtype: torch.dtype, place: torch.device
-) -> Kernels:
+def choose(wanted: str, seen: Iterable[tuple[Recurrence, Call]], dtype: torch.dtype, place: torch.device) -> Kernels:
     """Choose the operations for which kernels are used, of the calls that were seen. `wanted`: auto, flash or torch."""
     if wanted == "torch" or place.type != "cuda" or dtype not in _ALLOWED:
         return BY_TORCH
@@ -250,7 +248,9 @@ def results(
         output = output[0] if isinstance(output, tuple) else output
         at = recurrence.output_tokens
         shape = [*output.shape[:at], *output.shape[at + 1 :]]
-        tokens = next(value.shape[recurrence.tokens[name]] for name, value in inputs.items() if name in recurrence.tokens)
+        tokens = next(
+            value.shape[recurrence.tokens[name]] for name, value in inputs.items() if name in recurrence.tokens
+        )
         weights = torch.randn(tokens, *shape, generator=torch.Generator().manual_seed(1)).movedim(0, at).to(place)
         weights = weights.narrow(at, part[0], part[1] - part[0])
         output.backward(weights.to(output.dtype))

@@ -173,7 +173,11 @@ def _replaced_methods(kind: type) -> dict[str, types.FunctionType]:
     for method, function, names in _methods_of(kind):
         ours = {name: _in_place_of(_registered[name], function.__globals__[name]) for name in names}
         changed = types.FunctionType(
-            function.__code__, function.__globals__ | ours, function.__name__, function.__defaults__, function.__closure__
+            function.__code__,
+            function.__globals__ | ours,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
         )
         changed.__kwdefaults__ = function.__kwdefaults__
         replaced[method] = changed
@@ -185,7 +189,9 @@ def _methods_of(kind: type) -> Iterator[tuple[str, types.FunctionType, list[str]
     for method in dir(kind):
         function = inspect.unwrap(getattr(kind, method)) if callable(getattr(kind, method)) else None
         if isinstance(function, types.FunctionType):
-            names = [name for name in function.__code__.co_names if name in _registered and name in function.__globals__]
+            names = [
+                name for name in function.__code__.co_names if name in _registered and name in function.__globals__
+            ]
             if names:
                 yield method, function, names
 
