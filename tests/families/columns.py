@@ -39,7 +39,7 @@ COLUMNS = ("trains", *LAYOUTS, "LoRA", "engine", "exact", "export")
 YES = "yes"
 
 
-class Differs(TruestepError):
+class DiffersError(TruestepError):
     """Something gives other numbers: not a refusal, but a fault."""
 
 
@@ -85,7 +85,7 @@ def _words(error: Exception) -> str:
 def _trains(model: Path, theirs: Numbers) -> None:
     off = distance(of_policy(load_policy(model, device="cpu", longest_document=40)), theirs, model)
     if not off <= TOLERANCE:
-        raise Differs(f"gradients or log-probs differ by {off:.0e}")
+        raise DiffersError(f"gradients or log-probs differ by {off:.0e}")
 
 
 def _adapts(model: Path, directory: Path) -> None:
@@ -106,13 +106,13 @@ def _adapts(model: Path, directory: Path) -> None:
     save_policy(policy, directory)
     _same(ours, of_transformers(directory), "the merged adapter")
     if not all(is_adapters(name) for name in ours.gradients):
-        raise Differs("a weight beside the adapter has a gradient")
+        raise DiffersError("a weight beside the adapter has a gradient")
 
 
 def _same(ours: Numbers, theirs: Numbers, what: str) -> None:
     off = float((ours.logprobs - theirs.logprobs).abs().max())
     if not off <= 2 * TOLERANCE:
-        raise Differs(f"log-probs of {what} differ by {off:.0e}")
+        raise DiffersError(f"log-probs of {what} differ by {off:.0e}")
 
 
 def _draws(model: Path, directory: Path, exact: bool = False) -> str | None:
@@ -132,7 +132,7 @@ def _draws(model: Path, directory: Path, exact: bool = False) -> str | None:
         found = torch.tensor(answer.logprobs, dtype=torch.float64)
         off = float((found - _trained(policy, ids)[len(request.input_ids) - 1 :]).abs().max())
         if not off <= 3 * TOLERANCE:
-            raise Differs(f"log-probs of drawn tokens differ by {off:.0e} from training's")
+            raise DiffersError(f"log-probs of drawn tokens differ by {off:.0e} from training's")
     return None
 
 
@@ -155,7 +155,7 @@ def _exports(model: Path, directory: Path) -> None:
     save_policy(policy, directory)
     before, after = (load_file(place / "model.safetensors").keys() for place in (model, directory))
     if before != after:
-        raise Differs(f"{min(before ^ after)} is in one of the directories only")
+        raise DiffersError(f"{min(before ^ after)} is in one of the directories only")
     AutoModelForCausalLM.from_pretrained(directory)
     _same(of_policy(policy), of_transformers(directory), "the exported model")
 

@@ -32,10 +32,10 @@ This page is written by a program that tries each family that transformers {vers
 
 | column | yes means |
 | --- | --- |
-| trains | packed documents give the log-probs and every gradient that transformers gives for each document alone, within 1e-5 |
+| trains | packed documents give the log-probs and every gradient of each document alone in transformers, within 1e-5 |
 | context, tensor, pipeline | a step over two ranks has the gradients of a step in one process |
 | LoRA | an adapter on all linear layers computes what the merged model computes in transformers |
-| engine | log-probs of tokens that the sampler's engine draws are those of training, within 3e-5; else static batches draw |
+| engine | log-probs of tokens that the sampler's engine draws are training's, within 3e-5; else static batches draw |
 | exact | the engine's hidden states equal training's bit by bit, as `sampler.exact` asks |
 | export | trained weights leave under the names that they came with, and compute the same in transformers |
 
@@ -74,6 +74,7 @@ def _wrapped(begin: str, text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False)
 
 
+_OWN = "its attention is code of its own, so that documents cannot be packed"
 # What is said of a reason on the page, if it is not the reason itself.
 _NOTES = (
     (r"parallel.tensor: \S+ has no plan", "transformers has no plan for tensor parallelism of it (base_model_tp_plan)"),
@@ -91,20 +92,22 @@ _NOTES = (
         "it computes {1}, for which there is no proof that a row's result depends on that row alone",
     ),
     (r"sampler.exact needs the engine, which does not serve this model: (.*)", "it needs the engine: {1}"),
-    (r"elsewhere than behind its layers", "modules outside its layers, other than the embedding, run before the last of them"),
-    (r"give other values .* by code of its own", "its attention is code of its own, so that documents cannot be packed"),
+    (r"elsewhere than behind its layers", "modules outside its layers and embedding run before the last layer"),
+    (r"give other values .* by code of its own", _OWN),
     (
         r"packed documents give other values",
         "packed documents give other values than each alone: its layers mix tokens, or its code takes no positions",
     ),
-    (r"cannot run packed documents, which have no attention mask", "its code reads an attention mask, which packed "
-     "documents do not have"),
+    (
+        r"cannot run packed documents, which have",
+        "its code reads an attention mask, which packed documents do not have",
+    ),
     (r"changes weights while it loads them", "transformers' code for it changes weights while it loads them"),
-    (r"could not be loaded: \S+ computes attention", "its attention is code of its own, so that documents cannot be packed"),
+    (r"could not be loaded: \S+ computes attention", _OWN),
     (r"no plain linear LM head", "it has no plain linear LM head without a bias"),
     (r"has no body without a head", "it has no body without a head (its base_model_prefix names nothing)"),
     (r"no tiny model of it: \w+: (.*)", "no tiny model of it could be made: {1}"),
-)  # fmt: skip
+)
 _LONGEST = 200
 
 

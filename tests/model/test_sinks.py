@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def given(queries: int = 4, keys: int = 2, size: int = 8, value_size: int = 8) -
 def loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, window: int | None) -> torch.Tensor:
     """One query and one head at a time, the softmax written out."""
     group, rows = q.shape[1] // k.shape[1], []
-    for start, end in zip(BOUNDS, BOUNDS[1:], strict=False):
+    for start, end in itertools.pairwise(BOUNDS):
         for i in range(start, end):
             first = start if window is None else max(start, i - window + 1)
             heads = []

@@ -1,8 +1,8 @@
 """Directories with towers for images or sound beside a language model, such as `Qwen3_5ForConditionalGeneration`.
 
-The text model in it is what is loaded, trained, sampled from and cut over ranks. Its weights have other names in it than
-in the whole model. The whole model stays on the meta device: by it, files get the names of the whole. The towers' tensors
-are never loaded: an export copies them from the directory's files as they are there.
+The text model in it is what is loaded, trained, sampled from and cut over ranks. Its weights have other names than in
+the whole model. The whole model has no values: by it, files get the names of the whole. The towers' tensors are never
+loaded: an export copies them from the directory's files as they are there.
 """
 
 import json
