@@ -94,7 +94,7 @@ def _adapts(model: Path, directory: Path) -> None:
     layers = {
         name.rpartition(".")[2]
         for name, module in plain.named_modules()
-        if type(module) is torch.nn.Linear and module is not plain.get_output_embeddings()
+        if type(module) is torch.nn.Linear and module is not plain.get_output_embeddings() and not name[-1].isdigit()
     }
     source = AdapterSource(AdapterSettings(2, 4.0, sorted(layers), 0))
     policy = load_policy(model, device="cpu", adapter=source, longest_document=40)

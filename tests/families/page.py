@@ -74,7 +74,7 @@ def _wrapped(begin: str, text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False)
 
 
-_OWN = "its attention is code of its own, so that documents cannot be packed"
+_OWN = "its attention, or what it has instead, is code of its own: documents cannot be packed"
 # What is said of a reason on the page, if it is not the reason itself.
 _NOTES = (
     (r"parallel.tensor: \S+ has no plan", "transformers has no plan for tensor parallelism of it (base_model_tp_plan)"),

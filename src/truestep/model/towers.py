@@ -18,6 +18,7 @@ from safetensors import safe_open
 from truestep.files.tensors import tensor_sizes, transformers_write_tensors, write_tensors
 from truestep.model.adapter import Adapter, Values
 from truestep.weights.errors import ModelError
+from truestep.weights.lazy import weights_without_values
 
 RECORD = "truestep-towers.json"  # in a checkpoint: the directory that has the towers
 _WHOLE = "_truestep_whole"  # an attribute of the text model
@@ -100,8 +101,6 @@ def whole_class(config: Any) -> Any:
 def take_text(model: Any, directory: Path) -> Any:
     """Take the text model out of the whole model of a directory or a checkpoint, and return it. Weights are unread."""
     from transformers import AutoModelForCausalLM
-
-    from truestep.model.loading.from_parts import weights_without_values
 
     kind, body, head = type(model).__name__, model.get_decoder(), model.get_output_embeddings()
     loader: Any = AutoModelForCausalLM

@@ -43,6 +43,16 @@ def _score(q, k, position, own, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl
 
 
 @triton.jit
+def _start(sink_pointer, heads, mine, SINKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Begin the online softmax of each row. A sink is a score that has no value; `mine`: rows that have one here."""
+    highest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        sink = tl.load(sink_pointer + heads, mask=mine, other=0.0).to(tl.float32)
+        highest, total = tl.where(mine, sink * _LOG2_E, highest), tl.where(mine, 1.0, total)
+    return tl.zeros((ROWS, LANES), tl.float32), total, highest
+
+
+@triton.jit
 def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
     """Add a page to the running result, sum and maximum of each row (online softmax)."""
     higher = tl.maximum(highest, tl.max(scores, axis=1))
@@ -94,11 +104,8 @@ def _attend_kernel(
     line = (first + row // GROUP) * (HEADS * GROUP) + head * GROUP + row % GROUP
     inside = live[:, None] & (key_lane[None, :] < KEY_SIZE)
     q = tl.load(query_pointer + line[:, None] * KEY_SIZE + key_lane[None, :], mask=inside, other=0.0)
-    highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:  # a score without a value
-        sink = tl.load(sink_pointer + head * GROUP + row % GROUP).to(tl.float32)
-        highest, total = sink * _LOG2_E, total + 1.0
-    result = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
+    sinks = head * GROUP + row % GROUP
+    result, total, highest = _start(sink_pointer, sinks, row >= 0, SINKS, BLOCK_M, VALUE_BLOCK)
     last = start + count - 1
     begin = start * 0
     if WINDOW > 0:

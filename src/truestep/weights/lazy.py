@@ -242,3 +242,22 @@ class _File:
         tensor: torch.Tensor = self._opened.get_tensor(name)
         self._looked_at += tensor.nbytes
         return tensor
+
+
+@contextmanager
+def weights_without_values() -> Iterator[None]:
+    """Put the weights of modules made within the block on the meta device. Buffers keep their values, because a model
+    may compute them in its constructor."""
+    module: Any = torch.nn.Module
+    honest = module.register_parameter
+
+    def register(self: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # a tied parameter, on meta already, stays the same object
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        honest(self, name, parameter)
+
+    module.register_parameter = register
+    try:
+        yield
+    finally:
+        module.register_parameter = honest

@@ -89,6 +89,16 @@ def _fetch_queries(line, seen, lane, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _start(sink_pointer, heads, mine, SINKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Begin the online softmax of each row. A sink is a score that has no value; `mine`: rows that have one here."""
+    highest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        sink = tl.load(sink_pointer + heads, mask=mine, other=0.0).to(tl.float32)
+        highest, total = tl.where(mine, sink * _LOG2_E, highest), tl.where(mine, 1.0, total)
+    return tl.zeros((ROWS, LANES), tl.float32), total, highest
+
+
+@triton.jit
 def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
     """Update the online softmax with a page."""
     higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is not masked
@@ -152,15 +162,9 @@ def _attend_kernel(
     keys, values = pool_of(addresses_pointer, 0, TYPE), pool_of(addresses_pointer, 1, TYPE)
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
-    queries = head * GROUP + member
-    seen = member < GROUP
+    queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
-    highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
-    if SINKS:  # a sink is a score without a value: the first span has it
-        sink = tl.load(sink_pointer + queries, mask=seen, other=0.0).to(tl.float32)
-        highest = tl.where(span == 0, sink * _LOG2_E, highest)
-        total = tl.where(span == 0, 1.0, total)
-    result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
+    result, total, highest = _start(sink_pointer, queries, seen & (span == 0), SINKS, GROUP_BLOCK, VALUE_BLOCK)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token

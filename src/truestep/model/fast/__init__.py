@@ -29,7 +29,8 @@ Every patch of transformers and torch:
 | model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |
-| model/loading/from_parts.py | register_parameter, generation_config | meta weights; nn.Module registers weights |
+| model/loading/from_parts.py | generation_config | as the directory has it; transformers saves it |
+| model/towers.py | config, generation_config, setattr | a text model is put together from a whole one's parts |
 | ranks/group.py | _timeout | timeout of gloo groups in a mesh; no public API |
 | gpu/operators.py | register_fake | our operators in compiled code; public API |
 | gpu/marks.py | register_hook | layers' gradients report that they are done; public API |
@@ -42,6 +43,9 @@ Every patch of transformers and torch:
 | files/tensors.py | safe_save_file | writes in pieces; transformers.modeling_utils has this name |
 | gpu/pinned.py | atexit | a finalizer's attribute; Python's public API |
 | weights/lazy.py | safe_open, setattr | unread tensors; transformers.modeling_utils has this name |
+| weights/lazy.py | register_parameter | meta weights; nn.Module registers weights |
+| model/fast/activation_checkpointing.py | training | a layer recomputes in training mode only |
+| model/mixers/attention.py | training | evaluation mode within a block |
 | model/exact.py | AttentionInterface.register | attention of exact passes; public API |
 | model/exact.py | forward | compiled layers in exact passes |
 | generate/engine/attend.py | AttentionInterface.register | paged attention; public API |

@@ -1,7 +1,5 @@
 """Makes a model from its configuration, with unread weights that point to a checkpoint's parts."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from truestep.model import towers
 from truestep.model.mixers import attention
 from truestep.weights.errors import ModelError
-from truestep.weights.lazy import replace_parameters
+from truestep.weights.lazy import replace_parameters, weights_without_values
 from truestep.weights.tensor_parts import BUFFER, WEIGHT, StoredTensors, unread_weight
 
 
@@ -57,22 +55,3 @@ def _check(
                 f"model.path: {directory} has {name} of shape {list(stored.shape(weights[name]))} where its "
                 f"config.json asks for {list(shape)}"
             )
-
-
-@contextmanager
-def weights_without_values() -> Iterator[None]:
-    """Put the weights of modules made within the block on the meta device. Buffers keep their values, because a model
-    may compute them in its constructor."""
-    module: Any = torch.nn.Module
-    honest = module.register_parameter
-
-    def register(self: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # a tied parameter, on meta already, stays the same object
-            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        honest(self, name, parameter)
-
-    module.register_parameter = register
-    try:
-        yield
-    finally:
-        module.register_parameter = honest

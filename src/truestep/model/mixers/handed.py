@@ -22,6 +22,9 @@ class _Handed(threading.local):
     def __init__(self) -> None:
         self.named: dict[str, Any] = {}
 
+    def keep(self, named: dict[str, Any]) -> None:
+        self.named = named
+
 
 _handed = _Handed()
 
@@ -39,11 +42,11 @@ def hand_on(model: Any, **constants: Any) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = {name: named[name] for name in _NAMES if name in named}
         if found:  # a layer that is computed again in the backward pass is given them too
-            _handed.named = constants | found
+            _handed.keep(constants | found)
         return arguments, named
 
     def forget(*_: Any) -> None:
-        _handed.named = {}
+        _handed.keep({})
 
     body = model.base_model
     for module in (body, *layers_of(model)[1]):
