@@ -75,7 +75,7 @@ def _mamba2(normal: Any, tokens: int) -> dict[str, torch.Tensor]:
     return {
         "hidden_states": normal(1, tokens, HEADS, SIZE),
         "dt": normal(1, tokens, HEADS) - 1,
-        "A": -normal(HEADS).exp(),
+        "A": -(0.5 * normal(HEADS)).exp(),
         "B": normal(1, tokens, GROUPS, STATE),
         "C": normal(1, tokens, GROUPS, STATE),
         "D": normal(HEADS),
@@ -87,7 +87,7 @@ def _mamba1(normal: Any, tokens: int) -> dict[str, torch.Tensor]:
     return {
         "hidden_states": normal(1, CHANNELS, tokens),
         "dt": normal(1, CHANNELS, tokens) - 1,
-        "A": -normal(CHANNELS, STATE).exp(),
+        "A": -(0.5 * normal(CHANNELS, STATE)).exp(),
         "B": normal(1, STATE, tokens),
         "C": normal(1, STATE, tokens),
         "D": normal(CHANNELS),

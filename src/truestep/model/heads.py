@@ -38,3 +38,15 @@ def _sizes(config: Any) -> HeadSizes:
         return HeadSizes(0, 0, 0)  # no layer attends
     keys = getattr(config, "num_key_value_heads", None) or queries
     return HeadSizes(queries, keys, getattr(config, "head_dim", None) or config.hidden_size // queries)
+
+
+def attending_layers(config: Any) -> int:
+    """Count the layers that attend, from a configuration. Without kinds of layers in it, all do; others are recurrent
+    or have no mixing of tokens."""
+    text = config.get_text_config()
+    count = int(text.num_hidden_layers)
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(text, name, None)
+        if isinstance(kinds, list | tuple) and len(kinds) == count:
+            return sum(kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds)
+    return count

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from completing import Asked, Completion, decode
 from generate.engine.plain_loop import PlainLoop
@@ -21,9 +22,11 @@ from selection import long_except
 from truestep.generate.engine.cache import LayerShape, PagedCache, states_that_fit
 from truestep.generate.engine.engine import Limits, Session, engine_of
 from truestep.head.logits import HeadSettings
+from truestep.model.cuts.tensor import tensor_plan
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 from truestep.numerics.operations import InexactError
+from truestep.weights.errors import ModelError
 
 Made = Callable[[str], Path]
 
@@ -234,6 +237,19 @@ def test_a_cache_has_the_states_of_its_layers(model_of: Made) -> None:
     cache.copy_states(torch.tensor([1, 5]), torch.tensor([5, 2]))
     assert [pool[:, 0, 0].tolist() for pool in cache.states] == [[0, 1, 5, 3, 4, 1]] * 2
     assert isinstance(layers[0], LayerShape)
+
+
+def test_states_are_float32_in_half_precision_too(model_of: Made) -> None:
+    for family, kinds in (("qwen3_5_text", 1), ("falcon_h1", 2)):
+        policy = load_policy(model_of(family), dtype="bfloat16")
+        types = [[state.dtype for state in layer.states] for layer in engine_for(policy).layers if layer.states]
+        assert types == [[torch.bfloat16, torch.float32]] * kinds  # a convolution, and what recurs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_ranks_are_refused_by_name(family: str, model_of: Made) -> None:
+    with pytest.raises(ModelError, match=f"parallel.tensor: {family}"):
+        tensor_plan(AutoConfig.from_pretrained(model_of(family)), 2)
 
 
 def test_exact_is_refused_by_name(model_of: Made) -> None:

@@ -60,7 +60,7 @@ class PromptChunks:
     states: ChunkStates | None = None  # None: the model keeps none
 
     def recur(self, *operation: Any) -> Any:
-        return _states(self.states).recur(*operation)
+        return _there(self.states).recur(*operation)
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Rows:
     states: RowStates | None = None  # None: the model keeps none
 
     def recur(self, *operation: Any) -> Any:
-        return _states(self.states).recur(*operation)
+        return _there(self.states).recur(*operation)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class UnservedError(Exception):
     """The engine cannot serve the model; the message says why."""
 
 
-def _states(states: RowStates | None) -> RowStates:
+def _there(states: ChunkStates | RowStates | None) -> ChunkStates | RowStates:
     if states is None:
         raise UnservedError("it keeps states that it did not have in the trial pass")
     return states

@@ -45,15 +45,16 @@ class DeltaRule(Recurrence):
         chunks = make_chunks(spans, _PER_CHANNEL if g.ndim == q.ndim else _PER_HEAD, q.device)
         q, k, v = (chunks.arrange(tensor).transpose(1, 2) for tensor in (q, k, v))  # [N, H, L, size]
         g, beta = (chunks.arrange(tensor, 0.0).transpose(1, 2) for tensor in (g, beta))
-        behind = g.cumsum(2)  # [N, H, L] or [N, H, L, K]: the log of the decay since the chunk's begin
+        # The log of the decay since the chunk's begin. In float64, because its gradient is a small difference of sums.
+        behind = g.double().cumsum(2)  # [N, H, L] or [N, H, L, K]
         keys, reads = _between(q, k, behind)
-        changes, forgets = _solve(keys, k, v, beta, behind)
         if behind.ndim < q.ndim:
             behind = behind[..., None]
-        reading = q * behind.exp()
-        kept = behind[:, :, -1:]
-        writing = (k * (kept - behind).exp()).transpose(2, 3)
-        kept = kept.exp().transpose(2, 3)  # [N, H, 1 or K, 1]
+        before = behind.to(q.dtype).exp()
+        changes, forgets = _solve(keys, k, v, beta, before)
+        reading = q * before
+        writing = (k * (behind[:, :, -1:] - behind).to(k.dtype).exp()).transpose(2, 3)
+        kept = before[:, :, -1:].transpose(2, 3)  # [N, H, 1 or K, 1]
 
         def advance(part: slice, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             change = changes[part] - forgets[part] @ states
@@ -101,21 +102,22 @@ def _between(q: torch.Tensor, k: torch.Tensor, behind: torch.Tensor) -> tuple[to
     size = q.shape[2]
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     if behind.ndim < q.ndim:
-        decay = (behind[..., :, None] - behind[..., None, :]).masked_fill(later, -torch.inf).exp()
+        between = (behind[..., :, None] - behind[..., None, :]).to(k.dtype)
+        decay = between.masked_fill(later, -torch.inf).exp()
         return (k @ k.transpose(2, 3)) * decay, (q @ k.transpose(2, 3)) * decay
-    decay = (behind[..., :, None, :] - behind[..., None, :, :]).masked_fill(later[..., None], -torch.inf).exp()
+    between = (behind[..., :, None, :] - behind[..., None, :, :]).to(k.dtype)
+    decay = between.masked_fill(later[..., None], -torch.inf).exp()
     decayed = decay * k[..., None, :, :]
     return (decayed @ k[..., None])[..., 0], (decayed @ q[..., None])[..., 0]
 
 
 def _solve(
-    keys: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, behind: torch.Tensor
+    keys: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a chunk's tokens add to an empty state [N, H, L, V], and what a state before the chunk takes from
-    that, [N, H, L, K]."""
+    that, [N, H, L, K]. `before`: the decay since the chunk's begin, [N, H, L, 1 or K]."""
     rate = beta[..., None]
-    decayed = k * (behind if behind.ndim == k.ndim else behind[..., None]).exp()
-    right = torch.cat([v, decayed], dim=-1) * rate
+    right = torch.cat([v, k * before], dim=-1) * rate
     solved = torch.linalg.solve_triangular(keys * rate, right, upper=False, unitriangular=True)
     changes, forgets = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     return changes, forgets

@@ -47,21 +47,22 @@ class Mamba2(Recurrence):
         dt = chunks.arrange(dt, 0.0).transpose(1, 2).unflatten(1, (groups, -1))  # [chunks, G, H/G, L]
         given = chunks.arrange(x).transpose(1, 2).unflatten(1, (groups, -1)) * dt[..., None]
         b, c = (chunks.arrange(tensor).transpose(1, 2)[:, :, None] for tensor in (b, c))  # [chunks, G, 1, L, N]
-        behind = (dt * call.A.to(dt.dtype).view(groups, -1, 1)).cumsum(-1)
+        # The log of the decay since the chunk's begin. In float64, because its gradient is a small difference of sums.
+        behind = (dt * call.A.to(dt.dtype).view(groups, -1, 1)).double().cumsum(-1)
         later = torch.ones(dt.shape[-1], dt.shape[-1], dtype=torch.bool, device=x.device).triu(1)
-        decay = (behind[..., :, None] - behind[..., None, :]).masked_fill(later, -torch.inf).exp()
+        decay = (behind[..., :, None] - behind[..., None, :]).to(x.dtype).masked_fill(later, -torch.inf).exp()
         inside = (c @ b.transpose(-1, -2) * decay) @ given
-        kept = behind[..., -1:]
-        added = (given * (kept - behind).exp()[..., None]).transpose(-1, -2) @ b  # [chunks, G, H/G, P, N]
-        kept = kept.exp()[..., None]
+        added = (given * (behind[..., -1:] - behind).to(x.dtype).exp()[..., None]).transpose(-1, -2) @ b
+        before = behind.to(x.dtype).exp()[..., None]
+        kept = before[..., -1:, :]
 
         def advance(part: slice, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return states, states * kept[part] + added[part]
+            return states, states * kept[part] + added[part]  # [chunks, G, H/G, P, N]
 
         if initial is None:
             initial = x.new_zeros(len(spans), *self.state(call).shape)
-        before, final = chunks.scan(initial.to(x.dtype).unflatten(1, (groups, -1)), advance)
-        rows = inside + (c @ before.transpose(-1, -2)) * behind.exp()[..., None]
+        states, final = chunks.scan(initial.to(x.dtype).unflatten(1, (groups, -1)), advance)
+        rows = inside + (c @ states.transpose(-1, -2)) * before
         output = chunks.tokens(rows.flatten(1, 2).transpose(1, 2))
         return _with_input(call, output, x)[None], final.flatten(1, 2)
 
