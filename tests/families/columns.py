@@ -153,7 +153,9 @@ def _exports(model: Path, directory: Path) -> None:
         for number, weight in enumerate(policy.weights.master.values()):
             weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
     save_policy(policy, directory)
-    before, after = (load_file(place / "model.safetensors").keys() for place in (model, directory))
+    before, after = (
+        {name for file in place.glob("*.safetensors") for name in load_file(file)} for place in (model, directory)
+    )
     if before != after:
         raise DiffersError(f"{min(before ^ after)} is in one of the directories only")
     AutoModelForCausalLM.from_pretrained(directory)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from documents import make_documents, pack_all
 from truestep.model.policy import Policy
+from truestep.model.towers import whole_of
 from truestep.types import Rollout
 
 LENGTHS = (7, 1, 19, 2, 33, 5)
@@ -69,7 +70,11 @@ def of_policy(policy: Policy, documents: Sequence[Rollout] = DOCUMENTS, gradient
         logprobs = torch.cat(found)
         if gradients:
             (logprobs * _weights_of(len(logprobs))).sum().backward()
-    return Numbers(logprobs.detach(), {name: value.clone() for name, value in policy.weights.gradients.items()})
+    whole = whole_of(policy.model)
+    gradients_of = {
+        name if whole is None else whole.name(name): value.clone() for name, value in policy.weights.gradients.items()
+    }
+    return Numbers(logprobs.detach(), gradients_of)
 
 
 def worst(ours: Numbers, theirs: Numbers) -> tuple[float, str]:

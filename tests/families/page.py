@@ -40,9 +40,10 @@ This page is written by a program that tries each family that transformers {vers
 | export | trained weights leave under the names that they came with, and compute the same in transformers |
 
 Where rounding takes transformers' own float32 further than 1e-5 from its float64, ours may be twice as far. A number
-stands for a reason, of those [below](#reasons). A real model of a family may have options that the tiny one has not:
-every model is checked in the same way when it is loaded, and refused with a reason if it would be trained wrongly. A
-directory with towers for images or sound (`...ForConditionalGeneration`) is trained as the text model in it.
+stands for a reason, of those [below](#reasons), a dash for what was not tried. A real model of a family may have
+options that the tiny one has not: every model is checked in the same way when it is loaded, and refused with a reason if it
+would be trained wrongly. A directory with towers for images or sound (`...ForConditionalGeneration`) is trained as the
+text model in it; the towers leave with an export as they came.
 """
 
 
@@ -57,17 +58,24 @@ def write(rows: Rows) -> str:
     ]
     for name in trained:
         cells = [rows[name].get(column, "") for column in COLUMNS]
-        shown = [cell if cell == YES else str(reasons.setdefault(_short(cell), len(reasons) + 1)) for cell in cells]
+        shown = [cell if cell == YES else _number(cell, reasons) for cell in cells]
         lines.append(f"| {name} | {' | '.join(shown)} |")
-    lines.append("\n## Reasons\n")
-    lines += [_wrapped(f"{number}. ", reason) for reason, number in reasons.items()]
-    lines.append("\n## Families that are refused\n")
+    lines.append("\n## Reasons\n\n```text")
+    lines += [_wrapped(f"{number:2} ", reason) for reason, number in reasons.items()]
+    lines.append("```\n\n## Families that are refused\n\n```text")
     refused: dict[str, list[str]] = {}
     for name in rows:
         if name not in trained:
             refused.setdefault(_short(rows[name]["trains"]), []).append(name)
-    lines += [_wrapped("- ", f"{', '.join(names)}: {reason}") for reason, names in refused.items()]
+    for reason, names in refused.items():
+        lines += [_wrapped("", f"{reason}:"), _wrapped("    ", ", ".join(names))]
+    lines.append("```")
     return "\n".join(lines) + "\n"
+
+
+def _number(reason: str, reasons: dict[str, int]) -> str:
+    """Return the number of a reason; a dash if the column was not tried."""
+    return str(reasons.setdefault(_short(reason), len(reasons) + 1)) if reason else "-"
 
 
 def _wrapped(begin: str, text: str) -> str:

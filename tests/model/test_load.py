@@ -155,7 +155,7 @@ def test_attention_that_ignores_where_documents_end(llama: Path, monkeypatch: py
 
 def test_attention_that_forgets_the_window(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = attention._dense
-    monkeypatch.setattr(attention, "_dense", lambda q, k, v, scale, window, cap: dense(q, k, v, scale, None, cap))
+    monkeypatch.setattr(attention, "_dense", lambda q, k, v, scale, window, *rest: dense(q, k, v, scale, None, *rest))
     assert "packed documents give other values" in refusal(tiny_model("mistral"))
 
 

@@ -211,9 +211,7 @@ def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapte
 
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     with _hooks(pack), _Products() as products:
-        model.base_model(
-            input_ids=ids, position_ids=ids, use_cache=False, attention_mask=None, paged=_Recurring()
-        )
+        model.base_model(input_ids=ids, position_ids=ids, use_cache=False, attention_mask=None, paged=_Recurring())
     return sum(count for count, _ in seen.values()), products.kept, products.every
 
 

@@ -143,7 +143,7 @@ def paged_attention(
             s_aux is not None,
         )
         repeats = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(repeats, dim=1).transpose(1, 2), None
+        return value.repeat_interleave(repeats, dim=1).transpose(1, 2).contiguous(), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(step, Rows):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -194,7 +194,7 @@ def _attend_chunks(
         q = query[0, :, chunk.first : chunk.first + chunk.count]
         outputs.append(see_earlier(q, k, v, chunk.start, scale, window, softcap, sinks).transpose(0, 1)[None])
     # `cat` would copy a single output; `detach`, since compiled layers would be recompiled for a view.
-    return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return outputs[0].detach().contiguous() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def see_earlier(

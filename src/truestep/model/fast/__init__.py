@@ -28,6 +28,7 @@ Every patch of transformers and torch:
 | model/mixers/flash.py | register_autograd | custom operators for torch.compile; public API |
 | model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
+| model/loading/adapter_source.py | register_forward_pre_hook | which adapted layers are called; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |
 | model/loading/from_parts.py | generation_config | as the directory has it; transformers saves it |
 | model/towers.py | config, generation_config, setattr | a text model is put together from a whole one's parts |

@@ -1,6 +1,9 @@
 """Resolves an adapter's origin (options, directory or checkpoint), and attaches the adapter to a model."""
 
 import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from truestep.model.adapter import (
     Adapter,
     AdapterSettings,
     AdapterSource,
+    LoraLinear,
     attach,
     first_values,
     target_modules,
@@ -53,3 +57,24 @@ def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
                     raise ModelError(f"the adapter {source.path} does not fit adapter.{name}, which asks for {what}")
     attach(model, adapter, values)
     return adapter
+
+
+@contextmanager
+def adapters_called(model: Any) -> Iterator[None]:
+    """Refuse adapters on layers that the model does not call within the block: some code reads a layer's weight, and
+    the adapter would do nothing. Of layers of one name, such as experts, one call is enough."""
+    layers = {
+        module: re.sub(r"\d+", "*", name) for name, module in model.named_modules() if isinstance(module, LoraLinear)
+    }
+    called: set[str] = set()
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: called.add(layers[layer])) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if missed := sorted(set(layers.values()) - called):
+        raise ModelError(
+            f"adapter.targets: {type(model).__name__} reads the weight of {missed[0]} and does not call the layer: an "
+            "adapter on it would do nothing. Name the other layers"
+        )

@@ -23,7 +23,7 @@ from truestep.model.fast.fused_attention import RECORD
 from truestep.model.fast.fused_layers import fuse_layers, head_norms_of, settle_layers
 from truestep.model.fast.gradient_accumulation import add_in_products, called
 from truestep.model.freezing import freeze_weights
-from truestep.model.loading.adapter_source import attach_adapter
+from truestep.model.loading.adapter_source import adapters_called, attach_adapter
 from truestep.model.loading.probe import (
     Probe,
     probe_context,
@@ -201,7 +201,8 @@ def _try(loading: Loading) -> None:
         loading.refuse(not_finite(model.named_parameters()))
         with attention.using(model, RECORD):
             fuse_layers(model)
-        _probe(loading)
+        with adapters_called(model):
+            _probe(loading)
 
 
 def _compile(loading: Loading) -> None:
