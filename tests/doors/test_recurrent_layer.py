@@ -1,4 +1,4 @@
-"""Recipe: a recurrent layer of your own comes with the model's directory. It is trained, proved and sampled."""
+"""Recipe: layers that keep a state. The model's code registers what computes its function for packed documents."""
 
 from __future__ import annotations
 
@@ -10,50 +10,61 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from completing import decode
-from doors import own_model, own_recurrent
-from doors.test_model_family import config
+from doors import own_recurrent
 from generate.engine.test_engine import engine_for, options, requests
-from small_runs import WORDS, quiet_trainer, read_lines, sampled_config, write_lines
+from small_runs import WORDS, file_config, quiet_trainer, read_lines, sampled_config, write_lines, write_rollouts
 from truestep.model.loading.load import load_policy
 from truestep.tools.demo.model import make_tokenizer
 from truestep.tools.score import score
 from truestep.tools.verify.judge import verify
 from truestep.tools.verify.report import complaints
+from truestep.weights.errors import ModelError
 
-CLASSES = {"AutoConfig": "own_model.OwnConfig", "AutoModelForCausalLM": "own_recurrent.OwnRecurrentForCausalLM"}
+CLASSES = {
+    "AutoConfig": "own_recurrent.RecurrentConfig",
+    "AutoModelForCausalLM": "own_recurrent.RecurrentForCausalLM",
+}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("own") / "own"
-    described = own_model.OwnConfig()
+def own_model(**settings: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = own_recurrent.OwnRecurrentForCausalLM(described)
-        for weight in made.parameters():
-            torch.nn.init.normal_(weight, std=0.2)
-    directory.mkdir()
-    save_file({name: value.contiguous() for name, value in made.state_dict().items()}, directory / "model.safetensors")
-    fields = described.to_dict() | {"auto_map": CLASSES, "architectures": ["OwnRecurrentForCausalLM"]}
-    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    for code in (own_model, own_recurrent):
-        shutil.copy(str(code.__file__), directory)
-    assert make_tokenizer(directory, WORDS) == described.vocab_size
-    return directory
+        model = own_recurrent.RecurrentForCausalLM(own_recurrent.RecurrentConfig(**settings))
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
 
 
-def alone(model: Path) -> Any:
-    """The user's own code, whose operation runs over one document."""
-    return own_recurrent.OwnRecurrentForCausalLM.from_pretrained(model, attn_implementation="eager")
+def config(folder: Path, *, settings: dict[str, Any] | None = None, **sections: Any) -> Any:
+    directory, model = folder / "own", own_model(**(settings or {}))
+    directory.mkdir(parents=True)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, directory / "model.safetensors")
+    described = model.config.to_dict() | {"auto_map": CLASSES, "architectures": ["RecurrentForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    shutil.copy(own_recurrent.__file__, directory / "own_recurrent.py")
+    write_rollouts(folder / "rollouts.jsonl", 20)
+    given = file_config(directory, folder / "rollouts.jsonl", folder / "run", **sections)
+    return given.model_copy(update={"model": given.model.model_copy(update={"trust_remote_code": True})})
 
 
-def test_its_scores_are_those_of_its_own_code(model: Path, tmp_path: Path) -> None:
-    score(config(model, tmp_path), tmp_path / "scores", gradients=True)
-    own, compared = alone(model), 0
+def test_it_trains(tmp_path: Path) -> None:
+    quiet_trainer(config(tmp_path, schedule={"steps": 2}, checkpoint={"hugging_face_every": 1})).run()
+    checkpoint = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    before, after = load_file(tmp_path / "own" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_its_scores_are_those_of_its_own_code(tmp_path: Path) -> None:
+    score(config(tmp_path), tmp_path / "scores", gradients=True)
+    own = own_model().eval()
+    own.set_attn_implementation("sdpa")
     records = {record["id"]: record for record in read_lines(tmp_path / "rollouts.jsonl")}
+    compared = 0
     for line in read_lines(tmp_path / "scores" / "scores.jsonl"):
         record = records[line["id"]]
         ids = torch.tensor([record["input_ids"]])
@@ -67,16 +78,18 @@ def test_its_scores_are_those_of_its_own_code(model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_verify_proves_it(model: Path, tmp_path: Path) -> None:
-    names = {"smallest micro-batches", "pipeline 2"}
-    verdicts = verify(config(model, tmp_path), tmp_path / "out", only=lambda layout: layout.name in names)
+def test_verify_proves_it(tmp_path: Path) -> None:
+    names = {"one process", "smallest micro-batches", "context 2", "pipeline 2"}
+    verdicts = verify(config(tmp_path), tmp_path / "out", only=lambda layout: layout.name in names)
     assert {verdict.layout.name for verdict in verdicts} == names
     assert all(verdict.passed for verdict in verdicts), [complaints(verdict) for verdict in verdicts]
 
 
-def test_the_engine_draws_what_its_own_code_would(model: Path) -> None:
-    policy, own = load_policy(model, trust_remote_code=True), alone(model)
-    assert [len(layer.states) for layer in engine_for(policy).layers] == [1, 0]
+def test_the_engine_draws_what_its_own_code_would(tmp_path: Path) -> None:
+    config(tmp_path)
+    policy, own = load_policy(tmp_path / "own", trust_remote_code=True), own_model().eval()
+    own.set_attn_implementation("sdpa")
+    assert [len(layer.states) for layer in engine_for(policy).layers] == [1, 0, 1, 0]
     asked = requests((3, 17, 1, 17))
     for request, answer in zip(asked, decode(policy, asked, options(temperature=0.0)), strict=True):
         ids, expected = list(request.input_ids), []
@@ -89,13 +102,16 @@ def test_the_engine_draws_what_its_own_code_would(model: Path) -> None:
         np.testing.assert_allclose(answer.logprobs, expected, rtol=0, atol=1e-5)
 
 
-def test_a_whole_run_samples_and_trains_it(model: Path, tmp_path: Path) -> None:
+def test_a_whole_run_samples_and_trains_it(tmp_path: Path) -> None:
+    config(tmp_path)
+    make_tokenizer(tmp_path / "own", WORDS)
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": " ".join(WORDS[:length])} for length in (3, 9)])
     given = sampled_config(
-        model,
+        tmp_path / "own",
         prompts,
         tmp_path / "run",
         model={"trust_remote_code": True},
+        schedule={"steps": 2},
         loss={"type": "grpo", "metrics": "full"},
         sampler={"reward": "plain_rewards:letter_reward"},
     )
@@ -103,3 +119,8 @@ def test_a_whole_run_samples_and_trains_it(model: Path, tmp_path: Path) -> None:
     for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-5)
         assert line["grad_norm"] > 0
+
+
+def test_a_function_that_is_not_registered_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="RecurrentForCausalLM: packed documents give other values"):
+        quiet_trainer(config(tmp_path, settings={"known": False}))

@@ -152,7 +152,7 @@ def _attended(text: Any, size: int) -> float:
 def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[float, ...]:
     """Measure bytes per token: kept by a layer, of its input, of the products that selective recomputation keeps, and
     of all products."""
-    config = kind.from_dict(json.loads(written))
+    config = kind.from_dict(json.loads(written, object_hook=_with_infinity))
     text = config.get_text_config()
     size = torch.empty((), dtype=dtype).element_size()
     most = _layers_to_measure(text)
@@ -163,6 +163,11 @@ def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: fr
         return layer, text.hidden_size * size, 4.0 * text.hidden_size * size, layer
     layer, products, every = ((more - less) / _TOKENS / (most - 1) for more, less in zip(two, one, strict=True))
     return layer, text.hidden_size * size, products, every
+
+
+def _with_infinity(part: dict[str, Any]) -> Any:
+    """Return a part of a configuration's JSON, or the number that transformers wrote as {"__float__": "Infinity"}."""
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part
 
 
 def _layers_to_measure(text: Any) -> int:

@@ -45,9 +45,9 @@ from truestep.generate.engine.rows import (
     POSITION,
     SLOT,
     STATE,
+    RowTables,
     draw_fields,
     draw_rows,
-    idle_rows,
 )
 from truestep.generate.engine.schedule import Scheduler
 from truestep.generate.engine.steps import EngineStep, Row, Start
@@ -192,9 +192,7 @@ class Session:
             self.cache.locate()
             self._last = torch.zeros(slots + 1, dtype=torch.int64, device=place)
         self._hidden: torch.Tensor | None = None  # [slots, H] last hidden states of prompts whose prefill is done
-        self._tables = np.full((slots, width), self.cache.spare)
-        self._known = np.zeros(slots, dtype=np.int64)  # how many pages of each slot are in its table
-        self._fields = np.zeros((slots, PAGES - KEY), dtype=np.int64)
+        self._rows = RowTables(slots, width, page_size, self.cache.spare)
         self._open: dict[int, _Open] = {}
         self._truncates = False
         self._flying: deque[tuple[list[int], Result]] = deque()  # steps in flight: request numbers, drawn tokens
@@ -299,7 +297,7 @@ class Session:
         last = [(end, chunk.place) for end, chunk in zip(ends, chunks, strict=True) if chunk.place is not None]
         if last:
             if self._hidden is None:
-                self._hidden = hidden.new_zeros(len(self._tables), hidden.shape[1])
+                self._hidden = hidden.new_zeros(self._scheduler.slots, hidden.shape[1])
             rows, places = self._device.send(np.array(last).T.copy())
             self._hidden.index_copy_(0, places, hidden.index_select(0, rows))
 
@@ -321,45 +319,20 @@ class Session:
         assert self._hidden is not None
         lines = np.zeros((len(starts), PAGES + 1), dtype=np.int64)
         for line, start in zip(lines, starts, strict=True):
-            self._fields[start.slot] = self._open[start.job.number].fields()
-            self._known[start.slot] = 0
             line[SLOT], line[POSITION], line[PAGES] = start.slot, start.position, start.place
-            line[KEY:PAGES] = self._fields[start.slot]
+            line[KEY:PAGES] = self._rows.begin(start.slot, self._open[start.job.number].fields())
         sent = self._device.send(lines)
         return self._choose(self._hidden.index_select(0, sent[:, PAGES]), sent)
 
     def _decode_rows(self, rows: Sequence[Row]) -> torch.Tensor:  # [3, R]
         assert self.cache is not None
-        longest = max(row.length for row in rows)
+        longest, nobody = max(row.length for row in rows), len(self._last) - 1
         if self._graphs is None:
             width = -(-longest // self._device.page_size)
-            return self._decode(self._device.send(self._lines(rows, len(rows), width)), longest)
-        lines = self._device.ready(self._lines(rows, size_for(len(rows)), self._graphs.width))
+            return self._decode(self._device.send(self._rows.lines(rows, len(rows), width, nobody)), longest)
+        lines = self._device.ready(self._rows.lines(rows, size_for(len(rows)), self._graphs.width, nobody))
         truncates, spare, refill = self._truncates, self.cache.spare, self._device.refill
         return self._graphs.run(lines, longest, truncates, spare, refill, self._decode)[:, : len(rows)]
-
-    def _lines(self, rows: Sequence[Row], size: int, width: int) -> np.ndarray:
-        """Return the arguments of each row as `engine.rows` lays them out, with idle rows up to `size`."""
-        assert self.cache is not None
-        count = len(rows)
-        for row in rows:
-            known, now = self._known[row.slot], len(row.pages)
-            if known < now:
-                self._tables[row.slot, known:now] = row.pages[known:]
-                self._known[row.slot] = now
-        slots = np.fromiter((row.slot for row in rows), np.int64, count)
-        lengths = np.fromiter((row.length for row in rows), np.int64, count)
-        page, offset = np.divmod(lengths - 1, self._device.page_size)
-        lines = idle_rows(size, width, len(self._last) - 1, self.cache.spare)
-        ours = lines[:count]
-        ours[:, SLOT], ours[:, LENGTH] = slots, lengths
-        ours[:, PAGE], ours[:, OFFSET] = self._tables[slots, page], offset
-        ours[:, POSITION] = np.fromiter((row.position for row in rows), np.int64, count)
-        ours[:, STATE] = np.fromiter((row.state for row in rows), np.int64, count)
-        ours[:, KEY:PAGES] = self._fields[slots]
-        tables = self._tables[slots, :width]
-        ours[:, PAGES : PAGES + tables.shape[1]] = tables
-        return lines
 
     def _decode(self, lines: torch.Tensor, longest: int) -> torch.Tensor:  # [R, PAGES + P] -> [3, R]
         """Decode one token of each row, and draw the next. This is captured in a CUDA graph: it reads no host

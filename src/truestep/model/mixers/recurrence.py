@@ -116,12 +116,21 @@ class _Handed(threading.local):
 _handed = _Handed()
 
 
+# Names in the code of layers that keep a state in transformers' caches.
+_SIGNS = {"update_recurrent_state", "update_conv_state", "set_linear_cache", "recurrent_states"}
+
+
 def put_in(model: Any) -> None:
-    """Put the registered operations in a model."""
+    """Put the registered operations in a model. Refuse one with layers that keep a state and call none of them."""
     modules = dict(model.named_modules())
     above: set[str] = set()
     for name, module in modules.items():
         replaced = _replaced_methods(type(module))
+        if not replaced and _keeps_state(type(module)):
+            raise ModelError(
+                f"{type(model).__name__}: {name} ({type(module).__name__}) keeps a state from token to token, and no "
+                "operation is registered for it (truestep.model.mixers.register): packed documents would see each other"
+            )
         if not replaced:
             continue
         for method, function in replaced.items():
@@ -194,6 +203,11 @@ def _methods_of(kind: type) -> Iterator[tuple[str, types.FunctionType, list[str]
             ]
             if names:
                 yield method, function, names
+
+
+def _keeps_state(kind: type) -> bool:
+    forward = inspect.unwrap(kind.forward) if hasattr(kind, "forward") else None
+    return isinstance(forward, types.FunctionType) and not _SIGNS.isdisjoint(forward.__code__.co_names)
 
 
 def _operations(kind: type) -> Iterator[Recurrence]:
