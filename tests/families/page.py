@@ -41,9 +41,9 @@ This page is written by a program that tries each family that transformers {vers
 
 Where rounding takes transformers' own float32 further than 1e-5 from its float64, ours may be thrice as far. A number
 stands for a reason, of those [below](#reasons), a dash for what was not tried. A real model of a family may have
-options that the tiny one has not: every model is checked in the same way when it is loaded, and refused with a reason if
-it would be trained wrongly. A directory with towers for images or sound (`...ForConditionalGeneration`) is trained as
-the text model in it; the towers leave with an export as they came.
+options that the tiny one has not: every model is checked in the same way when it is loaded, and refused with a reason
+if it would be trained wrongly. A directory with towers for images or sound (`...ForConditionalGeneration`) is trained
+as the text model in it; the towers leave with an export as they came.
 """
 
 
