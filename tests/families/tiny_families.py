@@ -134,6 +134,10 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Families whose configurations have sizes that cannot be set.
+LARGE = ("blt",)
+
+
 def families() -> list[str]:
     """List every model type that transformers has a causal language model for."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
