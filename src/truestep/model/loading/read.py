@@ -16,6 +16,7 @@ from truestep.model import towers
 from truestep.model.adapter import Adapter, AdapterSource
 from truestep.model.cuts.stages import check_layers
 from truestep.model.cuts.tensor import tensor_plan
+from truestep.model.heads import HeadSizes
 from truestep.model.loading.adapter_source import attach_adapter
 from truestep.model.loading.from_parts import model_of_parts
 from truestep.model.mixers import attention
@@ -62,7 +63,7 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
     config = whole = None
     try:
         config = AutoConfig.from_pretrained(directory, **options)
-        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), ranks.context, ranks.tensor)
+        check_heads(HeadSizes.of(config).queries, ranks.context, ranks.tensor)
         if ranks.tensor > 1:  # refused before anything is read
             tensor_plan(config, ranks.tensor)
         check_layers(config.get_text_config().num_hidden_layers, pipeline)

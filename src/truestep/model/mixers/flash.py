@@ -222,7 +222,8 @@ def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) 
     def random(count: int, size: int) -> torch.Tensor:
         return torch.randn(tokens, count, size, generator=generator).to(place, dtype)
 
-    given = random(heads.queries, heads.size), random(heads.keys, heads.size), random(heads.keys, heads.value_size)
+    sizes = (heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.value_size)
+    given: tuple[torch.Tensor, ...] = tuple(random(*each) for each in sizes)
     if heads.sinks:
         given = (*given, random(heads.queries, 1)[0, :, 0])
     gradient = random(heads.queries, heads.value_size)
