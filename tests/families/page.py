@@ -79,7 +79,14 @@ def _number(reason: str, reasons: dict[str, int]) -> str:
 
 
 def _wrapped(begin: str, text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent=begin, subsequent_indent=" " * len(begin), break_long_words=False)
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 _OWN = "its attention, or what it has instead, is code of its own: documents cannot be packed"

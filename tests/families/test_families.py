@@ -19,7 +19,8 @@ LEAST = 60
 def rows() -> dict[str, list[str]]:
     """Read the table of the page."""
     found = re.findall(r"^\| ([\w-]+) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return {name: cells.split(" | ") for name, cells in found if len(cells.split(" | ")) == len(COLUMNS)}
+    split = {name: cells.split(" | ") for name, cells in found if name not in ("family", "---")}
+    return {name: cells for name, cells in split.items() if len(cells) == len(COLUMNS)}
 
 
 def of_page(family: str) -> dict[str, str]:
@@ -36,10 +37,9 @@ def test_families_do_what_the_page_says(family: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["granite_swa", "gemma4_text", "qwen3_next"])
 def test_families_do_what_the_page_says_in_every_column(family: str, tmp_path: Path) -> None:
-    found = try_family(family, tmp_path)
-    assert {name: found[name] == YES for name in COLUMNS} == {
-        name: cell == YES for name, cell in of_page(family).items()
-    }
+    found, page = try_family(family, tmp_path), of_page(family)
+    tried = [name for name in COLUMNS if page[name] != "-"]
+    assert {name: found[name] == YES for name in tried} == {name: page[name] == YES for name in tried}
 
 
 def test_a_family_that_does_not_train_is_refused_with_a_reason(tmp_path: Path) -> None:
