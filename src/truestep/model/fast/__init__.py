@@ -31,7 +31,6 @@ Every patch of transformers and torch:
 | model/mixers/flash.py | register_autograd | custom operators for torch.compile; public API |
 | model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
-| model/loading/adapter_source.py | register_forward_pre_hook | which adapted layers are called; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |
 | model/loading/from_parts.py | generation_config | as the directory has it; transformers saves it |
 | model/towers.py | config, generation_config, setattr | a text model is put together from a whole one's parts |
@@ -39,7 +38,7 @@ Every patch of transformers and torch:
 | gpu/operators.py | register_fake | our operators in compiled code; public API |
 | gpu/marks.py | register_hook | layers' gradients report that they are done; public API |
 | model/cuts/stages.py | register_forward_pre_hook, setattr | pass-through modules; models loop over a list of layers |
-| model/cuts/tensor.py | forward, register_forward_pre_hook, setattr | weight slices; plain nn.Linear, a plan |
+| model/cuts/tensor.py | forward, register_forward_hook, register_forward_pre_hook, setattr | weight slices; plain nn.Linear, a plan |
 | model/cuts/tensor.py | weight, in_features, out_features, num_embeddings | sizes of weight slices |
 | model/cuts/tensor.py | num_key_value_groups | query heads per key head; transformers' own attention reads it |
 | weights/sharded.py | register_parameter, _apply | a tied head uses the embedding; FSDP2's modules and `_apply` |
