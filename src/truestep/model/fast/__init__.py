@@ -38,7 +38,8 @@ Every patch of transformers and torch:
 | gpu/operators.py | register_fake | our operators in compiled code; public API |
 | gpu/marks.py | register_hook | layers' gradients report that they are done; public API |
 | model/cuts/stages.py | register_forward_pre_hook, setattr | pass-through modules; models loop over a list of layers |
-| model/cuts/tensor.py | forward, register_forward_hook, register_forward_pre_hook, setattr | weight slices; plain nn.Linear, a plan |
+| model/cuts/tensor.py | register_forward_hook | sums of recurrent layers; public API |
+| model/cuts/tensor.py | forward, register_forward_pre_hook, setattr | weight slices; plain nn.Linear, a plan |
 | model/cuts/tensor.py | weight, in_features, out_features, num_embeddings | sizes of weight slices |
 | model/cuts/tensor.py | num_key_value_groups | query heads per key head; transformers' own attention reads it |
 | weights/sharded.py | register_parameter, _apply | a tied head uses the embedding; FSDP2's modules and `_apply` |
