@@ -56,7 +56,8 @@ class ModelFacts:
         untrained -= 0 if head.requires_grad else head.numel()
         # FLOPs of a causal forward pass: 2 · length · heads · head size per token and layer, against 2 per weight.
         # A recurrent layer's work grows with the tokens alone, and is small beside its products.
-        attention = attending_layers(model.config) * HeadSizes.of(model.config).width
+        widths = [sizes.width for sizes in HeadSizes.of_layers(model.config)]
+        attention = attending_layers(model.config) * sum(widths) // len(widths)
         slowness = ATTENTION_SLOWNESS if device.type == "cuda" else 1.0
         even_length = weights / (attention * slowness) if attention else math.inf
         counts = (weights - head.numel(), head.numel(), attention, untrained, head.requires_grad)
@@ -212,7 +213,7 @@ def stage_hidden(
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
     """Use transformers' own attention within the block; decoding and the probes need its KV cache and batches."""
-    # transformers' sdpa does not support softcap.
+    # transformers' sdpa supports neither softcap nor sinks.
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    with attention.using(model, "eager" if capped else "sdpa"):
+    with attention.using(model, "sdpa" if model._supports_sdpa and not capped else "eager"):
         yield

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from truestep.generate.engine.cache import LayerShape, PagedCache, gather, store
 from truestep.generate.engine.recur import ChunkStates, RecordedStates, RowStates
 from truestep.model.mixers.attention import PackedLayout, attend_to_past, make_layout, packed_attention
+from truestep.model.mixers.handed import handed
 
 NAME = "truestep_paged"
 _SCORES_BYTES = 256 * 2**20  # most memory for attention scores, or for gathered keys
@@ -147,10 +148,12 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     paged: Paged | None = None,
+    s_aux: torch.Tensor | None = None,  # [Q] the heads' sinks
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
     """Attend over the cache; transformers calls this."""
     layer: Any = getattr(module, "layer_idx", None)
+    paged, sliding_window = handed("paged", paged), handed("sliding_window", sliding_window)
     if paged is None or layer is None:
         raise UnservedError(f"{type(module).__name__} passes no keyword arguments on to its attention")
     step = paged.step
@@ -158,15 +161,21 @@ def paged_attention(
         if layer in step.layers:
             raise UnservedError(f"{type(module).__name__} attends more than once in layer {layer}")
         step.layers[layer] = LayerShape(
-            key.shape[1], key.shape[-1], value.shape[-1], query.shape[1], sliding_window, softcap
+            key.shape[1],
+            key.shape[-1],
+            value.shape[-1],
+            query.shape[1],
+            sliding_window,
+            softcap,
+            s_aux is not None,
         )
         repeats = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(repeats, dim=1).transpose(1, 2), None
+        return value.repeat_interleave(repeats, dim=1).transpose(1, 2).contiguous(), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(step, Rows):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return step.attend(step, layer, q, k, v, scale, sliding_window, softcap)[None], None
-    return _attend_chunks(module, step, layer, query, key, value, scale, sliding_window, softcap), None
+        return step.attend(step, layer, q, k, v, scale, sliding_window, softcap, s_aux)[None], None
+    return _attend_chunks(module, step, layer, query, key, value, scale, sliding_window, softcap, s_aux), None
 
 
 def _attend_chunks(
@@ -179,6 +188,7 @@ def _attend_chunks(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # [1, T, Q, E]
     chunks.store(chunks.cache, layer, chunks.pages, chunks.offsets, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = chunks.cache.keys[layer], chunks.cache.values[layer]
@@ -195,22 +205,23 @@ def _attend_chunks(
             sliding_window=window,
             softcap=softcap,
             packed_layout=chunks.layout,
+            s_aux=sinks,
         )
         outputs.append(first)
     if chunks.past is not None and softcap is None:
         past, first_later = chunks.past, chunks.later[0].first if chunks.later else 0
         k, v = chunks.gather(chunks.cache, layer, past.pages, past.offsets)
         q = query[0, :, first_later:].transpose(0, 1)
-        outputs.append(attend_to_past(q, k, v, past.bounds, past.longest, scale, window)[None])
+        outputs.append(attend_to_past(q, k, v, past.bounds, past.longest, scale, window, sinks)[None])
     for chunk in chunks.later if chunks.past is None or softcap is not None else ():
         assert chunk.pages is not None
         end = chunk.start + chunk.count
         # [P, K, page, E] -> [K, end, E]
         k, v = (pool.index_select(0, chunk.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
         q = query[0, :, chunk.first : chunk.first + chunk.count]
-        outputs.append(see_earlier(q, k, v, chunk.start, scale, window, softcap).transpose(0, 1)[None])
+        outputs.append(see_earlier(q, k, v, chunk.start, scale, window, softcap, sinks).transpose(0, 1)[None])
     # `cat` would copy a single output; `detach`, since compiled layers would be recompiled for a view.
-    return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return outputs[0].detach().contiguous() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def see_earlier(
@@ -221,9 +232,11 @@ def see_earlier(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [Q, X, E]
     """Attend from the tokens behind the first `start` to these and all before, in plain torch."""
     grouped = q.unflatten(0, (k.shape[0], -1))
+    column = None if sinks is None else sinks.view(k.shape[0], -1, 1, 1)
     positions = torch.arange(k.shape[1], device=q.device)
     step = max(1, _SCORES_BYTES // (4 * q.shape[0] * k.shape[1]))
     outputs = []
@@ -233,17 +246,27 @@ def see_earlier(
         mask = positions <= own
         if window is not None:
             mask = mask & (positions > own - window)
-        outputs.append(_weigh(some, k[:, None], v[:, None], mask, scale, softcap))
+        outputs.append(_weigh(some, k[:, None], v[:, None], mask, scale, softcap, column))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).flatten(0, 1)
 
 
 def _weigh(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # has one column, which has no value
 ) -> torch.Tensor:
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    return scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
+    scores = scores.masked_fill_(~mask, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1).to(q.dtype) @ v
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1].to(q.dtype) @ v
 
 
 def attend_rows(
@@ -255,6 +278,7 @@ def attend_rows(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, in plain torch: as many rows at a time as `_SCORES_BYTES` allows."""
     store(rows.cache, layer, rows.pages, rows.offsets, k, v)
@@ -275,8 +299,10 @@ def attend_rows(
         mask = positions < lengths
         if window is not None:
             mask = mask & (positions >= lengths - window)
+        # [R, K, Q / K, E]; the scores are [R, K, Q / K, N]
         grouped = q[part].unflatten(1, (own_k.shape[1], -1))
-        outputs.append(_weigh(grouped, own_k, own_v, mask[:, None, None], scale, softcap).flatten(1, 2))
+        column = None if sinks is None else sinks.view(own_k.shape[1], -1, 1)
+        outputs.append(_weigh(grouped, own_k, own_v, mask[:, None, None], scale, softcap, column).flatten(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -118,6 +118,16 @@ def _fetch_queries(line, seen, lane, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _start(sink_pointer, heads, mine, SINKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Begin the online softmax of each row. A sink is a score that has no value; `mine`: rows that have one here."""
+    highest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        sink = tl.load(sink_pointer + heads, mask=mine, other=0.0).to(tl.float32)
+        highest, total = tl.where(mine, sink * _LOG2_E, highest), tl.where(mine, 1.0, total)
+    return tl.zeros((ROWS, LANES), tl.float32), total, highest
+
+
+@triton.jit
 def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
     """Update the online softmax with a page."""
     higher = tl.maximum(highest, tl.max(scores, axis=1))  # finite: every page has a key that is not masked
@@ -151,6 +161,7 @@ def _attend_kernel(
     part_pointer,  # [R, Q, N, E] float32: the weighted sum of each span's values
     highest_pointer,  # [R, Q, N] its largest score, in base 2
     total_pointer,  # [R, Q, N] the sum of its weights, relative to the largest score
+    sink_pointer,  # [Q]
     query_row,  # strides
     query_head,
     meta_row,
@@ -166,6 +177,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -179,11 +191,9 @@ def _attend_kernel(
     keys, values = pool_of(addresses_pointer, 0, TYPE), pool_of(addresses_pointer, 1, TYPE)
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
-    queries = head * GROUP + member
-    seen = member < GROUP
+    queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
-    highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
-    result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
+    result, total, highest = _start(sink_pointer, queries, seen & (span == 0), SINKS, GROUP_BLOCK, VALUE_BLOCK)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
@@ -323,6 +333,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
@@ -345,11 +356,13 @@ def attend(
     _attend_kernel[(count, heads, spans)](
         *(rows.cache.places[layer], q, rows.lengths, rows.table),
         *parts,
+        output if sinks is None else sinks,
         *(q.stride(0), q.stride(1), meta_row, scale, softcap or 1.0, tiles, spans),
         HEADS=heads,
         GROUP=queries // heads,
         KEY_SIZE=key_size,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         GROUP_BLOCK=group_block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
         num_warps=warps(group_block, shape["VALUE_BLOCK"]),

@@ -26,6 +26,7 @@ class LayerShape:
     queries: int  # query heads
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     states: tuple[LayerState, ...] = ()  # of its recurrent operations, in the order of their calls
 
     @property

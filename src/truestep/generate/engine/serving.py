@@ -36,7 +36,7 @@ def serve_with_kernels(
     if team.all(_right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers))):
         from truestep.generate.engine import attend_kernels
 
-        fused = all(attention.is_fused(device.place, dtype, layer.softcap) for layer in layers)
+        fused = all(attention.is_fused(device.place, dtype, layer.softcap, layer.sinks) for layer in layers)
         past = fused and _right("chunks", lambda: check_past(device.place, dtype, layers))
         # Recurrent operations need the bounds of prompts on the host: prefill then has no CUDA graphs.
         fused = fused and not any(layer.states for layer in layers)
@@ -103,7 +103,7 @@ def check_attention(
         q = random(len(_LENGTHS), layer.queries, layer.key_size)
         k = random(len(_LENGTHS), layer.heads, layer.key_size)
         v = random(len(_LENGTHS), layer.heads, layer.value_size)
-        how = (layer.key_size**-0.5, layer.window, layer.softcap)
+        how = (layer.key_size**-0.5, layer.window, layer.softcap, random(layer.queries) if layer.sinks else None)
         found = attend(rows, 0, q, k, v, *how).float()
         stored = (cache.keys[0][rows.pages, :, rows.offsets], cache.values[0][rows.pages, :, rows.offsets])
         if not (torch.equal(stored[0], k) and torch.equal(stored[1], v)):
@@ -139,10 +139,11 @@ def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerSh
             )
         )
         how = (layer.key_size**-0.5, layer.window)
-        found = attend_to_past(q, k, v, (bounds[0], bounds[1]), (max(counts), max(lengths)), *how).float()
+        sinks = torch.randn(layer.queries, generator=generator).to(place, dtype) if layer.sinks else None
+        found = attend_to_past(q, k, v, (bounds[0], bounds[1]), (max(counts), max(lengths)), *how, sinks).float()
         sizes = ((q, counts), (k, lengths), (v, lengths))
         parts = zip(*(each.transpose(0, 1).split(some, 1) for each, some in sizes), strict=True)
-        alone = [see_earlier(a, b, c, start, *how, None) for (a, b, c), start in zip(parts, starts, strict=True)]
+        alone = [see_earlier(a, b, c, start, *how, None, sinks) for (a, b, c), start in zip(parts, starts, strict=True)]
         expected = torch.cat(alone, dim=1).transpose(0, 1).float()
         worst = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)).max())
         if not worst <= 3e-2:

@@ -23,7 +23,7 @@ from truestep.model.fast.fused_attention import RECORD
 from truestep.model.fast.fused_layers import fuse_layers, head_norms_of, settle_layers
 from truestep.model.fast.gradient_accumulation import add_in_products, called
 from truestep.model.freezing import freeze_weights
-from truestep.model.loading.adapter_source import attach_adapter
+from truestep.model.loading.adapter_source import adapters_called, attach_adapter
 from truestep.model.loading.probe import (
     Probe,
     probe_context,
@@ -33,7 +33,7 @@ from truestep.model.loading.probe import (
     probe_stages,
 )
 from truestep.model.loading.probe_weights import borrowed_weights
-from truestep.model.loading.read import read_directory
+from truestep.model.loading.read import plain_head, read_directory
 from truestep.model.mixers import attention, linear_kernels
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.mixers.recurrence import calls_seen, use_kernels
@@ -201,7 +201,8 @@ def _try(loading: Loading) -> None:
         loading.refuse(not_finite(model.named_parameters()))
         with attention.using(model, RECORD):
             fuse_layers(model)
-        _probe(loading)
+        with adapters_called(model):
+            _probe(loading)
 
 
 def _compile(loading: Loading) -> None:
@@ -320,7 +321,12 @@ def _probe(loading: Loading) -> None:
     """Probe a float32 model with all of its layers, and choose its attention. A model that fails a probe is refused."""
     model, options, place = loading.model, loading.options, loading.options.place
     with attention.shapes_seen() as shapes, calls_seen() as calls:
-        loading.probe = probe_float32(model, loading.head, place, options.longest_document)
+        try:
+            loading.probe = probe_float32(model, loading.head, place, options.longest_document)
+        except ModelError as error:
+            if shapes or calls or "give other values" not in str(error):
+                raise
+            raise ModelError(f"{error}. {type(model).__name__} {attention.ITS_OWN}") from error
         context = Context.of(options.ranks)
         if context is not None:
             probe_context(model, loading.probe, place, context)
@@ -351,9 +357,8 @@ def _probe_rounded(loading: Loading) -> None:
 
 
 def _head_settings(model: Any, settings: HeadSettings) -> HeadSettings:
-    config, output = model.config, model.get_output_embeddings()
-    if output is None or getattr(output, "bias", None) is not None:
-        raise ModelError(f"{type(model).__name__} has no plain linear LM head without a bias")
+    config = model.config
+    plain_head(model)
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite divides
         scale = 1.0 / config.logits_scaling

@@ -68,6 +68,10 @@ class Context:
             for flat, part in zip(received.split([part[0, 0].numel() for part in parts], dim=-1), parts, strict=True)
         )
 
+    def own_heads(self, values: torch.Tensor) -> torch.Tensor:  # [Q, ...] -> [Q/C, ...]
+        """Return the values of this rank's query heads."""
+        return values.unflatten(0, (self.size, -1))[self.rank]
+
     def heads_for_tokens(self, attended: torch.Tensor) -> torch.Tensor:  # [S, Q/C, E] -> [S/C, Q, E]
         return self.exchange(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
 

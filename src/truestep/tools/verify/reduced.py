@@ -22,6 +22,7 @@ from truestep.losses.label_losses import Switch
 from truestep.losses.objective import Objective
 from truestep.model.adapter import DOWN, Adapter, attach, matches, target_modules
 from truestep.model.adapter_files import read_adapter, write_adapter
+from truestep.model.towers import text_config
 from truestep.rollouts.fields import Field, from_records
 from truestep.rollouts.turns import turn_lines
 from truestep.tools.verify.custom import document_labels
@@ -87,6 +88,7 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = text_config(config)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path: {source} has no config.json that can be read: {error}") from error
     settings = config.to_dict()
