@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from documents import make_documents, pack_all, same_bits
 from selection import long_except
-from tiny import KINDS, make_model
+from tiny import KINDS, expert_model, make_model
 from truestep.model.loading import load
 from truestep.model.loading.load import load_policy
 from truestep.model.mixers import attention
@@ -155,7 +155,7 @@ def test_attention_that_ignores_where_documents_end(llama: Path, monkeypatch: py
 
 def test_attention_that_forgets_the_window(tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = attention._dense
-    monkeypatch.setattr(attention, "_dense", lambda q, k, v, scale, window, cap: dense(q, k, v, scale, None, cap))
+    monkeypatch.setattr(attention, "_dense", lambda q, k, v, scale, window, *rest: dense(q, k, v, scale, None, *rest))
     assert "packed documents give other values" in refusal(tiny_model("mistral"))
 
 
@@ -332,9 +332,15 @@ def test_a_probe_reaches_past_a_long_window(tmp_path: Path, monkeypatch: pytest.
         load_policy(directory, device="cpu", longest_document=2000)
 
 
-def test_jitter_is_switched_off_with_activation_checkpointing(tmp_path: Path) -> None:
-    directory = make_model(tmp_path / "model", "llama")
+def test_jitter_is_off_with_activation_checkpointing_and_a_router_that_reads_it_keeps_it(tmp_path: Path) -> None:
+    directory = expert_model(tmp_path / "model")
     policy = load_policy(directory, device="cpu", activation_checkpointing=True)
-    policy.model.model.layers[0].mlp.router_jitter_noise = 0.3
+    batch = pack_all(make_documents((9, 4), seed=1)).tokens
+    expected = policy.hidden(batch)
+    for layer in policy.model.model.layers:
+        assert layer.training  # else transformers does not recompute it
+        assert not layer.mlp.training
+        layer.mlp.router_jitter_noise = layer.mlp.gate.jitter = 0.3
     no_noise(policy.model)
-    assert policy.model.model.layers[0].mlp.router_jitter_noise == 0.0
+    assert policy.model.model.layers[0].mlp.router_jitter_noise == 0.3  # Phi-3.5-MoE's router masks by it
+    assert torch.equal(policy.hidden(batch), expected)

@@ -31,10 +31,12 @@ class Case:
         size: int,
         window: int | None,
         cap: float | None,
+        sinks: bool,
         dtype: torch.dtype,
     ):
         generator = torch.Generator().manual_seed(0)
         self.place, self.how = place, (size**-0.5, window, cap)
+        self.sinks = torch.linspace(-1, 3, heads * group).to(place, dtype) if sinks else None
         pages = [-(-length // PAGE) for length in LENGTHS]
         self.table = np.zeros((len(LENGTHS), max(pages)), dtype=np.int64)
         numbers = torch.randperm(sum(pages), generator=generator).numpy()
@@ -55,7 +57,7 @@ class Case:
             spans.append(Span(first, end - start, start, document))
             first += end - start
         q = torch.cat([self.q[document][start:end] for document, start, end in wanted])
-        found = attend(Queries(self.send(self.table), spans, self.send), q, *self.pools, *self.how)
+        found = attend(Queries(self.send(self.table), spans, self.send), q, *self.pools, *self.how, sinks=self.sinks)
         return list(found.split([end - start for _, start, end in wanted]))
 
     def rows(self, wanted: list[tuple[int, int]]) -> torch.Tensor:
@@ -63,7 +65,7 @@ class Case:
         documents, positions = (np.array(values) for values in zip(*wanted, strict=True))
         q = torch.stack([self.q[document][position] for document, position in wanted])
         queries = Queries(self.send(self.table[documents]), [], self.send, rows=self.send(positions))
-        return attend(queries, q, *self.pools, *self.how)
+        return attend(queries, q, *self.pools, *self.how, sinks=self.sinks)
 
     def reference(self, document: int) -> torch.Tensor:
         """All of a document in float64."""
@@ -78,14 +80,19 @@ class Case:
         places = torch.arange(length, device=self.place)
         distance = places[:, None] - places
         seen = (distance >= 0) & (distance < (window or length))
-        return torch.einsum("hqk,khe->qhe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, length, 1)], dim=-1)
+        return torch.einsum("hqk,khe->qhe", scores.softmax(-1)[..., :length], v)
 
 
 CASES = {
-    "one to one": (2, 1, 16, None, None),
-    "groups of 3": (2, 3, 24, None, None),
-    "window": (1, 2, 16, 9, None),
-    "softcap, long window": (2, 2, 16, 40, 3.0),
+    "one to one": (2, 1, 16, None, None, False),
+    "groups of 3": (2, 3, 24, None, None, False),
+    "window": (1, 2, 16, 9, None, False),
+    "softcap, long window": (2, 2, 16, 40, 3.0, False),
+    "sinks": (2, 3, 24, None, None, True),
+    "sinks, window": (1, 2, 16, 9, None, True),
 }
 
 

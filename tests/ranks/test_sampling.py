@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from completing import Asked, Completion, How, decode
+from generate.engine.recurrent_models import made
 from generate.engine.test_engine import options, requests, run, same
 from generate.engine.test_gpu_path import in_graphs, replay
 from plain_rewards import letter_reward
@@ -108,6 +109,12 @@ def test_completions_are_those_of_one_process(tiny_model: Model) -> None:
         *cases(tiny_model("granite"), CUT),
     ]
     on_ranks(2, sample, given, {"tensor": 2})
+
+
+@pytest.mark.parametrize("parallel", long_except([{"tensor": 2}, {"data_shard": 2}], {"tensor": 2}))
+def test_layers_that_keep_states_too(parallel: dict[str, int], tmp_path: Path) -> None:
+    """Each tensor rank computes them whole."""
+    on_ranks(2, sample, cases(made(tmp_path)("qwen3_5_text"), PLAIN), parallel)
 
 
 def sample_in_graphs(given: Sequence[Case], fails_on: int | None) -> None:

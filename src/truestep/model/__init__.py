@@ -2,11 +2,12 @@
 
 policy            computes hidden states of packed documents; holds the head's weight and settings
 loading           loads a Hugging Face directory as a policy; probes refuse models that packing would break
-mixers            attention over packed documents
+mixers            attention over packed documents, and layers that keep a state
 fast              faster versions of a model's own layers, and the list of every patch
 cuts              pipeline stages and tensor parallelism: the layers and weight slices of each rank
 adapter           LoRA layers; adapter_files: adapters in peft's format; freezing: freezes weights by name
 exact             hidden states that do not depend on the rest of the batch
-heads             the number and size of attention heads; no_dropout: turns dropout and jitter off
+heads             the number and size of attention heads; no_dropout: turns dropout off
+towers            the text model in a directory with towers for images or sound
 save              writes a Hugging Face directory with the trained weights; tensor_stream: its tensors, layer by layer
 """

@@ -124,7 +124,8 @@ def target_modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
     named = {name: module for name, module in model.named_modules() if name and module is not head}
     plain = {name for name, module in named.items() if type(module) is torch.nn.Linear}
     if isinstance(targets, str):
-        stacked = next((name for name, weight in model.named_parameters() if weight.dim() > 2), None)
+        sizes = {name: [size for size in weight.shape if size > 1] for name, weight in model.named_parameters()}
+        stacked = next((name for name, several in sizes.items() if len(several) > 2), None)
         if stacked is not None:
             raise ModelError(
                 f"adapter.targets: {targets} would leave out weights of {type(model).__name__} that are not linear "

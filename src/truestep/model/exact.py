@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from truestep.model.fast.by_class import own_code
 from truestep.model.fast.compiled import own_forward
 from truestep.model.mixers import attention
+from truestep.model.mixers.handed import handed
 from truestep.model.policy import Policy
 from truestep.numerics import compiling
 from truestep.numerics.attention import attend
@@ -52,10 +53,12 @@ def exact_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     exact: ExactPass | None = None,
+    s_aux: torch.Tensor | None = None,  # [Q] the heads' sinks
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
     """Compute batch-invariant attention. transformers calls this under `NAME`."""
     layer: Any = getattr(module, "layer_idx", None)
+    exact, sliding_window = handed("exact", exact), handed("sliding_window", sliding_window)
     if exact is None or layer is None:
         raise InexactError(f"sampler.exact: {type(module).__name__} passes no keyword arguments on to its attention")
     if not getattr(module, "is_causal", True):
@@ -71,7 +74,7 @@ def exact_attention(
         else:
             keys, values, places = exact.pools(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
         q = query[0].transpose(0, 1)
-        return attend(exact.queries, q, keys, values, scale, sliding_window, softcap, places)[None], None
+        return attend(exact.queries, q, keys, values, scale, sliding_window, softcap, places, s_aux)[None], None
 
 
 # The compiled forward of each layer, by model. The sampler and training use the same compiled code.

@@ -14,13 +14,39 @@ class HeadSizes:
 
     @staticmethod
     def of(config: Any) -> "HeadSizes":
-        """Read the sizes from a configuration. Without `head_dim`, a head's size is hidden size / query heads."""
+        """Read the sizes from a configuration: those of the widest layer."""
+        return max(HeadSizes.of_layers(config), key=lambda sizes: sizes.width)
+
+    @staticmethod
+    def of_layers(config: Any) -> "list[HeadSizes]":
+        """Read the sizes of each layer; Gemma 4's global layers have larger heads than the others."""
         text = config.get_text_config()
-        queries = int(text.num_attention_heads)
-        keys = getattr(text, "num_key_value_heads", None) or queries
-        return HeadSizes(queries, keys, getattr(text, "head_dim", None) or text.hidden_size // queries)
+        if getattr(text, "is_heterogeneous", False):
+            return [_sizes(layer) for layer in text.per_layer_config]
+        return [_sizes(text)] * int(text.num_hidden_layers)
 
     @property
     def width(self) -> int:
         """The dimension of a token's queries, summed over all heads."""
         return self.queries * self.size
+
+
+def _sizes(config: Any) -> HeadSizes:
+    """Read one layer's sizes. Without `head_dim`, a head's size is hidden size / query heads."""
+    queries = int(getattr(config, "num_attention_heads", None) or 0)
+    if not queries:
+        return HeadSizes(0, 0, 0)  # no layer attends
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    return HeadSizes(queries, keys, getattr(config, "head_dim", None) or config.hidden_size // queries)
+
+
+def attending_layers(config: Any) -> int:
+    """Count the layers that attend, from a configuration. Without kinds of layers in it, all do; others are recurrent
+    or have no mixing of tokens."""
+    text = config.get_text_config()
+    count = int(text.num_hidden_layers)
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(text, name, None)
+        if isinstance(kinds, list | tuple) and len(kinds) == count:
+            return sum(kind == "hybrid" or ("attention" in kind and "linear" not in kind) for kind in kinds)
+    return count

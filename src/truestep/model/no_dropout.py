@@ -1,4 +1,4 @@
-"""Turns dropout and jitter of a transformers model off."""
+"""Turns dropout of a transformers model off. Jitter is off in evaluation mode, in which a model computes."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 
 
 def no_noise(model: Any) -> None:
-    """Set dropout and jitter to 0, so that log-probs depend on the weights alone."""
+    """Set dropout to 0, so that log-probs depend on the weights alone."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         # Floats such as `attention_dropout`, `dropout` and `layerdrop`, which a forward pass in training mode uses.
         for name, value in vars(module).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)

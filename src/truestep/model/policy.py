@@ -3,6 +3,7 @@
 Dimensions: S tokens of the micro-batch, H hidden, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,8 @@ from truestep.head.vocab_parallel import VocabularyShard
 from truestep.model.adapter import Adapter
 from truestep.model.cuts.stages import Stages
 from truestep.model.fast.activation_offload import ActivationOffload
-from truestep.model.heads import HeadSizes
-from truestep.model.mixers import attention
+from truestep.model.heads import HeadSizes, attending_layers
+from truestep.model.mixers import attention, linear_kernels
 from truestep.model.mixers.context_parallel import Context
 from truestep.ranks.exchange import TokenExchange, gather_same
 from truestep.ranks.pipeline import Pipeline
@@ -41,7 +42,7 @@ class ModelFacts:
     device: torch.device
     weights: float = 0.0  # the number of weights that a token is multiplied with, without the head's
     head_weights: int = 0
-    attention: int = 0  # layers x heads x head size
+    attention: int = 0  # layers that attend x heads x head size
     untrained: float = 0.0  # the number of `weights` that are frozen
     head_trained: bool = True
 
@@ -54,8 +55,11 @@ class ModelFacts:
             untrained -= 0 if embedding.requires_grad else embedding.numel()
         untrained -= 0 if head.requires_grad else head.numel()
         # FLOPs of a causal forward pass: 2 · length · heads · head size per token and layer, against 2 per weight.
-        attention = model.config.get_text_config().num_hidden_layers * HeadSizes.of(model.config).width
-        even_length = weights / (attention * (ATTENTION_SLOWNESS if device.type == "cuda" else 1.0))
+        # A recurrent layer's work grows with the tokens alone, and is small beside its products.
+        widths = [sizes.width for sizes in HeadSizes.of_layers(model.config)]
+        attention = attending_layers(model.config) * sum(widths) // len(widths)
+        slowness = ATTENTION_SLOWNESS if device.type == "cuda" else 1.0
+        even_length = weights / (attention * slowness) if attention else math.inf
         counts = (weights - head.numel(), head.numel(), attention, untrained, head.requires_grad)
         return ModelFacts(head.shape[0], head is embedding, even_length, device, *counts)
 
@@ -76,6 +80,7 @@ class Policy:
     stages: Stages | None = None  # the pipeline stages; None: this rank has all layers
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # all layers' buffers; empty without a pipeline
     attends: attention.AttentionKernel = attention.BY_TORCH
+    recurs: linear_kernels.Kernels = linear_kernels.BY_TORCH
     adapter: Adapter | None = None  # if set, only the adapter is trained
     adapts: bool = True  # False: the adapter is off
     activations_on_host: ActivationOffload | None = None
@@ -208,7 +213,7 @@ def stage_hidden(
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
     """Use transformers' own attention within the block; decoding and the probes need its KV cache and batches."""
-    # transformers' sdpa does not support softcap.
+    # transformers' sdpa supports neither softcap nor sinks.
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    with attention.using(model, "eager" if capped else "sdpa"):
+    with attention.using(model, "sdpa" if model._supports_sdpa and not capped else "eager"):
         yield

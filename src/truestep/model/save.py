@@ -12,6 +12,7 @@ import torch
 
 from truestep.files.disks import writing
 from truestep.files.tensors import tensor_sizes, transformers_write_tensors, write_tensors
+from truestep.model import towers
 from truestep.model.adapter import Adapter, is_adapters, merged, owner_of
 from truestep.model.adapter_files import write_adapter
 from truestep.model.policy import Policy
@@ -22,7 +23,7 @@ _COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
 _SCRATCH = ".group"  # the sub-directory to which transformers writes one group of weights
 _METADATA = {"format": "pt"}
 # transformers writes these anew with the weights.
-_REPLACED = ("config.json", "generation_config.json")
+_REPLACED = ("config.json", "generation_config.json", towers.RECORD)
 
 
 def read_companions(directory: Path) -> dict[str, bytes]:
@@ -84,7 +85,8 @@ def _tied_head(policy: Policy, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     and updates the copy only if the files have an entry for the head."""
     if not policy.facts.tied or (embedding := _embedding_name(policy)) not in tensors:
         return {}
-    return {"lm_head.weight": tensors[embedding]}
+    whole = towers.whole_of(policy.model)
+    return {"lm_head.weight" if whole is None else f"{whole.head[1]}.weight": tensors[embedding]}
 
 
 def give_group(
@@ -95,7 +97,7 @@ def give_group(
         take(head)
     handed = transformers_write_tensors(lambda named, *_, **__: take(named))
     with writing(tempfile.gettempdir()), tempfile.TemporaryDirectory() as scratch, handed:
-        policy.model.save_pretrained(scratch, state_dict=dict(tensors), max_shard_size=2**60)
+        towers.save_pretrained(policy.model, scratch, tensors, max_shard_size=2**60)
 
 
 def _write_group(policy: Policy, directory: Path, tensors: Mapping[str, torch.Tensor], number: int) -> None:
@@ -111,7 +113,7 @@ def _write_files_of_group(policy: Policy, directory: Path, tensors: Mapping[str,
         write_tensors(head, directory / "model-lm-head.safetensors", _METADATA)
     scratch = directory / _SCRATCH
     with transformers_write_tensors():
-        policy.model.save_pretrained(scratch, state_dict=dict(tensors))
+        towers.save_pretrained(policy.model, scratch, tensors)
     for place, file in enumerate(sorted(scratch.glob("*.safetensors"))):
         file.rename(directory / f"model-{number:05d}-{place:02d}.safetensors")
 
@@ -119,6 +121,7 @@ def _write_files_of_group(policy: Policy, directory: Path, tensors: Mapping[str,
 def _complete(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     """Write the index of all weight files, and the model's other files."""
     with writing(directory):
+        towers.write_towers(policy.model, directory)
         _write_index(directory)
         for file in (directory / _SCRATCH).iterdir():
             if not file.name.endswith(".index.json"):
@@ -154,7 +157,7 @@ def write_weights(
     def write() -> None:
         nonlocal files
         with transformers_write_tensors():  # transformers converts to the names and groupings of files
-            model.save_pretrained(scratch, state_dict=dict(tensors), max_shard_size=2**60)
+            towers.save_pretrained(model, scratch, tensors, max_shard_size=2**60)
         (scratch / "model.safetensors").rename(directory / f".{files:05d}.safetensors")
         files += 1
         tensors.clear()
@@ -167,6 +170,9 @@ def write_weights(
     tensors |= buffers
     write()
     shutil.rmtree(scratch)
+    for others in towers.tower_files(model):
+        write_tensors(others, directory / f".{files:05d}.safetensors", _METADATA)
+        files += 1
     for number in range(files):
         of_several = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         (directory / f".{number:05d}.safetensors").rename(
@@ -182,7 +188,7 @@ def model_files(model: Any, companions: Mapping[str, bytes], dtype: torch.dtype 
         directory = Path(folder) / "model"
         name, smallest = min(model.named_parameters(), key=lambda item: item[1].numel())
         with transformers_write_tensors(lambda *_, **__: None):
-            model.save_pretrained(directory, state_dict={name: torch.zeros(smallest.shape)})
+            towers.save_pretrained(model, directory, {name: torch.zeros(smallest.shape)})
         _write_companions(companions, directory, dtype)
         return {
             file.name: file.read_bytes()
@@ -206,7 +212,13 @@ def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.floa
     tensors |= {**policy.buffers, **saved_buffers(policy.model)}
     # transformers converts to the names and groupings of this architecture's files, and writes tied tensors once.
     with transformers_write_tensors():
-        policy.model.save_pretrained(directory, state_dict=tensors)
+        towers.save_pretrained(policy.model, directory, tensors)
+    if towers.whole_of(policy.model) is not None:
+        single = directory / "model.safetensors"  # transformers would read it alone
+        if single.is_file():
+            single.rename(directory / "model-text.safetensors")
+        towers.write_towers(policy.model, directory)
+        _write_index(directory)
     _write_companions(policy.companions, directory, dtype)
 
 
@@ -215,7 +227,8 @@ def save_adapter(policy: Policy, adapter: Adapter, directory: Path, dtype: torch
     weights = policy.weights
     parts = {name: weights.master.get(name) for name in weights.pieces if is_adapters(name)}
     tensors = weights.on_first(parts, dtype)
-    weights.ranks.share(lambda: write_adapter(directory, adapter, tensors, policy.path))
+    named = towers.whole_adapter(policy.model, adapter, tensors)
+    weights.ranks.share(lambda: write_adapter(directory, *named, policy.path))
 
 
 def joined_dtype(policy: Policy, dtype: torch.dtype) -> torch.dtype:
@@ -235,4 +248,5 @@ def _write_companions(companions: Mapping[str, bytes], directory: Path, dtype: t
     config_file = directory / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)  # the name of it in older versions
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

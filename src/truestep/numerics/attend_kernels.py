@@ -43,6 +43,16 @@ def _score(q, k, position, own, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl
 
 
 @triton.jit
+def _start(sink_pointer, heads, mine, SINKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Begin the online softmax of each row. A sink is a score that has no value; `mine`: rows that have one here."""
+    highest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        sink = tl.load(sink_pointer + heads, mask=mine, other=0.0).to(tl.float32)
+        highest, total = tl.where(mine, sink * _LOG2_E, highest), tl.where(mine, 1.0, total)
+    return tl.zeros((ROWS, LANES), tl.float32), total, highest
+
+
+@triton.jit
 def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
     """Add a page to the running result, sum and maximum of each row (online softmax)."""
     higher = tl.maximum(highest, tl.max(scores, axis=1))
@@ -59,6 +69,7 @@ def _attend_kernel(
     output_pointer,  # [T, Q, F]
     tiles_pointer,  # [4, N] int64
     table_pointer,  # [S, P] int64
+    sink_pointer,  # [Q]
     table_row,
     key_page,  # strides
     key_head,
@@ -77,6 +88,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -92,8 +104,8 @@ def _attend_kernel(
     line = (first + row // GROUP) * (HEADS * GROUP) + head * GROUP + row % GROUP
     inside = live[:, None] & (key_lane[None, :] < KEY_SIZE)
     q = tl.load(query_pointer + line[:, None] * KEY_SIZE + key_lane[None, :], mask=inside, other=0.0)
-    highest, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-    result = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
+    sinks = head * GROUP + row % GROUP
+    result, total, highest = _start(sink_pointer, sinks, row >= 0, SINKS, BLOCK_M, VALUE_BLOCK)
     last = start + count - 1
     begin = start * 0
     if WINDOW > 0:
@@ -126,6 +138,7 @@ def attend(
     window: int | None,
     softcap: float | None,
     places: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [T, Q, F]
     """Attend as `attention.attend` does."""
     if places is None:
@@ -142,7 +155,7 @@ def attend(
     make = torch.zeros if queries.rows is None else torch.empty
     output = make(count, heads_of_queries, value_size, dtype=q.dtype, device=q.device)
     _attend_kernel[(tiles.shape[1], heads)](
-        *(places, q, output, tiles, queries.table, queries.table.stride(0)),
+        *(places, q, output, tiles, queries.table, q if sinks is None else sinks, queries.table.stride(0)),
         *(*keys.stride()[:3], *values.stride()[:3], scale, softcap or 1.0),
         TYPE=_TYPES[q.dtype],
         HEADS=heads,
@@ -153,6 +166,7 @@ def attend(
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         BLOCK_M=block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_size)),

@@ -23,20 +23,22 @@ def attend(
     window: int | None,
     softcap: float | None,
     places: torch.Tensor | None = None,  # [2] int64 on the device: the addresses of keys and values
+    sinks: torch.Tensor | None = None,  # [Q] one more score of each query head, without a value
 ) -> torch.Tensor:  # [T, Q, F]
     if by_kernels(q):
         from truestep.numerics import attend_kernels
 
-        return attend_kernels.attend(queries, q, keys, values, scale, window, softcap, places)
+        return attend_kernels.attend(queries, q, keys, values, scale, window, softcap, places, sinks)
     if queries.rows is not None:
-        return _attend(q[:, None], queries.rows, queries.table, keys, values, scale, window, softcap).flatten(0, 1)
+        all_rows = queries.rows, queries.table
+        return _attend(q[:, None], *all_rows, keys, values, scale, window, softcap, sinks).flatten(0, 1)
     output = q.new_zeros(q.shape[0], q.shape[1], values.shape[3])
     for span in queries.spans:
         end = span.start + span.count
         start = torch.tensor([span.start], device=q.device)
         pages = queries.table[span.sequence : span.sequence + 1, : -(-end // keys.shape[2])]
         own = slice(span.first, span.first + span.count)
-        output[own] = _attend(q[own][None], start, pages, keys, values, scale, window, softcap)[0]
+        output[own] = _attend(q[own][None], start, pages, keys, values, scale, window, softcap, sinks)[0]
     return output
 
 
@@ -49,6 +51,7 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # [S, T, Q, F]
     count, heads = q.shape[1], keys.shape[1]
     # [S, P, K, page, E] -> [S, K, P · page, E]
@@ -63,7 +66,16 @@ def _attend(
     if window is not None:
         seen = seen & (positions > own - window)
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    weights = plain.each(torch.exp, scores - scores.amax(-1, keepdim=True))
-    total = plain.row_sum(weights)[..., None]
+    highest = scores.amax(-1, keepdim=True)
+    if sinks is None:
+        weights = plain.each(torch.exp, scores - highest)
+        total = plain.row_sum(weights)[..., None]
+    else:
+        column = (
+            sinks.to(scores.dtype).view(heads, 1, -1).repeat(1, count, 1).flatten(1)[..., None]
+        )  # [K, T · Q / K, 1]
+        highest = torch.maximum(highest, column)
+        weights = plain.each(torch.exp, scores - highest)
+        total = plain.row_sum(weights)[..., None] + plain.each(torch.exp, column - highest)
     result = plain.product(weights, v.transpose(-1, -2)) / total  # [S, K, T · Q / K, F]
     return result.to(q.dtype).unflatten(2, (count, -1)).transpose(1, 2).flatten(2, 3)

@@ -16,9 +16,13 @@ from transformers import AttentionInterface
 from truestep.model.adapter import Adapter, attach
 from truestep.model.fast.activation_checkpointing import ALL_PRODUCTS, is_kept
 from truestep.model.heads import HeadSizes
+from truestep.model.mixers import linear_kernels
+from truestep.model.mixers.recurrence import Call, Recurrence
+from truestep.model.mixers.registered import put_in
 
 _NAME = "truestep_plan"
-_TOKENS = 32
+_TOKENS = 64
+_MOST_LAYERS = 25  # that are measured if a model has several kinds of layers
 # The fraction that compiled layers keep: they recompute norms and activation functions from their inputs.
 _COMPILED = 0.68
 
@@ -73,6 +77,40 @@ def _attend(
 AttentionInterface.register(_NAME, _attend)
 
 
+class _Kept(torch.autograd.Function):
+    """A stand-in for a recurrent layer's kernel: computes nothing, and saves inputs and output."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(output)
+        ctx.save_for_backward(output, *inputs)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+class _Recurring:
+    """What a layer is handed in the engine's place."""
+
+    step: "_Recurring"
+
+    def __init__(self) -> None:
+        self.step = self
+
+    def recur(self, module: Any, recurrence: Recurrence, call: Call) -> Any:
+        if not (recurrence.kernel and linear_kernels.version()):
+            bounds = torch.tensor([0, _TOKENS], dtype=torch.int32, device="meta")
+            return recurrence.packed(call, bounds, _TOKENS, ((0, _TOKENS),), None)[0]
+        with torch.no_grad():
+            output = call.function(**call.arguments)
+        inputs = [value for value in call.arguments.values() if torch.is_tensor(value)]
+        if isinstance(output, tuple):
+            return (_Kept.apply(output[0], *inputs), *output[1:])
+        return _Kept.apply(output, *inputs)
+
+
 def measure_activations(
     config: Any,
     dtype: torch.dtype,
@@ -114,16 +152,28 @@ def _attended(text: Any, size: int) -> float:
 def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[float, ...]:
     """Measure bytes per token: kept by a layer, of its input, of the products that selective recomputation keeps, and
     of all products."""
-    config = kind.from_dict(json.loads(written))
+    config = kind.from_dict(json.loads(written, object_hook=_with_infinity))
     text = config.get_text_config()
     size = torch.empty((), dtype=dtype).element_size()
+    most = _layers_to_measure(text)
     try:
-        one, two = (_saved_bytes(config, layers, dtype, rank, adapted) for layers in (1, 2))
+        one, two = (_saved_bytes(config, layers, dtype, rank, adapted) for layers in (1, most))
     except Exception:  # the model's code reads values, such as the routing of experts
         layer = _by_formula(text, size)
         return layer, text.hidden_size * size, 4.0 * text.hidden_size * size, layer
-    layer, products, every = ((more - less) / _TOKENS for more, less in zip(two, one, strict=True))
+    layer, products, every = ((more - less) / _TOKENS / (most - 1) for more, less in zip(two, one, strict=True))
     return layer, text.hidden_size * size, products, every
+
+
+def _with_infinity(part: dict[str, Any]) -> Any:
+    """Return a part of a configuration's JSON, or the number that transformers wrote as {"__float__": "Infinity"}."""
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part
+
+
+def _layers_to_measure(text: Any) -> int:
+    """Return the number of layers of the larger model: two, or enough to average over the kinds of layers."""
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or [""]
+    return 2 if len(set(kinds)) == 1 or text.num_hidden_layers < 2 else min(text.num_hidden_layers, _MOST_LAYERS)
 
 
 def _by_formula(text: Any, size: int) -> float:
@@ -152,6 +202,7 @@ def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapte
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation=_NAME)
     model.train()
+    put_in(model)
     if adapted:
         _attach(model, rank, adapted)
     known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -165,7 +216,7 @@ def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapte
 
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     with _hooks(pack), _Products() as products:
-        model.base_model(input_ids=ids, position_ids=ids, use_cache=False, attention_mask=None)
+        model.base_model(input_ids=ids, position_ids=ids, use_cache=False, attention_mask=None, paged=_Recurring())
     return sum(count for count, _ in seen.values()), products.kept, products.every
 
 
@@ -174,10 +225,12 @@ def _hooks(pack: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _with_layers(config: Any, layers: int) -> Any:
-    small = type(config).from_dict(config.to_dict())
+    given = config.to_dict()
+    small = type(config).from_dict(given)
     text = small.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    if kinds:
-        text.layer_types = (list(kinds) * layers)[:layers]
+    before = text.num_hidden_layers
+    for name, kinds in list(vars(text).items()):
+        if isinstance(kinds, list) and len(kinds) == before and before > 1:
+            setattr(text, name, (kinds * layers)[:layers])
     text.num_hidden_layers = layers
     return small

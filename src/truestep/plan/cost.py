@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, AdamWConfig, MuonConfig
-from truestep.model.heads import HeadSizes
+from truestep.model.heads import HeadSizes, attending_layers
 from truestep.plan.memory import LABELS, computed_size, host_bytes, recomputes, reduces_each, remakes
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape
@@ -78,6 +78,7 @@ class _Rank:
     tokens: float  # tokens per step of its layers
     labels: float  # labels per step, divided among the stages: stages without the head have more layers instead
     layers: float
+    attending: float  # those of its layers that attend
     weights: float  # weights of its layers that multiply a token
     trained: float  # trained weights, before sharding
     untrained: float  # fraction of its layers' products without a weight gradient
@@ -122,6 +123,7 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
         work.tokens / data / sizes["context"],
         work.labels / data / sizes["context"] / stages,  # the last stage has fewer layers to make up for the head
         len(shape.layer_names) / stages,
+        attending_layers(shape.config) / stages,
         sum(shape.layer_costs) / stages / tensor,
         float(trained.all),
         1 - sum(trained.layers) / max(1, sum(shape.part(*place).layers)),
@@ -161,10 +163,10 @@ def _attention(config: Config, shape: ModelShape, rates: Rates, work: Work, rank
     if getattr(text, "attn_logit_softcapping", None) and not rates.uses_flash(
         config.model.attention
     ):  # no fused kernel: the scores are written to memory
-        scores = rank.tokens * work.length * rank.heads.queries * rank.layers / tensor
+        scores = rank.tokens * work.length * rank.heads.queries * rank.attending / tensor
         return _BYTES_SCORE * scores / rates.copy / (1 + _BACKWARD_ATTENTION)
     reach = min(work.length, getattr(text, "sliding_window", None) or math.inf)
-    return 2 * rank.heads.width * rank.tokens * reach * rank.layers / tensor / rate
+    return 2 * rank.heads.width * rank.tokens * reach * rank.attending / tensor / rate
 
 
 def _elementwise(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> float:

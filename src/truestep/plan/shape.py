@@ -15,6 +15,7 @@ from truestep.model.cuts.stages import cut_by_cost
 from truestep.model.cuts.tensor import tensor_plan
 from truestep.model.freezing import freeze_weights
 from truestep.model.loading.adapter_source import adapter_source, attach_adapter
+from truestep.model.towers import text_config
 from truestep.text import printable
 from truestep.weights.errors import ModelError, no_model
 from truestep.weights.layers import active_weights, layers_of
@@ -114,7 +115,7 @@ def read_shape(config: Config) -> ModelShape:
     try:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+            model: Any = AutoModelForCausalLM.from_config(text_config(settings), trust_remote_code=trust)
     except Exception as error:  # transformers raises many kinds of errors for an odd config.json
         raise ModelError(
             f"model.path: {directory} could not be made: {type(error).__name__}: {printable(error, 2000)}"

@@ -89,6 +89,10 @@ class TokenExchange:
         """Return all tokens, as the input of attention or MLP."""
         return tokens if self._everywhere else gather_tokens(tokens, self.group)
 
+    def own(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that this rank keeps, of all."""
+        return tokens if self._everywhere else _own(tokens, self.group)
+
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' partial results of attention or MLP, for the tokens that this rank keeps."""
         return self._sum_everywhere(parts) if self._everywhere else sum_to_own_tokens(parts, self.group)

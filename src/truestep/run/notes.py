@@ -48,6 +48,8 @@ def run_notes(
         notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
     if policy.device.type == "cuda":
         notes.append(f"attention: {policy.attends.story}")
+        if policy.recurs.story:
+            notes.append(f"recurrent layers: {policy.recurs.story}")
     if rejected:
         kinds = Counter(reason_kind(record.reason) for record in rejected)
         reasons = "; ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))

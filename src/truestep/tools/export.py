@@ -15,6 +15,7 @@ from truestep.model.adapter import Adapter, AdapterSource, is_adapters, merged
 from truestep.model.adapter_files import base_of, is_adapter, write_adapter
 from truestep.model.loading.read import read_model
 from truestep.model.save import model_files, read_companions, saved_buffers, write_weights
+from truestep.model.towers import whole_adapter
 from truestep.process import progress
 from truestep.run.checkpoint.checksums import find_damage
 from truestep.run.checkpoint.store import CheckpointStore
@@ -62,7 +63,8 @@ def export(
         with progress.working("writing", "bytes written"), writing(partial):
             if adapter_alone and attached is not None:
                 weights = {name: _values(weight) for name, weight in whole.named_parameters() if is_adapters(name)}
-                write_adapter(partial, attached, _finite({n: w.to(kind) for n, w in weights.items()}), base)
+                values = _finite({name: weight.to(kind) for name, weight in weights.items()})
+                write_adapter(partial, *whole_adapter(whole, attached, values), base)
             else:
                 partial.mkdir(parents=True)
                 _write(whole, attached, base, partial, kind)

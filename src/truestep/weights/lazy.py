@@ -27,6 +27,7 @@ _MOVES = (
     torch.stack,
     torch.cat,
 )
+_EMPTY = (torch.empty_like, torch.Tensor.new_empty)
 _SETTINGS = ("requires_grad_",)
 _READERS = 4  # tensors read at a time
 _MAPPED = 2**26  # bytes read from a mapped file before it is reopened, which frees the pages read
@@ -34,6 +35,10 @@ _MAPPED = 2**26  # bytes read from a mapped file before it is reopened, which fr
 
 # Takes a view of a tensor, and returns a function that reads only the view; None if that is not possible.
 Narrower = Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]
+
+
+class UnreadError(RuntimeError):
+    """Code changes a weight that has no values yet."""
 
 
 class Unread(torch.Tensor):
@@ -67,12 +72,14 @@ class Unread(torch.Tensor):
         name = function.__name__
         in_place = name.endswith("_") and not name.endswith("__") and name not in _SETTINGS
         if in_place or name == "__setitem__" or function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise RuntimeError(f"{name} of a weight that is not read yet")
+            raise UnreadError(f"{name} of a weight that is not read yet")
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 looks = function(*tree_map(_on_meta, arguments), **tree_map(_on_meta, named))
         except NotImplementedError:  # the operation needs values, as a comparison does
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
+        if function in _EMPTY:  # initial values, drawn into memory without values; a weight that is read takes none
+            return looks
         if isinstance(looks, Unread):  # `requires_grad_`, which returns the tensor itself
             return looks
 
@@ -235,3 +242,22 @@ class _File:
         tensor: torch.Tensor = self._opened.get_tensor(name)
         self._looked_at += tensor.nbytes
         return tensor
+
+
+@contextmanager
+def weights_without_values() -> Iterator[None]:
+    """Put the weights of modules made within the block on the meta device. Buffers keep their values, because a model
+    may compute them in its constructor."""
+    module: Any = torch.nn.Module
+    honest = module.register_parameter
+
+    def register(self: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # a tied parameter, on meta already, stays the same object
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        honest(self, name, parameter)
+
+    module.register_parameter = register
+    try:
+        yield
+    finally:
+        module.register_parameter = honest

@@ -56,7 +56,8 @@ def draw(z: np.ndarray, inside: Sequence[int], seed: Sequence[int], position: in
 
 class PlainLoop:
     def __init__(self, directory: Path):
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+        how = {"experts_implementation": "eager"}  # the others have no float64
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **how)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         with torch.no_grad():

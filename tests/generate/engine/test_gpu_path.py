@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from completing import Asked, How, decode
 from interpreted import use
 from selection import long_except
 from tiny import VOCABULARY
+from truestep.generate.engine import attend as attend_module
 from truestep.generate.engine import engine as engine_module
+from truestep.generate.engine.attend import KeyPlaces
 from truestep.generate.engine.cache import store
 from truestep.generate.engine.device import Result
 from truestep.generate.engine.engine import Engine, engine_of
-from truestep.generate.engine.graphs import Graphs, length_for, size_for
+from truestep.generate.engine.graphs import FlatPrompts, Graphs, length_for, size_for
 from truestep.head.logits import HeadSettings
 from truestep.model.fast import compiled
 from truestep.model.loading.load import load_policy
@@ -160,6 +162,68 @@ def test_prompts_that_are_replayed_draw_the_same(
     prompts = [key for key in replays if key[0] == "prompts"]
     assert prompts and len(set(prompts)) == len(prompts)
     assert all(size in (128, 256, 512) for _, size, _, _ in prompts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_chunks_behind_earlier_tokens_are_replayed(
+    kind: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that attends to earlier tokens is stood for by plain torch that reads all lengths when it runs."""
+    generator = np.random.default_rng(6)
+    first = [tuple(generator.integers(0, VOCABULARY, n).tolist()) for n in (70, 40)]
+    others = [tuple(generator.integers(0, VOCABULARY, n).tolist()) for n in (1, 9, 30, 50)]
+    prompts = [*first, first[0][:64] + others[1], first[0] + others[2], first[1][:33] + others[3], others[0]]
+    asked = [Asked(ids, (at,)) for at, ids in enumerate(prompts)]
+    how = How(0.9, 1.0, 3, 6, frozenset())
+    expected = decode(load_policy(tiny_model(kind)), asked, how)
+    policy = load_policy(tiny_model(kind))
+    found = engine_of(policy)
+    assert isinstance(found, Engine)
+    as_on_a_gpu(found)
+    found.device.fused, found.device.past, found.device.store = True, True, store
+
+    def one_by_one(
+        q: Any, k: Any, v: Any, bounds: Any, longest: tuple[int, int], scale: float, window: int | None
+    ) -> torch.Tensor:
+        spans = [list(itertools.pairwise(each.tolist())) for each in bounds]
+        assert len(spans[0]) == len(spans[1]) and spans[0][-1][1] == len(q)
+        outputs = []
+        for (a, b), (c, d) in zip(*spans, strict=True):
+            assert b - a <= min(longest[0], d - c) and d - c <= longest[1] and d <= len(k)
+            if b > a:
+                query, key, value = q[a:b].transpose(0, 1), k[c:d].transpose(0, 1), v[c:d].transpose(0, 1)
+                seen = attend_module.see_earlier(query, key, value, d - c - (b - a), scale, window, None)
+                outputs.append(seen.transpose(0, 1))
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(attend_module, "attend_to_past", one_by_one)
+    for phase in range(2):
+        for mine, theirs in zip(decode(policy, asked, how), expected, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+        if phase == 0:
+            made = [key for key in replays if key[0] == "prompts"]
+    assert [key[4:] for key in made] == [(8192,)]  # one pass, behind earlier tokens
+    assert [key for key in replays if key[0] == "prompts"] == made
+
+
+def test_keys_of_a_pass_are_padded_as_its_tokens() -> None:
+    spans = [(0, 5, (3,)), (16, 7, (3, 4)), (32, 1, (3, 4, 9))]
+    keys = KeyPlaces.of(spans, 16)
+    assert keys.bounds.tolist() == [0, 5, 28, 61] and keys.longest == 33
+    assert keys.pages[5:28].tolist() == [3] * 16 + [4] * 7 and keys.offsets[28:61].tolist() == [*range(16)] * 2 + [0]
+    bounds = np.array([0, 5, 12, 13], dtype=np.int32)
+    zeros = np.zeros(13, dtype=np.int64)
+    padded = FlatPrompts(zeros, zeros, zeros, zeros, bounds, 7, spare=50, keys=keys).padded()
+    assert padded is not None and padded.keys is not None
+    missing = 512 - 13
+    assert padded.bounds.tolist() == [0, 5, 12, 13] + [512] * (len(padded.bounds) - 4)
+    assert padded.keys.bounds.tolist() == [0, 5, 28, 61] + [61 + missing] * (len(padded.bounds) - 4)
+    assert len(padded.keys.pages) == len(padded.keys.offsets) == 8192
+    assert set(padded.keys.pages[61:].tolist()) == {50} and not padded.keys.offsets[61:].any()
+    many = replace(keys, pages=np.zeros(131_072, dtype=np.int64))
+    assert FlatPrompts(zeros, zeros, zeros, zeros, bounds, 7, spare=50, keys=many).padded() is None
 
 
 @pytest.mark.parametrize(

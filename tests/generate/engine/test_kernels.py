@@ -53,6 +53,8 @@ SHAPES = {
     "groups of 5, window": LayerShape(1, 256, 256, 5, window=40),
     "softcap": LayerShape(2, 64, 64, 8, softcap=5.0),
     "softcap, window, odd sizes": LayerShape(3, 24, 40, 6, window=17, softcap=2.0),
+    "sinks": LayerShape(2, 16, 16, 8, sinks=True),
+    "sinks, window": LayerShape(2, 24, 16, 6, window=17, sinks=True),
     "a window longer than any row": LayerShape(2, 16, 16, 4, window=1000),
     "a window of one token": LayerShape(2, 16, 16, 4, window=1),
     "a window of two": LayerShape(2, 16, 16, 4, window=2),

@@ -4,6 +4,7 @@ read or written by two that should not share it."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truestep.generate.engine.schedule import CacheError, EngineStep, Scheduler
+from truestep.generate.engine.schedule import CacheError, Scheduler
+from truestep.generate.engine.steps import EngineStep
 
 PAGE = 4
 
@@ -25,6 +27,8 @@ class Device:
     pages: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # a token, and all before it
     places: dict[int, tuple[int, ...]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
+    states: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the tokens behind which each one is
+    recurs: bool = False
     flying: deque[list[tuple[int, int]]] = field(default_factory=deque)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     most_rows: int = 0
@@ -45,24 +49,50 @@ class Device:
             before = hash(self.pages[pages[(at - 1) // PAGE], (at - 1) % PAGE][::-1])
         self.pages[pages[at // PAGE], at % PAGE] = token, before
 
+    def copy(self, pair: tuple[int, int] | None) -> None:
+        if pair is not None:
+            for at in range(PAGE):
+                if (pair[0], at) in self.pages:
+                    self.pages[pair[1], at] = self.pages[pair[0], at]
+
+    def copy_states(self, pairs: Sequence[tuple[int, int] | None]) -> None:
+        """All are read before any is written."""
+        there = [pair for pair in pairs if pair is not None]
+        assert self.recurs or not there
+        assert len({target for _, target in there}) == len(there) and 0 not in {slot for pair in there for slot in pair}
+        self.states |= {target: self.states[source] for source, target in there}
+
+    def advance(self, slot: int, start: int, tokens: tuple[int, ...]) -> None:
+        """Let a state take in tokens. It must be the one behind the tokens before them."""
+        assert (slot > 0) == self.recurs
+        if self.recurs:
+            before = self.states[slot] if start else ()
+            assert len(before) == start
+            self.states[slot] = (*before, *tokens)
+
     def run(self, plan: EngineStep) -> None:
         draws = []
+        for resumed in plan.resumed:
+            self.copy(resumed.page)
+        self.copy_states([resumed.state for resumed in plan.resumed])
         for chunk in plan.chunks:
+            self.advance(chunk.state, chunk.start, chunk.tokens)
             for at, token in enumerate(chunk.tokens, chunk.start):
                 self.write(chunk.pages, at, token)
             if chunk.place is not None:
                 self.places[chunk.place] = self.read(chunk.pages, chunk.start + len(chunk.tokens))
         for start in plan.starts:
-            if start.copy is not None:
-                for at in range(PAGE):
-                    if (start.copy[0], at) in self.pages:
-                        self.pages[start.copy[1], at] = self.pages[start.copy[0], at]
+            self.copy(start.copy)
+        self.copy_states([start.state for start in plan.starts])
         for start in plan.starts:
             draws.append((start.job, self.places[start.place], start.position))
         for row in plan.rows:
             self.write(row.pages, row.length - 1, self.slots[row.slot])
+            self.advance(row.state, row.length - 1, (self.slots[row.slot],))
+        assert len({row.state for row in plan.rows}) == len(plan.rows) or not self.recurs
         for row in plan.rows:
             draws.append((row.job, self.read(row.pages, row.length), row.position))
+            assert not self.recurs or self.states[row.state] == draws[-1][1]
         slots = [start.job.slot for start in plan.starts] + [row.slot for row in plan.rows]
         out = []
         for (job, seen, position), slot in zip(draws, slots, strict=True):
@@ -107,6 +137,14 @@ def expected(number: int, prompt: tuple[int, ...], most: int) -> list[int]:
     return list(seen[len(prompt) :])
 
 
+# How many states there are beyond one for each row; None: the model keeps none.
+STATES = st.one_of(st.none(), st.integers(1, 8))
+
+
+def count_of(states: int | None, slots: int) -> int:
+    return 0 if states is None else slots + states
+
+
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple)
 JOBS = st.lists(
     st.tuples(PROMPTS, st.integers(1, 12), st.integers(1, 15), st.integers(0, 6), st.sampled_from([None, 1, 4, 9])),
@@ -124,6 +162,7 @@ JOBS = st.lists(
     together=st.integers(1, 6),
     prompts_first=st.integers(0, 3),
     patience=st.integers(0, 3),
+    states=STATES,
 )
 @settings(max_examples=300, deadline=None)
 def test_every_completion_is_what_it_would_be_alone(
@@ -135,13 +174,14 @@ def test_every_completion_is_what_it_would_be_alone(
     together: int,
     prompts_first: int,
     patience: int,
+    states: int | None,
 ) -> None:
     """Each job: its prompt, its length, where a stop token comes, how many steps later it is submitted than the one
     before, and the steps after which it is cancelled."""
     how = {"chunk_tokens": chunk, "together": min(slots, together)}
     how |= {"prompts_first": prompts_first, "patience": patience}
-    scheduler = Scheduler(pages=pages, page_size=PAGE, slots=slots, **how)
-    device = Device(scheduler, lag)
+    scheduler = Scheduler(pages=pages, page_size=PAGE, slots=slots, states=count_of(states, slots), **how)
+    device = Device(scheduler, lag, recurs=states is not None)
     cancelled: dict[int, int] = {}
     clock = 0
 
@@ -171,7 +211,7 @@ def test_every_completion_is_what_it_would_be_alone(
         if number not in cancelled:
             assert drawn == wanted
     assert not scheduler.plan()
-    assert scheduler.used_pages == 0
+    assert scheduler.used_pages == scheduler.used_states == 0
     assert device.most_rows <= slots
 
 
@@ -314,13 +354,14 @@ TALKS = st.lists(
 )
 
 
-def check_talks(talks: list[Talk], pages: int, slots: int, chunk: int, lag: int, patience: int) -> None:
+def check_talks(
+    talks: list[Talk], pages: int, slots: int, chunk: int, lag: int, patience: int, states: int | None
+) -> None:
     """Every turn draws what it draws alone, behind the tokens that the turns before have drawn, whatever the cache
     keeps, evicts or shares; a page is read by nobody whose tokens it does not hold; nothing is left over."""
-    scheduler = Scheduler(
-        pages=pages, page_size=PAGE, slots=slots, chunk_tokens=chunk, together=min(2, slots), patience=patience
-    )
-    device = Device(scheduler, lag)
+    how = {"chunk_tokens": chunk, "together": min(2, slots), "patience": patience}
+    scheduler = Scheduler(pages=pages, page_size=PAGE, slots=slots, states=count_of(states, slots), **how)
+    device = Device(scheduler, lag, recurs=states is not None)
     said = [talk.prompt for talk in talks]
     turn, due = [0] * len(talks), [0] * len(talks)
     flying: dict[int, int] = {}  # the conversation of each request
@@ -360,7 +401,7 @@ def check_talks(talks: list[Talk], pages: int, slots: int, chunk: int, lag: int,
         device.learn()
     scheduler.plan()
     assert scheduler.idle
-    assert scheduler.used_pages == 0
+    assert scheduler.used_pages == scheduler.used_states == 0
 
 
 TALKED = {
@@ -370,6 +411,7 @@ TALKED = {
     "chunk": st.integers(1, 20),
     "lag": st.integers(0, 2),
     "patience": st.integers(0, 3),
+    "states": STATES,
 }
 
 
@@ -432,3 +474,79 @@ def test_a_page_is_found_only_behind_the_same_tokens() -> None:
             pass
         assert device.drawn[number] == expected(number, prompt, 3)
     assert scheduler.cached_tokens == 0
+
+
+def computed_of(device: Device, number: int, prompt: tuple[int, ...], most: int) -> int:
+    """Complete a prompt and return how many of its tokens were computed."""
+    before = device.scheduler.prompt_tokens
+    device.scheduler.submit(number, prompt, most)
+    while device.step():
+        pass
+    assert device.drawn[number] == expected(number, prompt, most)
+    return device.scheduler.prompt_tokens - before
+
+
+def test_the_next_turn_starts_from_the_state_behind_the_last_prompt() -> None:
+    """What is computed again are the tokens drawn since, wherever in a page the prompts end."""
+    device = Device(Scheduler(pages=400, page_size=PAGE, slots=2, chunk_tokens=64, states=4), 2, recurs=True)
+    ids = tuple(range(100))
+    for turn in range(9):
+        assert computed_of(device, turn, ids, 5 + turn) == (100 if turn == 0 else 5 + turn - 1 + 3)
+        ids = (*ids, *device.drawn[turn], 1, 2, 3)
+
+
+def test_the_state_that_was_kept_first_is_dropped_first() -> None:
+    device = Device(Scheduler(pages=400, page_size=PAGE, slots=1, chunk_tokens=64, states=4), 0, recurs=True)
+    prompts = [(number,) * 10 for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        assert computed_of(device, number, prompt, 3) == 10
+    # A prompt that is computed needs a slot, and so does its completion: two of the last four are kept.
+    assert computed_of(device, 4, (*prompts[3], 7), 3) == 1
+    assert computed_of(device, 5, (*prompts[0], 7), 3) == 11
+
+
+def test_a_state_without_its_pages_is_of_no_use() -> None:
+    device = Device(Scheduler(pages=8, page_size=PAGE, slots=1, chunk_tokens=64, states=6), 0, recurs=True)
+    first, second = tuple(range(15)), tuple(range(50, 79))
+    assert [computed_of(device, 0, first, 1), computed_of(device, 1, second, 1)] == [15, 29]
+    assert computed_of(device, 2, (*first, 3), 1) == 16
+    assert computed_of(device, 3, (*first, 3, 4), 1) == 1, "the state of this one was kept with its pages"
+
+
+def test_members_of_a_group_begin_with_copies_of_one_state() -> None:
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=3, chunk_tokens=4, states=4)
+    for number in range(8):
+        scheduler.submit(number, tuple(range(10)), 5)
+    device = Device(scheduler, 1, recurs=True)
+    while device.step():
+        assert scheduler.used_states <= 4
+    assert scheduler.prompt_tokens == 10
+    assert device.drawn == {number: expected(number, tuple(range(10)), 5) for number in range(8)}
+
+
+def test_a_state_is_read_after_the_step_that_computes_it_and_not_in_it() -> None:
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=4, chunk_tokens=64, states=6)
+    for number in range(2):
+        scheduler.submit(number, (1, 2, 3, 4, 5)[: 4 + number], 3)
+    plan = scheduler.plan()
+    assert len(plan.chunks) == 2 and not plan.resumed
+    device = Device(scheduler, 1, recurs=True)
+    device.run(plan)
+    scheduler.submit(2, (1, 2, 3, 4, 5, 6), 3)
+    plan = scheduler.plan()
+    assert len(plan.resumed) == 1
+    device.run(plan)
+    while device.step():
+        pass
+    assert device.drawn[2] == expected(2, (1, 2, 3, 4, 5, 6), 3)
+
+
+def test_a_state_is_free_after_the_last_step_that_reads_it() -> None:
+    scheduler = Scheduler(pages=100, page_size=PAGE, slots=2, chunk_tokens=64, states=3)
+    scheduler.submit(0, (1, 2), 2)
+    device = Device(scheduler, 1, recurs=True)
+    device.run(scheduler.plan())
+    scheduler.submit(1, (5, 6), 2)
+    plan = scheduler.plan()
+    assert len(plan.rows) == len(plan.chunks) == 1
+    assert plan.rows[0].state not in (plan.chunks[0].state, plan.starts[0].job.state)

@@ -7,7 +7,7 @@ Dimensions: T tokens of the pass, R rows, Q query heads, K key-value heads, E he
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from truestep.generate.engine.cache import LayerShape, PagedCache, store
+from truestep.generate.engine.cache import LayerShape, PagedCache, gather, store
+from truestep.generate.engine.recur import ChunkStates, RecordedStates, RowStates
 from truestep.model.mixers.attention import PackedLayout, attend_to_past, make_layout, packed_attention
+from truestep.model.mixers.handed import handed
 
 NAME = "truestep_paged"
 _SCORES_BYTES = 256 * 2**20  # most memory for attention scores, or for gathered keys
@@ -30,6 +32,31 @@ class ChunkSpan:
     count: int
     start: int  # tokens of the prompt before the chunk
     pages: torch.Tensor | None  # pages of the prompt up to the chunk's end; None: the chunk begins its prompt
+
+
+@dataclass(frozen=True)
+class KeyPlaces:
+    """What the chunks of a pass attend to, on the host: all tokens of their prompts up to the chunks' ends, packed."""
+
+    pages: np.ndarray  # [Y]
+    offsets: np.ndarray  # [Y]
+    bounds: np.ndarray  # [chunks + 1] int32: cumulative lengths
+    longest: int
+
+    @staticmethod
+    def of(spans: Sequence[tuple[int, int, tuple[int, ...]]], page_size: int) -> "KeyPlaces":
+        """`spans` as in `make_chunks`."""
+        ends = [start + count for start, count, _ in spans]
+        _, pages, offsets = places_of([(0, start + count, own) for start, count, own in spans], page_size)
+        return KeyPlaces(pages, offsets, np.cumsum([0, *ends], dtype=np.int32), max(ends))
+
+    def padded(self, size: int, end: int, bounds: int, spare: int) -> "KeyPlaces":
+        """Pad to `size` tokens and so many bounds. One more chunk attends to the tokens up to `end`; others to none.
+        `spare`: the page of padding tokens."""
+        zeros = np.zeros(size - len(self.pages), dtype=np.int64)
+        ends = np.full(bounds - len(self.bounds), end, dtype=np.int32)
+        pages, offsets = np.concatenate([self.pages, zeros + spare]), np.concatenate([self.offsets, zeros])
+        return KeyPlaces(pages, offsets, np.concatenate([self.bounds, ends]), size)
 
 
 @dataclass(frozen=True)
@@ -54,7 +81,13 @@ class PromptChunks:
     later: list[ChunkSpan]  # chunks that attend to earlier tokens in the cache, too
     layout: PackedLayout | None  # of the chunks in `whole`; None: there are none
     store: Callable[..., None] = store
-    past: Past | None = None  # of the chunks in `later`; None: they attend one by one, in plain torch
+    # Of the chunks in `later`, or of all where both lists are empty; None: they attend one by one, in plain torch.
+    past: Past | None = None
+    gather: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gather
+    states: ChunkStates | None = None  # None: the model keeps none
+
+    def recur(self, *operation: Any) -> Any:
+        return _there(self.states).recur(*operation)
 
 
 @dataclass
@@ -69,13 +102,21 @@ class Rows:
     longest: int  # upper bound of `lengths`
     # Writes the new tokens' keys and values to the cache and attends, as `attend_rows` does.
     attend: Callable[..., torch.Tensor]
+    states: RowStates | None = None  # None: the model keeps none
+
+    def recur(self, *operation: Any) -> Any:
+        return _there(self.states).recur(*operation)
 
 
 @dataclass
 class Recorded:
-    """A trial pass that records each layer's attention shape; every token attends to itself alone."""
+    """A trial pass that records what each layer keeps; every token sees itself alone."""
 
-    layers: dict[int, LayerShape] = field(default_factory=dict)
+    states: RecordedStates
+    layers: dict[int, LayerShape] = field(default_factory=dict)  # of layers that attend
+
+    def recur(self, *operation: Any) -> Any:
+        return self.states.recur(*operation)
 
 
 @dataclass
@@ -87,6 +128,12 @@ class Paged:
 
 class UnservedError(Exception):
     """The engine cannot serve the model; the message says why."""
+
+
+def _there(states: ChunkStates | RowStates | None) -> ChunkStates | RowStates:
+    if states is None:
+        raise UnservedError("it keeps states that it did not have in the trial pass")
+    return states
 
 
 @torch.compiler.disable  # compiled layers call it, as in training
@@ -101,10 +148,12 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     paged: Paged | None = None,
+    s_aux: torch.Tensor | None = None,  # [Q] the heads' sinks
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, T, Q, E]
     """Attend over the cache; transformers calls this."""
     layer: Any = getattr(module, "layer_idx", None)
+    paged, sliding_window = handed("paged", paged), handed("sliding_window", sliding_window)
     if paged is None or layer is None:
         raise UnservedError(f"{type(module).__name__} passes no keyword arguments on to its attention")
     step = paged.step
@@ -112,15 +161,21 @@ def paged_attention(
         if layer in step.layers:
             raise UnservedError(f"{type(module).__name__} attends more than once in layer {layer}")
         step.layers[layer] = LayerShape(
-            key.shape[1], key.shape[-1], value.shape[-1], query.shape[1], sliding_window, softcap
+            key.shape[1],
+            key.shape[-1],
+            value.shape[-1],
+            query.shape[1],
+            sliding_window,
+            softcap,
+            s_aux is not None,
         )
         repeats = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(repeats, dim=1).transpose(1, 2), None
+        return value.repeat_interleave(repeats, dim=1).transpose(1, 2).contiguous(), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(step, Rows):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return step.attend(step, layer, q, k, v, scale, sliding_window, softcap)[None], None
-    return _attend_chunks(module, step, layer, query, key, value, scale, sliding_window, softcap), None
+        return step.attend(step, layer, q, k, v, scale, sliding_window, softcap, s_aux)[None], None
+    return _attend_chunks(module, step, layer, query, key, value, scale, sliding_window, softcap, s_aux), None
 
 
 def _attend_chunks(
@@ -133,6 +188,7 @@ def _attend_chunks(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # [1, T, Q, E]
     chunks.store(chunks.cache, layer, chunks.pages, chunks.offsets, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = chunks.cache.keys[layer], chunks.cache.values[layer]
@@ -149,22 +205,23 @@ def _attend_chunks(
             sliding_window=window,
             softcap=softcap,
             packed_layout=chunks.layout,
+            s_aux=sinks,
         )
         outputs.append(first)
     if chunks.past is not None and softcap is None:
-        past, first_later = chunks.past, chunks.later[0].first
-        k, v = (pool[past.pages, :, past.offsets] for pool in (keys, values))
+        past, first_later = chunks.past, chunks.later[0].first if chunks.later else 0
+        k, v = chunks.gather(chunks.cache, layer, past.pages, past.offsets)
         q = query[0, :, first_later:].transpose(0, 1)
-        outputs.append(attend_to_past(q, k, v, past.bounds, past.longest, scale, window)[None])
+        outputs.append(attend_to_past(q, k, v, past.bounds, past.longest, scale, window, sinks)[None])
     for chunk in chunks.later if chunks.past is None or softcap is not None else ():
         assert chunk.pages is not None
         end = chunk.start + chunk.count
         # [P, K, page, E] -> [K, end, E]
         k, v = (pool.index_select(0, chunk.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
         q = query[0, :, chunk.first : chunk.first + chunk.count]
-        outputs.append(see_earlier(q, k, v, chunk.start, scale, window, softcap).transpose(0, 1)[None])
+        outputs.append(see_earlier(q, k, v, chunk.start, scale, window, softcap, sinks).transpose(0, 1)[None])
     # `cat` would copy a single output; `detach`, since compiled layers would be recompiled for a view.
-    return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return outputs[0].detach().contiguous() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def see_earlier(
@@ -175,9 +232,11 @@ def see_earlier(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [Q, X, E]
     """Attend from the tokens behind the first `start` to these and all before, in plain torch."""
     grouped = q.unflatten(0, (k.shape[0], -1))
+    column = None if sinks is None else sinks.view(k.shape[0], -1, 1, 1)
     positions = torch.arange(k.shape[1], device=q.device)
     step = max(1, _SCORES_BYTES // (4 * q.shape[0] * k.shape[1]))
     outputs = []
@@ -187,17 +246,27 @@ def see_earlier(
         mask = positions <= own
         if window is not None:
             mask = mask & (positions > own - window)
-        outputs.append(_weigh(some, k[:, None], v[:, None], mask, scale, softcap))
+        outputs.append(_weigh(some, k[:, None], v[:, None], mask, scale, softcap, column))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).flatten(0, 1)
 
 
 def _weigh(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # has one column, which has no value
 ) -> torch.Tensor:
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    return scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
+    scores = scores.masked_fill_(~mask, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1).to(q.dtype) @ v
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1].to(q.dtype) @ v
 
 
 def attend_rows(
@@ -209,6 +278,7 @@ def attend_rows(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, in plain torch: as many rows at a time as `_SCORES_BYTES` allows."""
     store(rows.cache, layer, rows.pages, rows.offsets, k, v)
@@ -229,8 +299,10 @@ def attend_rows(
         mask = positions < lengths
         if window is not None:
             mask = mask & (positions >= lengths - window)
+        # [R, K, Q / K, E]; the scores are [R, K, Q / K, N]
         grouped = q[part].unflatten(1, (own_k.shape[1], -1))
-        outputs.append(_weigh(grouped, own_k, own_v, mask[:, None, None], scale, softcap).flatten(1, 2))
+        column = None if sinks is None else sinks.view(own_k.shape[1], -1, 1)
+        outputs.append(_weigh(grouped, own_k, own_v, mask[:, None, None], scale, softcap, column).flatten(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -240,9 +312,11 @@ def make_chunks(
     send: Callable[[np.ndarray], torch.Tensor],
     store: Callable[..., None] = store,
     fused: bool = False,
+    slots: Sequence[int] = (),
 ) -> PromptChunks:
     """Make a prefill pass. `spans`: for each chunk its start in the prompt, its number of tokens, and the prompt's
-    pages up to its end; chunks that begin a prompt come first. `fused`: later chunks attend by the fused kernel."""
+    pages up to its end; chunks that begin a prompt come first. `fused`: later chunks attend by the fused kernel.
+    `slots`: of each prompt's state, where the model keeps states."""
     whole: list[ChunkSpan] = []
     later: list[ChunkSpan] = []
     first = 0
@@ -261,19 +335,33 @@ def make_chunks(
     sent = send(np.stack([pages, offsets]))
     # The positions are sent as a tensor of their own: compiled layers would be recompiled for a view.
     past = make_past(spans[len(whole) :], cache.page_size, send) if fused and later else None
-    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store, past)
+    states = _chunk_states(cache, whole, later, slots, send) if cache.states else None
+    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store, past, states)
+
+
+def _chunk_states(
+    cache: PagedCache,
+    whole: Sequence[ChunkSpan],
+    later: Sequence[ChunkSpan],
+    slots: Sequence[int],
+    send: Callable[[np.ndarray], torch.Tensor],
+) -> ChunkStates:
+    spans = tuple((chunk.first, chunk.first + chunk.count) for chunk in (*whole, *later))
+    first = send(np.arange(len(spans)) < len(whole)) if later else None
+    bounds = send(np.array([0, *(end for _, end in spans)], dtype=np.int32))
+    longest = max(end - start for start, end in spans)
+    return ChunkStates(cache, send(np.array(slots)), segments=bounds, longest=longest, spans=spans, first=first)
 
 
 def make_past(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int, send: Callable[[np.ndarray], torch.Tensor]
 ) -> Past:
     """Describe chunks, with all tokens before them, for the fused kernel. `spans` as in `make_chunks`."""
-    _, pages, offsets = places_of([(0, start + count, own) for start, count, own in spans], page_size)
+    keys = KeyPlaces.of(spans, page_size)
     counts = [count for _, count, _ in spans]
-    ends = [start + count for start, count, _ in spans]
-    queries, keys = (send(np.cumsum([0, *lengths], dtype=np.int32)) for lengths in (counts, ends))
-    sent = send(np.stack([pages, offsets]))
-    return Past(sent[0], sent[1], (queries, keys), (max(counts), max(ends)))
+    queries = send(np.cumsum([0, *counts], dtype=np.int32))
+    sent = send(np.stack([keys.pages, keys.offsets]))
+    return Past(sent[0], sent[1], (queries, send(keys.bounds)), (max(counts), keys.longest))
 
 
 def places_of(

@@ -24,7 +24,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _pool(addresses_pointer, which: tl.constexpr, TYPE: tl.constexpr):
+def pool_of(addresses_pointer, which: tl.constexpr, TYPE: tl.constexpr):
     """Read the address of the layer's keys (0) or values (1)."""
     address = tl.load(addresses_pointer + which)
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
@@ -59,10 +59,39 @@ def _store_kernel(
     line = (page * HEADS + head) * PAGE_SIZE + offset
     inside = (head < HEADS) & (lane < KEY_SIZE)
     key = tl.load(key_pointer + row * key_row + head * key_head + lane, mask=inside)
-    tl.store(_pool(addresses_pointer, 0, TYPE) + line * KEY_SIZE + lane, key, mask=inside)
+    tl.store(pool_of(addresses_pointer, 0, TYPE) + line * KEY_SIZE + lane, key, mask=inside)
     inside = (head < HEADS) & (lane < VALUE_SIZE)
     value = tl.load(value_pointer + row * value_row + head * value_head + lane, mask=inside)
-    tl.store(_pool(addresses_pointer, 1, TYPE) + line * VALUE_SIZE + lane, value, mask=inside)
+    tl.store(pool_of(addresses_pointer, 1, TYPE) + line * VALUE_SIZE + lane, value, mask=inside)
+
+
+@triton.jit
+def _gather_kernel(
+    addresses_pointer,  # [2] int64, of the layer
+    key_pointer,  # [Y, K, E]
+    value_pointer,  # [Y, K, E]
+    page_pointer,  # [Y] int64
+    offset_pointer,  # [Y] int64
+    TYPE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+):
+    """Copy a token's key and value from its page."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEAD_BLOCK)[:, None]
+    lane = tl.arange(0, SIZE_BLOCK)[None, :]
+    line = (tl.load(page_pointer + row) * HEADS + head) * PAGE_SIZE + tl.load(offset_pointer + row)
+    ours = row * HEADS + head
+    inside = (head < HEADS) & (lane < KEY_SIZE)
+    key = tl.load(pool_of(addresses_pointer, 0, TYPE) + line * KEY_SIZE + lane, mask=inside)
+    tl.store(key_pointer + ours * KEY_SIZE + lane, key, mask=inside)
+    inside = (head < HEADS) & (lane < VALUE_SIZE)
+    value = tl.load(pool_of(addresses_pointer, 1, TYPE) + line * VALUE_SIZE + lane, mask=inside)
+    tl.store(value_pointer + ours * VALUE_SIZE + lane, value, mask=inside)
 
 
 @triton.jit
@@ -86,6 +115,16 @@ def _fetch_queries(line, seen, lane, SIZE: tl.constexpr):
     """Load the queries of one key-value head: [G, E], with zeros below."""
     inside = seen[:, None] & (lane[None, :] < SIZE)
     return tl.load(line[:, None] + lane[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _start(sink_pointer, heads, mine, SINKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Begin the online softmax of each row. A sink is a score that has no value; `mine`: rows that have one here."""
+    highest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        sink = tl.load(sink_pointer + heads, mask=mine, other=0.0).to(tl.float32)
+        highest, total = tl.where(mine, sink * _LOG2_E, highest), tl.where(mine, 1.0, total)
+    return tl.zeros((ROWS, LANES), tl.float32), total, highest
 
 
 @triton.jit
@@ -122,6 +161,7 @@ def _attend_kernel(
     part_pointer,  # [R, Q, N, E] float32: the weighted sum of each span's values
     highest_pointer,  # [R, Q, N] its largest score, in base 2
     total_pointer,  # [R, Q, N] the sum of its weights, relative to the largest score
+    sink_pointer,  # [Q]
     query_row,  # strides
     query_head,
     meta_row,
@@ -137,6 +177,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -147,14 +188,12 @@ def _attend_kernel(
     begin = first + span * tiles
     if begin >= end:
         return
-    keys, values = _pool(addresses_pointer, 0, TYPE), _pool(addresses_pointer, 1, TYPE)
+    keys, values = pool_of(addresses_pointer, 0, TYPE), pool_of(addresses_pointer, 1, TYPE)
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, PAGE_SIZE)
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
-    queries = head * GROUP + member
-    seen = member < GROUP
+    queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
-    highest, total = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32), tl.zeros((GROUP_BLOCK,), tl.float32)
-    result = tl.zeros((GROUP_BLOCK, VALUE_BLOCK), tl.float32)
+    result, total, highest = _start(sink_pointer, queries, seen & (span == 0), SINKS, GROUP_BLOCK, VALUE_BLOCK)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
@@ -258,6 +297,33 @@ def store(
     )
 
 
+def gather(
+    cache: PagedCache,
+    layer: int,
+    pages: torch.Tensor,  # [Y]
+    offsets: torch.Tensor,  # [Y]
+) -> tuple[torch.Tensor, torch.Tensor]:  # [Y, K, E] each
+    """Copy keys and values of tokens from their pages, as `cache.gather` does."""
+    assert cache.places is not None and pages.is_contiguous() and offsets.is_contiguous()
+    (_, heads, page_size, key_size), value_size = cache.keys[layer].shape, cache.values[layer].shape[3]
+    k, v = (cache.keys[layer].new_empty(len(pages), heads, size) for size in (key_size, value_size))
+    _gather_kernel[(len(pages),)](
+        cache.places[layer],
+        k,
+        v,
+        pages,
+        offsets,
+        TYPE=TYPES[k.dtype],
+        HEADS=heads,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        PAGE_SIZE=page_size,
+        HEAD_BLOCK=triton.next_power_of_2(heads),
+        SIZE_BLOCK=triton.next_power_of_2(max(key_size, value_size)),
+    )
+    return k, v
+
+
 def attend(
     rows: Rows,
     layer: int,
@@ -267,6 +333,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [R, Q, E]
     """Write the new keys and values, and attend, as `attend.attend_rows` does."""
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
@@ -289,11 +356,13 @@ def attend(
     _attend_kernel[(count, heads, spans)](
         *(rows.cache.places[layer], q, rows.lengths, rows.table),
         *parts,
+        output if sinks is None else sinks,
         *(q.stride(0), q.stride(1), meta_row, scale, softcap or 1.0, tiles, spans),
         HEADS=heads,
         GROUP=queries // heads,
         KEY_SIZE=key_size,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         GROUP_BLOCK=group_block,
         KEY_BLOCK=max(16, triton.next_power_of_2(key_size)),
         num_warps=warps(group_block, shape["VALUE_BLOCK"]),

@@ -1,4 +1,4 @@
-"""The paged KV cache. Its memory is allocated for one phase of sampling.
+"""The paged KV cache, and the states of recurrent layers. Their memory is allocated for one phase of sampling.
 
 Dimensions: K key-value heads, E head size.
 """
@@ -6,9 +6,11 @@ Dimensions: K key-value heads, E head size.
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from truestep.model.mixers.recurrence import LayerState
 
 _ALIGNED = 256  # bytes: alignment of each layer's keys and values
 _SHARE = 0.9  # most of the free memory that the cache takes; activations and logits need the rest
@@ -16,14 +18,16 @@ _SHARE = 0.9  # most of the free memory that the cache takes; activations and lo
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The attention shape of one layer."""
+    """What one layer keeps: keys and values of each token, and states of each sequence."""
 
-    heads: int  # key-value heads
+    heads: int  # key-value heads; 0: the layer does not attend
     key_size: int
     value_size: int
     queries: int  # query heads
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+    states: tuple[LayerState, ...] = ()  # of its recurrent operations, in the order of their calls
 
     @property
     def numbers(self) -> int:
@@ -32,11 +36,14 @@ class LayerShape:
 
 @dataclass
 class PagedCache:
-    """Keys and values of all layers. There is one extra page, the last: rows that only pad a batch write to it."""
+    """Keys, values and states of all layers. Rows that only pad a batch write to an extra page, the last, and to an
+    extra state, the first."""
 
     keys: list[torch.Tensor]  # for each layer: [pages + 1, K, tokens of a page, E]
     values: list[torch.Tensor]
     places: torch.Tensor | None = None  # [layers, 2] device addresses of keys and values, for kernels
+    states: list[torch.Tensor] = field(default_factory=list)  # for each recurrent operation: [states + 1, *shape]
+    state_places: torch.Tensor | None = None  # [operations] their device addresses
 
     @staticmethod
     def make(
@@ -46,9 +53,10 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         zeros: bool = True,
+        states: int = 0,
     ) -> "PagedCache":
-        """Allocate the cache. `zeros`: clear it, since plain torch multiplies masked values by 0, so that they must be
-        finite. Kernels do not read masked values."""
+        """Allocate the cache. `zeros`: clear the pages, since plain torch multiplies masked values by 0, so that they
+        must be finite. Kernels do not read masked values. `states`: how many sequences have a state."""
         shapes = [
             (pages + 1, layer.heads, page_size, size) for layer in layers for size in (layer.key_size, layer.value_size)
         ]
@@ -58,7 +66,14 @@ class PagedCache:
             made = [_tensors([shape], dtype, device)[0] for shape in shapes]
         for tensor in made if zeros else ():
             tensor.zero_()
-        return PagedCache(made[::2], made[1::2])
+        kept = [
+            torch.empty(states + 1, *state.shape, dtype=state.dtype, device=device)
+            for layer in layers
+            for state in layer.states
+        ]
+        for tensor in kept:
+            tensor[0].zero_()
+        return PagedCache(made[::2], made[1::2], states=kept)
 
     @property
     def page_size(self) -> int:
@@ -71,19 +86,25 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values, *self.states))
 
-    def locate(self, places: torch.Tensor | None = None) -> None:
-        """Store the cache's addresses on the device, for kernels: in `places`, or in a new tensor if it is None."""
-        self.places = self.addresses().to(self.keys[0].device) if places is None else places.copy_(self.addresses())
+    def locate(self, places: torch.Tensor | None = None, state_places: torch.Tensor | None = None) -> None:
+        """Store the cache's addresses on the device, for kernels: in these tensors, or in new ones if they are None. A
+        CUDA graph outlives the cache, so its kernels read the addresses from memory."""
+        device, pools = self.keys[0].device, torch.tensor([pool.data_ptr() for pool in self.states], dtype=torch.int64)
+        self.places = self.addresses().to(device) if places is None else places.copy_(self.addresses())
+        self.state_places = pools.to(device) if state_places is None else state_places.copy_(pools)
 
     def addresses(self) -> torch.Tensor:  # [layers, 2] on the host
-        """Return the addresses of each layer's keys and values. A CUDA graph outlives the cache, so its kernels read
-        them from memory."""
+        """Return the addresses of each layer's keys and values."""
         return torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)])
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for pool in (*self.keys, *self.values):
+            pool.index_copy_(0, target, pool.index_select(0, source))
+
+    def copy_states(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        for pool in self.states:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
 
@@ -109,17 +130,45 @@ def store(
     cache.values[layer][pages, :, offsets] = v
 
 
+def gather(
+    cache: PagedCache,
+    layer: int,
+    pages: torch.Tensor,  # [Y]
+    offsets: torch.Tensor,  # [Y] in their pages
+) -> tuple[torch.Tensor, torch.Tensor]:  # [Y, K, E] each
+    """Copy the keys and values of tokens from their pages."""
+    return cache.keys[layer][pages, :, offsets], cache.values[layer][pages, :, offsets]
+
+
 def page_bytes(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype) -> int:
     return page_size * dtype.itemsize * sum(layer.numbers for layer in layers)
 
 
-def pages_that_fit(wanted: int, bytes_each: int, device: torch.device, most_bytes: int | None = None) -> int:
-    """Return how many of the `wanted` pages fit into `most_bytes`, or into free memory if that is None; at least 1."""
-    room = _free_bytes(device) if most_bytes is None else most_bytes
-    return max(1, min(wanted, int(room / bytes_each) - 1))
+def state_bytes(layers: Sequence[LayerShape]) -> int:
+    return sum(math.prod(state.shape) * state.dtype.itemsize for layer in layers for state in layer.states)
 
 
-def _free_bytes(device: torch.device) -> float:
+def pages_that_fit(wanted: int, bytes_each: int, room: float) -> int:
+    """Return how many of the `wanted` pages fit into so many bytes; at least 1."""
+    return max(1, min(wanted, int(room / max(bytes_each, 1)) - 1))
+
+
+def states_that_fit(rows: int, bytes_each: int, pages_bytes: int, room: float) -> int:
+    """Return for how many sequences states are allocated beside the pages: for `rows` completions in flight, for some
+    prompts, and as many again that are kept if memory is left. Where not even pages and states in flight fit, both get
+    less, in the same proportion; at least 2."""
+    if not bytes_each:
+        return 0
+    needed = rows + rows // 8 + 1
+    room -= bytes_each  # the extra one
+    left = room - pages_bytes - needed * bytes_each
+    if left < 0:
+        return max(2, int(needed * room / (pages_bytes + needed * bytes_each)))
+    return needed + min(rows, int(left / bytes_each))
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return how much memory the cache may take."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from truestep.generate.engine.attend import attend_rows
-from truestep.generate.engine.cache import store
+from truestep.generate.engine.cache import gather, store
 from truestep.generate.engine.draw import Drawn, draw
+from truestep.generate.engine.recur import in_torch
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,11 @@ class Device:
     prompts_first: int  # most prefill steps in a row without decoding
     patience: int  # decode steps for which few prompts wait for others
     attend: Callable[..., torch.Tensor] = attend_rows
+    advance: Callable[..., Any] = in_torch  # a decode step of a recurrent operation
+    addressed: bool = False  # it finds the states of all operations by their addresses
     draw: Callable[..., Drawn] = draw
     store: Callable[..., None] = store
+    gather: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gather
     copy: Callable[[torch.Tensor, torch.Tensor], None] = copy  # between host and device memory
     graphs: bool = False  # decode steps use CUDA graphs
     past: bool = False  # chunks behind earlier tokens attend by the fused kernel

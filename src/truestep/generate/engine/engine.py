@@ -21,13 +21,30 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from truestep.generate.engine.attend import PromptChunks, Rows, UnservedError, attend_rows, make_chunks, places_of
-from truestep.generate.engine.cache import PagedCache, page_bytes, pages_that_fit
+from truestep.generate.engine.attend import (
+    KeyPlaces,
+    Past,
+    PromptChunks,
+    Rows,
+    UnservedError,
+    attend_rows,
+    make_chunks,
+    places_of,
+)
+from truestep.generate.engine.cache import (
+    PagedCache,
+    free_bytes,
+    page_bytes,
+    pages_that_fit,
+    state_bytes,
+    states_that_fit,
+)
 from truestep.generate.engine.device import Result, device_of
 from truestep.generate.engine.draw import key_of
 from truestep.generate.engine.exact import choose_exactly, chunks_pass, exact_device, make_exact, rows_pass
 from truestep.generate.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
 from truestep.generate.engine.graphs import FlatPrompts, Graphs, size_for
+from truestep.generate.engine.recur import RowStates
 from truestep.generate.engine.rows import (
     KEY,
     LENGTH,
@@ -36,16 +53,19 @@ from truestep.generate.engine.rows import (
     PAGES,
     POSITION,
     SLOT,
+    STATE,
+    RowTables,
     draw_fields,
     draw_rows,
-    idle_rows,
 )
-from truestep.generate.engine.schedule import EngineStep, Row, Scheduler, Start
+from truestep.generate.engine.schedule import Scheduler
+from truestep.generate.engine.steps import EngineStep, Row, Start
 from truestep.generate.engine.stops import StopTexts
 from truestep.generate.engine.team import Team, check
 from truestep.generate.generator import Completion, DrawOptions, Request
 from truestep.model.exact import exact_hidden, exactly
 from truestep.model.mixers.attention import PackedLayout
+from truestep.model.mixers.recurrence import recurrent_modules
 from truestep.model.policy import Policy
 from truestep.numerics.operations import InexactError
 from truestep.process import progress
@@ -110,6 +130,12 @@ class Engine:
         self._compiled: dict[Any, Any] = {}
         with torch.no_grad():
             self.layers = shapes_of(policy)
+            if exact and any(layer.states for layer in self.layers):
+                kinds = sorted({type(module).__name__ for module in recurrent_modules(policy.model)})
+                raise InexactError(
+                    f"sampler.exact: layers that keep a state add up in another order when they decode than when they "
+                    f"read a whole document: {', '.join(kinds)}"
+                )
             probe(policy, self.layers, self.device.page_size)
             if self.device.place.type == "cuda":
                 from truestep.generate.engine.serving import serve_with_kernels
@@ -119,7 +145,11 @@ class Engine:
             if exact:
                 self.device = exact_device(self.device)
                 make_exact(policy, self.layers, self.device)
-        self.graphs = Graphs(self.device.place, len(self.layers), self.team) if self.device.graphs else None
+        self.graphs = self._graphs() if self.device.graphs else None
+
+    def _graphs(self) -> Graphs:
+        operations = sum(len(layer.states) for layer in self.layers)
+        return Graphs(self.device.place, len(self.layers), self.team, operations, self.device.addressed)
 
     @contextmanager
     def session(self, policy: Policy, limits: Limits) -> Iterator["Session"]:
@@ -146,11 +176,14 @@ class Session:
         each = page_bytes(engine.layers, page_size, policy.weights.dtype)
         useful = limits.rows * width
         useful += useful // 15  # the scheduler keeps up to 1/16 of the pages free when it starts prompts
-        pages = self._team.least(pages_that_fit(useful, each, place, limits.cache_bytes))
+        room = free_bytes(place) if limits.cache_bytes is None else limits.cache_bytes
+        state = state_bytes(engine.layers)
+        states = self._team.least(states_that_fit(limits.rows, state, useful * each, room))
+        pages = self._team.least(pages_that_fit(useful, each, room - state * (states + 1)))
         shape = engine.layers, pages, page_size, policy.weights.dtype, place
         zeros = engine.exact or engine.device.attend is attend_rows
-        self.cache: PagedCache | None = PagedCache.make(*shape, zeros=zeros)
-        slots = min(limits.rows, pages)
+        self.cache: PagedCache | None = PagedCache.make(*shape, zeros=zeros, states=states)
+        slots = min(limits.rows, pages, states - 1 if states else pages)
         self._scheduler = Scheduler(
             pages=pages,
             page_size=page_size,
@@ -159,6 +192,7 @@ class Session:
             together=max(1, slots // self._device.joins),
             prompts_first=self._device.prompts_first,
             patience=self._device.patience,
+            states=states,
         )
         if self._graphs is not None:
             self._graphs.begin(self.cache, slots, width, policy.model)
@@ -167,9 +201,7 @@ class Session:
             self.cache.locate()
             self._last = torch.zeros(slots + 1, dtype=torch.int64, device=place)
         self._hidden: torch.Tensor | None = None  # [slots, H] last hidden states of prompts whose prefill is done
-        self._tables = np.full((slots, width), self.cache.spare)
-        self._known = np.zeros(slots, dtype=np.int64)  # how many pages of each slot are in its table
-        self._fields = np.zeros((slots, PAGES - KEY), dtype=np.int64)
+        self._rows = RowTables(slots, width, page_size, self.cache.spare)
         self._open: dict[int, _Open] = {}
         self._truncates = False
         self._flying: deque[tuple[list[int], Result]] = deque()  # steps in flight: request numbers, drawn tokens
@@ -228,12 +260,10 @@ class Session:
 
     def _launch(self, plan: EngineStep) -> tuple[list[int], Result]:
         assert self.cache is not None
+        self._copy([one.page for one in plan.resumed], [one.state for one in plan.resumed])
         if plan.chunks:
             self._compute_chunks(plan)
-        copies = [start.copy for start in plan.starts if start.copy is not None]
-        if copies:
-            source, target = self._device.send(np.array(copies).T.copy())
-            self.cache.copy_pages(source, target)
+        self._copy([start.copy for start in plan.starts], [start.state for start in plan.starts])
         drawn = []
         if plan.starts:
             drawn.append(self._begin(plan.starts))
@@ -245,6 +275,14 @@ class Session:
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         return numbers, self._device.fetch(joined)
 
+    def _copy(self, pages: Sequence[tuple[int, int] | None], states: Sequence[tuple[int, int] | None]) -> None:
+        assert self.cache is not None
+        for copy, pairs in ((self.cache.copy_pages, pages), (self.cache.copy_states, states)):
+            there = [pair for pair in pairs if pair is not None]
+            if there:
+                source, target = self._device.send(np.array(there).T.copy())
+                copy(source, target)
+
     def _compute_chunks(self, plan: EngineStep) -> None:
         assert self.cache is not None
         chunks = sorted(plan.chunks, key=lambda chunk: chunk.start > 0)
@@ -252,22 +290,25 @@ class Session:
         ids = np.fromiter(itertools.chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, ends[-1] + 1)
         spans = [(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks]
         hidden = None
-        if self._graphs is not None and self._device.fused and not chunks[-1].start:
+        goes_on = chunks[-1].start > 0  # behind earlier tokens
+        if self._graphs is not None and self._device.fused and (self._device.past or not goes_on):
             positions, pages, offsets = places_of(spans, self._device.page_size)
             bounds = np.concatenate([[0], ends + 1]).astype(np.int32)
             longest = max(len(chunk.tokens) for chunk in chunks)
-            prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare)
+            keys = KeyPlaces.of(spans, self._device.page_size) if goes_on else None
+            prompts = FlatPrompts(ids, positions, pages, offsets, bounds, longest, self.cache.spare, keys)
             hidden = self._graphs.run_prompts(prompts, self._device.send, self._compute_prompts)
         if self._exact:
             there, exact = chunks_pass(self.cache, spans, self._device.send, self._device.store)
             hidden = exact_hidden(self._policy.model, self._device.send(ids), there, exact)
         if hidden is None:
-            step = make_chunks(self.cache, spans, self._device.send, self._device.store, self._device.past)
+            how = self._device.send, self._device.store, self._device.past
+            step = make_chunks(self.cache, spans, *how, slots=[chunk.state for chunk in chunks])
             hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
         last = [(end, chunk.place) for end, chunk in zip(ends, chunks, strict=True) if chunk.place is not None]
         if last:
             if self._hidden is None:
-                self._hidden = hidden.new_zeros(len(self._tables), hidden.shape[1])
+                self._hidden = hidden.new_zeros(self._scheduler.slots, hidden.shape[1])
             rows, places = self._device.send(np.array(last).T.copy())
             self._hidden.index_copy_(0, places, hidden.index_select(0, rows))
 
@@ -277,11 +318,14 @@ class Session:
         positions: torch.Tensor,
         pages: torch.Tensor,
         offsets: torch.Tensor,
-        layout: PackedLayout,
+        layout: PackedLayout | None,
+        past: Past | None,
     ) -> torch.Tensor:
-        """Prefill whole prompts. This is captured in a CUDA graph, so it must not read host memory."""
+        """Prefill prompts or chunks of them. This is captured in a CUDA graph, so it must not read host memory."""
         assert self.cache is not None
-        step = PromptChunks(self.cache, positions, pages, offsets, [], [], layout, self._device.store)
+        step = PromptChunks(
+            self.cache, positions, pages, offsets, [], [], layout, self._device.store, past, self._device.gather
+        )
         return run_model(self._policy, ids, positions, step)
 
     def _begin(self, starts: Sequence[Start]) -> torch.Tensor:
@@ -289,44 +333,20 @@ class Session:
         assert self._hidden is not None
         lines = np.zeros((len(starts), PAGES + 1), dtype=np.int64)
         for line, start in zip(lines, starts, strict=True):
-            self._fields[start.slot] = self._open[start.job.number].fields()
-            self._known[start.slot] = 0
             line[SLOT], line[POSITION], line[PAGES] = start.slot, start.position, start.place
-            line[KEY:PAGES] = self._fields[start.slot]
+            line[KEY:PAGES] = self._rows.begin(start.slot, self._open[start.job.number].fields())
         sent = self._device.send(lines)
         return self._choose(self._hidden.index_select(0, sent[:, PAGES]), sent)
 
     def _decode_rows(self, rows: Sequence[Row]) -> torch.Tensor:  # [3, R]
         assert self.cache is not None
-        longest = max(row.length for row in rows)
+        longest, nobody = max(row.length for row in rows), len(self._last) - 1
         if self._graphs is None:
             width = -(-longest // self._device.page_size)
-            return self._decode(self._device.send(self._lines(rows, len(rows), width)), longest)
-        lines = self._device.ready(self._lines(rows, size_for(len(rows)), self._graphs.width))
+            return self._decode(self._device.send(self._rows.lines(rows, len(rows), width, nobody)), longest)
+        lines = self._device.ready(self._rows.lines(rows, size_for(len(rows)), self._graphs.width, nobody))
         truncates, spare, refill = self._truncates, self.cache.spare, self._device.refill
         return self._graphs.run(lines, longest, truncates, spare, refill, self._decode)[:, : len(rows)]
-
-    def _lines(self, rows: Sequence[Row], size: int, width: int) -> np.ndarray:
-        """Return the arguments of each row as `engine.rows` lays them out, with idle rows up to `size`."""
-        assert self.cache is not None
-        count = len(rows)
-        for row in rows:
-            known, now = self._known[row.slot], len(row.pages)
-            if known < now:
-                self._tables[row.slot, known:now] = row.pages[known:]
-                self._known[row.slot] = now
-        slots = np.fromiter((row.slot for row in rows), np.int64, count)
-        lengths = np.fromiter((row.length for row in rows), np.int64, count)
-        page, offset = np.divmod(lengths - 1, self._device.page_size)
-        lines = idle_rows(size, width, len(self._last) - 1, self.cache.spare)
-        ours = lines[:count]
-        ours[:, SLOT], ours[:, LENGTH] = slots, lengths
-        ours[:, PAGE], ours[:, OFFSET] = self._tables[slots, page], offset
-        ours[:, POSITION] = np.fromiter((row.position for row in rows), np.int64, count)
-        ours[:, KEY:PAGES] = self._fields[slots]
-        tables = self._tables[slots, :width]
-        ours[:, PAGES : PAGES + tables.shape[1]] = tables
-        return lines
 
     def _decode(self, lines: torch.Tensor, longest: int) -> torch.Tensor:  # [R, PAGES + P] -> [3, R]
         """Decode one token of each row, and draw the next. This is captured in a CUDA graph: it reads no host
@@ -346,6 +366,7 @@ class Session:
             table=lines[:, PAGES:],
             longest=longest,
             attend=self._device.attend,
+            states=RowStates(self.cache, lines[:, STATE], advance=self._device.advance),
         )
         return self._choose(run_model(self._policy, ids, lines[:, LENGTH] - 1, rows), lines)
 

@@ -7,6 +7,7 @@ policy's own weights.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from truestep.generate.engine.attend import (
     make_chunks,
 )
 from truestep.generate.engine.cache import LayerShape, PagedCache
+from truestep.generate.engine.recur import RecordedStates, RowStates
 from truestep.model.fast import compiled as compiled_code
 from truestep.model.mixers import attention
+from truestep.model.mixers.recurrence import LayerState
 from truestep.model.policy import Policy
 from truestep.rollouts.packing import pack_tokens
 from truestep.weights.layers import layers_of
@@ -35,6 +38,7 @@ _PROBE_TOKENS, _PROBE_CHUNKS = 13, (5, 9)  # ends of the prompt chunks; the rest
 _MANY = 64, 8  # prompts, and tokens of each
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, as for the probe when a model is loaded
 _HALF_TOLERANCE = 0.1
+_ATTENDS_NOT = LayerShape(0, 1, 1, 0)
 
 
 @contextmanager
@@ -103,20 +107,36 @@ def run_model(
 
 
 def shapes_of(policy: Policy) -> list[LayerShape]:
-    """Return each layer's attention shape. Raise `UnservedError` if the engine cannot serve the model."""
+    """Return what each layer keeps. Raise `UnservedError` if the engine cannot serve the model."""
     for module in policy.model.modules():
         kinds = getattr(module, "rope_type", None)
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         if kinds & {"dynamic", "longrope"}:
             raise UnservedError("its RoPE changes with the longest sequence of a batch")
-    recorded = Recorded()
-    device = policy.device
+    recorded, hidden = try_tokens(policy)
+    layers = layers_of(policy.model)[1]
+    states: dict[int, list[LayerState]] = {}
+    for module, recurrence, call in recorded.states.calls:
+        number = next((number for number, layer in enumerate(layers) if module in set(layer.modules())), None)
+        if number is None:
+            raise UnservedError(f"{type(module).__name__} keeps a state and is in none of its layers")
+        states.setdefault(number, []).append(recurrence.state(call))
+    others = [number for number in range(len(layers)) if number not in recorded.layers and number not in states]
+    if others and not torch.equal(hidden[1], try_tokens(policy, (1, 0))[1][1]):
+        named = ", ".join(f"{number} ({type(layers[number]).__name__})" for number in others)
+        raise UnservedError(f"of its layers {named} neither attend nor recur: they keep another state")
+    return [
+        replace(recorded.layers.get(number, _ATTENDS_NOT), states=tuple(states.get(number, ())))
+        for number in range(len(layers))
+    ]
+
+
+def try_tokens(policy: Policy, ids: tuple[int, int] = (0, 0)) -> tuple[Recorded, torch.Tensor]:
+    """Run two tokens each of which sees itself alone. Return what was recorded, and their hidden states."""
+    recorded, tokens = Recorded(RecordedStates(len(ids))), torch.tensor(ids, device=policy.device)
     with paged(policy):
-        run_model(policy, torch.zeros(2, dtype=torch.int64, device=device), torch.arange(2, device=device), recorded)
-    count = policy.model.config.get_text_config().num_hidden_layers
-    if set(recorded.layers) != set(range(count)):
-        raise UnservedError(f"{len(recorded.layers)} of its {count} layers attend: the others keep another state")
-    return [recorded.layers[layer] for layer in range(count)]
+        hidden = run_model(policy, tokens, torch.arange(len(ids), device=policy.device), recorded)
+    return recorded, hidden
 
 
 def _sender(device: torch.device) -> Callable[[np.ndarray], torch.Tensor]:
@@ -128,10 +148,11 @@ def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     prompts, each = _MANY
 
     pages = -(-each // page_size)
-    cache = PagedCache.make(layers, prompts * pages, page_size, policy.weights.dtype, policy.device)
+    shape = layers, prompts * pages, page_size, policy.weights.dtype, policy.device
+    cache = PagedCache.make(*shape, states=prompts)
     spans = [(0, each, tuple(range(pages * number, pages * (number + 1)))) for number in range(prompts)]
     with paged(policy):
-        step = make_chunks(cache, spans, _sender(policy.device))
+        step = make_chunks(cache, spans, _sender(policy.device), slots=range(1, prompts + 1))
         run_model(policy, torch.zeros(prompts * each, dtype=torch.int64, device=policy.device), step.positions, step)
 
 
@@ -145,25 +166,26 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     # of the tokens.
     expected = policy.hidden_alone(pack_tokens([ids], policy.weights.ranks.tensor)).float()[: len(ids)]
     pages = tuple(range(1, 2 + _PROBE_TOKENS // page_size))
-    cache = PagedCache.make(layers, len(pages) + 1, page_size, policy.weights.dtype, device)
+    cache = PagedCache.make(layers, len(pages) + 1, page_size, policy.weights.dtype, device, states=1)
     tokens = torch.from_numpy(ids).to(device)
     found = []
 
     with paged(policy):
         start = 0
         for end in _PROBE_CHUNKS:
-            step = make_chunks(cache, [(start, end - start, pages)], _sender(device))
+            step = make_chunks(cache, [(start, end - start, pages)], _sender(device), slots=[1])
             found.append(run_model(policy, tokens[start:end], step.positions, step))
             start = end
-        for at in range(start, _PROBE_TOKENS):  # two equal rows: torch.compile specialises for one
+        for at in range(start, _PROBE_TOKENS):  # two rows: torch.compile specialises for one; the second is not read
             rows = Rows(
                 cache,
-                pages=torch.tensor([pages[at // page_size]] * 2, device=device),
+                pages=torch.tensor([pages[at // page_size], 0], device=device),
                 offsets=torch.tensor([at % page_size] * 2, device=device),
                 lengths=torch.tensor([at + 1] * 2, device=device),
-                table=torch.tensor([pages] * 2, device=device),
+                table=torch.tensor([pages, (0,) * len(pages)], device=device),
                 longest=at + 1,
                 attend=attend_rows,
+                states=RowStates(cache, torch.tensor([1, 0], device=device)),
             )
             positions = torch.tensor([at] * 2, device=device)
             found.append(run_model(policy, tokens[at].expand(2), positions, rows)[:1])

@@ -1,7 +1,7 @@
 """CUDA graphs of decode and prefill: one for each size of a batch, kept from phase to phase.
 
-A graph reads the addresses of the KV cache and all arguments of its rows or prompts from fixed memory. Weights change
-in place between phases; if a weight's address changes, all graphs are captured again.
+A graph reads the addresses of the cache and all arguments of its rows or prompts from fixed memory. Weights change in
+place between phases; if a weight's address changes, all graphs are captured again.
 
 Tensor ranks capture and replay the same graphs at the same time, since the graphs contain their all-reduces.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from truestep.generate.engine.attend import KeyPlaces, Past
 from truestep.generate.engine.cache import PagedCache
 from truestep.generate.engine.rows import PAGES, idle_rows
 from truestep.generate.engine.team import Team
@@ -32,16 +33,23 @@ _LEAST_LENGTH = 512
 # are no sizes at which the work takes longer than its launches.
 _PROMPT_SIZES = (128, 256, *range(512, 4097, 512))
 MOST_GRAPHED = _PROMPT_SIZES[-1]
+# Where chunks attend to earlier tokens, too: the tokens of the pass, and all that they attend to. Few sizes, since
+# conversations make passes of all kinds.
+_LATER_SIZES = (512, 1024, 2048, 4096)
+_KEY_SIZES = (8192, 32_768, 131_072)
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
 Send = Callable[[np.ndarray], torch.Tensor]
 Refill = Callable[[torch.Tensor, torch.Tensor], None]
-ComputePrompts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PackedLayout], torch.Tensor]
+# Token ids, positions, pages, offsets; the prompts' layout, or what chunks attend to beside themselves.
+ComputePrompts = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PackedLayout | None, Past | None], torch.Tensor
+]
 
 
 @dataclass(frozen=True)
 class FlatPrompts:
-    """Whole prompts, packed one behind the other."""
+    """Prompts, or chunks of them, packed one behind the other."""
 
     ids: np.ndarray  # [T]
     positions: np.ndarray  # [T] in their prompts
@@ -50,18 +58,28 @@ class FlatPrompts:
     bounds: np.ndarray  # [prompts + 1] int32: cumulative lengths
     longest: int
     spare: int  # page of padding tokens
+    keys: KeyPlaces | None = None  # None: whole prompts, which attend to themselves alone
 
     def padded(self) -> "FlatPrompts | None":
         """Pad to a size that has a graph, with one more prompt and then empty ones. None: no size is large enough."""
         count, prompts = len(self.ids), len(self.bounds) - 1
-        size = next((size for size in _PROMPT_SIZES if size >= count), 0)
-        most = next((most for most in (size // 64, size // 8) if most > prompts), 0)
+        whole = self.keys is None
+        size = next((size for size in (_PROMPT_SIZES if whole else _LATER_SIZES) if size >= count), 0)
+        counts = (size // 64, size // 8) if whole else (size // 16,)
+        most = next((most for most in counts if most > prompts), 0)
         if not size or not most:
             return None
         missing = size - count
+        keys = None
+        if self.keys is not None:
+            end = len(self.keys.pages) + missing
+            room = next((room for room in _KEY_SIZES if room >= end), 0)
+            if not room:
+                return None
+            keys = self.keys.padded(room, end, most + 1, self.spare)
         longest = 256
         while longest < max(self.longest, missing):
-            longest *= 4
+            longest *= 4 if whole else 16
         zeros = np.zeros(missing, dtype=np.int64)
         return FlatPrompts(
             ids=np.concatenate([self.ids, zeros]),
@@ -71,6 +89,7 @@ class FlatPrompts:
             bounds=np.concatenate([self.bounds, np.full(most - prompts, size, dtype=np.int32)]),
             longest=longest,
             spare=self.spare,
+            keys=keys,
         )
 
 
@@ -87,24 +106,28 @@ def length_for(longest: int) -> int:
 
 
 class Graphs:
-    def __init__(self, place: torch.device, num_layers: int, team: Team):
-        self._place, self._team = place, team
+    def __init__(self, place: torch.device, num_layers: int, team: Team, operations: int = 0, addressed: bool = True):
+        """`operations`: recurrent ones. `addressed`: they find their states by the addresses in memory."""
+        self._place, self._team, self._addressed = place, team, addressed
         if team.size > 1:
             clear_at_leave(self)  # NCCL cannot destroy a group that a graph still uses
         self._places = torch.zeros(num_layers, 2, dtype=torch.int64, device=place)
+        self._state_places = torch.zeros(operations, dtype=torch.int64, device=place)
         self._lines = torch.zeros(0, PAGES, dtype=torch.int64, device=place)
         self.last = torch.zeros(0, dtype=torch.int64, device=place)  # the last drawn token of each slot
         self._weights: tuple[int, ...] = ()
         self._prompts = torch.zeros(4, MOST_GRAPHED, dtype=torch.int64, device=place)
-        self._bounds = torch.zeros(MOST_GRAPHED, dtype=torch.int32, device=place)
+        self._bounds = torch.zeros(2, MOST_GRAPHED, dtype=torch.int32, device=place)  # of prompts, of their keys
+        self._keys = torch.zeros(2, _KEY_SIZES[-1], dtype=torch.int64, device=place)
         self._made: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._broken: set[str] = set()  # kinds of graphs that could not be captured: rows or prompts
 
     def begin(self, cache: PagedCache, slots: int, width: int, model: Any) -> None:
-        """Begin a phase of sampling with a new cache. Drop all graphs if a weight has moved or a buffer is too
-        small."""
-        cache.locate(self._places)
-        weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+        """Begin a phase of sampling with a new cache. Drop all graphs if a weight has moved, or states that are not
+        found by their addresses, or if a buffer is too small."""
+        cache.locate(self._places, self._state_places)
+        fixed = (*model.parameters(), *(() if self._addressed else cache.states))
+        weights = tuple(tensor.data_ptr() for tensor in fixed)
         size = size_for(slots)
         fits = len(self._lines) >= size and self._lines.shape[1] >= PAGES + width
         if self._team.all(fits and weights == self._weights):
@@ -161,15 +184,22 @@ class Graphs:
         if padded is None:
             return None
         size, documents = padded.ids.shape[0], len(padded.bounds)
-        key = ("prompts", size, documents, padded.longest)
-        ours, bounds = self._prompts[:, :size], self._bounds[:documents]
+        keys, longest = padded.keys, padded.longest
+        key = ("prompts", size, documents, longest, *(() if keys is None else (keys.longest,)))
+        ours, bounds, others = self._prompts[:, :size], self._bounds[0, :documents], self._bounds[1, :documents]
         ours.copy_(send(np.stack([padded.ids, padded.positions, padded.pages, padded.offsets])))
         bounds.copy_(send(padded.bounds))
+        layout, past = PackedLayout(bounds, longest, ()) if keys is None else None, None
+        if keys is not None:
+            places = self._keys[:, : len(keys.pages)]
+            places.copy_(send(np.stack([keys.pages, keys.offsets])))
+            others.copy_(send(keys.bounds))
+            past = Past(places[0], places[1], (bounds, others), (longest, keys.longest))
 
         def work() -> torch.Tensor:
             ids, positions, pages, offsets = ours
             # `clone`: compiled layers would be recompiled for a view.
-            return compute(ids, positions.clone(), pages, offsets, PackedLayout(bounds, padded.longest, ()))
+            return compute(ids, positions.clone(), pages, offsets, layout, past)
 
         if key not in self._made:
             self._make(key, work)

@@ -6,15 +6,20 @@ each has its own copy of the last, partly filled page. A prompt that begins with
 completion, such as the next turn of a conversation, starts from their pages (`pages`). When no page is available, the
 completion that started last is preempted: its pages are taken, and its prompt and tokens are prefilled again later.
 
+Where layers keep states, each prompt and each running completion has a slot for its own (`states`). The completions of
+a prompt begin with copies of its state. A page is of no use then without the state behind it, so a prompt starts from
+earlier tokens only where such a state was kept: the one behind the last prompt of a conversation.
+
 The device runs the steps in order, a step or two behind the host. So pages and slots may be reused as soon as the last
 step that uses them is planned.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
 
 from truestep.errors import TruestepError
 from truestep.generate.engine.pages import PagePool, digests_of
+from truestep.generate.engine.states import KeptState, StateSlots
+from truestep.generate.engine.steps import EngineStep, Job, Prompt, PromptChunk, Resumed, Row, Start
 
 # A prompt starts from pages of the cache if they hold at least a quarter of it: its prefill then has no CUDA graph.
 _LEAST_SHARED = 4
@@ -22,83 +27,6 @@ _LEAST_SHARED = 4
 
 class CacheError(TruestepError):
     pass
-
-
-@dataclass(eq=False)
-class Job:
-    """A completion that was submitted and has not ended."""
-
-    number: int
-    prompt: tuple[int, ...]
-    most: int  # most new tokens
-    tokens: list[int] = field(default_factory=list)  # drawn tokens that the host has read
-    drawn: int = 0  # tokens drawn by the steps planned so far
-    slot: int = -1  # -1: not running
-    pages: list[int] = field(default_factory=list)
-    length: int = 0  # tokens whose keys and values are in its pages
-    digests: list[bytes] = field(default_factory=list)  # of its full pages whose tokens the host knows
-
-
-@dataclass(eq=False)
-class Prompt:
-    """Tokens to prefill once for all jobs that begin with them."""
-
-    tokens: tuple[int, ...]
-    jobs: deque[Job]  # jobs that wait for this prompt
-    pages: list[int] = field(default_factory=list)
-    done: int = 0  # tokens prefilled so far
-    place: int = -1  # index of its last hidden state in the session's buffer; -1: none
-    joinable: bool = False  # new jobs with the same prompt may share it
-    digests: list[bytes] | None = None  # of its full pages; None: not computed yet
-
-    @property
-    def ready(self) -> bool:
-        return self.done == len(self.tokens)
-
-
-@dataclass(frozen=True)
-class PromptChunk:
-    """A prompt chunk: consecutive tokens of a prompt that one step prefills."""
-
-    tokens: tuple[int, ...]
-    start: int  # position of the first token in the prompt
-    pages: tuple[int, ...]  # pages of the prompt up to the end of the chunk
-    place: int | None  # where the last hidden state is kept; None: the prompt is longer
-
-
-@dataclass(frozen=True)
-class Start:
-    """A completion whose first token the step draws, from the last hidden state of its prompt."""
-
-    job: Job
-    slot: int
-    pages: list[int]  # the job's own list, as in `Row`
-    place: int  # where the prompt's last hidden state is kept
-    position: int  # index of the drawn token in the completion
-    copy: tuple[int, int] | None  # source and target of the page to copy; None: no page is partly filled
-
-
-@dataclass(frozen=True)
-class Row:
-    """A running completion of which the step decodes one token."""
-
-    job: Job
-    slot: int
-    length: int  # tokens, including the one that is decoded
-    position: int  # index of the drawn token in the completion
-    pages: list[int]  # the job's own list: read it before the next call of `plan`
-
-
-@dataclass
-class EngineStep:
-    """The work of one engine step."""
-
-    chunks: list[PromptChunk] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.chunks or self.starts or self.rows)
 
 
 class Scheduler:
@@ -112,18 +40,20 @@ class Scheduler:
         together: int = 1,
         prompts_first: int = 0,
         patience: int = 0,
+        states: int = 0,
     ):
         """`together`: prefill starts once so many slots are free, or enough for all waiting completions, or nothing
         runs, because a prefill step has a fixed cost. `prompts_first`: up to so many prefill steps in a row run without
         decoding, because decoding few rows takes nearly as long as decoding many. `patience`: where fewer than
-        `together` completions wait and at least as many run, they wait for others for so many steps."""
+        `together` completions wait and at least as many run, they wait for others for so many steps. `states`: slots
+        for states, more than `slots`; 0: the model keeps none."""
         self.page_size, self.slots = page_size, slots
         self._chunk_tokens, self._together, self._prompts_first = chunk_tokens, together, prompts_first
         self._patience = patience
         self._waited = 0  # prefill steps in a row without decoding
         self._delayed = 0  # steps for which the prompts that wait have waited for others
         self._joining = False  # True while prefill goes on: until no prompt waits or no slot is free
-        self._pool = PagePool(pages)
+        self._pool, self._states = PagePool(pages), StateSlots(states)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._free_places = list(range(slots - 1, -1, -1))
         self._jobs: dict[int, Job] = {}  # jobs that have not ended
@@ -134,6 +64,8 @@ class Scheduler:
         self._released: list[int] = []  # pages that the step planned last still reads
         self._released_slots: list[int] = []
         self._released_places: list[int] = []
+        self._released_states: list[int] = []
+        self._kept: list[KeptState] = []  # states that the step planned last computes
         self.prompt_tokens = 0  # computed so far
         self.cached_tokens = 0  # tokens of prompts whose keys and values were found in the cache
         self.preemptions = 0
@@ -145,6 +77,10 @@ class Scheduler:
     @property
     def used_pages(self) -> int:
         return self._pool.size - self._pool.available
+
+    @property
+    def used_states(self) -> int:
+        return self._states.used
 
     @property
     def num_running(self) -> int:
@@ -208,7 +144,11 @@ class Scheduler:
         self._free_places += self._released_places
         self._released_slots, self._released_places = [], []
         self._pool.give_back(self._released)
-        self._released = []
+        for state in self._released_states:
+            self._states.give_back(state)
+        for kept in self._kept:
+            self._states.keep(kept)
+        self._released, self._released_states, self._kept = [], [], []
         if self._waited < self._prompts_first:
             self._plan_prompts(plan)
             if plan:
@@ -243,7 +183,7 @@ class Scheduler:
                     continue
                 job.pages.append(page)
             job.length += 1
-            plan.rows.append(Row(job, job.slot, job.length, job.drawn, job.pages))
+            plan.rows.append(Row(job, job.slot, job.length, job.drawn, job.pages, job.state))
             job.drawn += 1
         for row in plan.rows:
             if row.job.drawn == row.job.most:
@@ -268,7 +208,7 @@ class Scheduler:
         """Register the page that a running completion has filled, if the token that the host has read last begins a new
         page: keys and values of all tokens before it are in the cache."""
         before, rest = divmod(len(job.prompt) + len(job.tokens) - 1, self.page_size)
-        if rest or len(job.digests) >= before or len(job.pages) < before:
+        if self._states.size or rest or len(job.digests) >= before or len(job.pages) < before:
             return
         first = len(job.digests) * self.page_size
         last = job.digests[-1] if job.digests else b""
@@ -278,17 +218,19 @@ class Scheduler:
             job.digests.append(digest)
 
     def _retire(self, job: Job) -> None:
-        """Release a job's slot and pages, for use from the next plan on."""
+        """Release a job's slot, pages and state, for use from the next plan on."""
         self._released += job.pages
         self._released_slots.append(job.slot)
-        job.pages, job.slot = [], -1
+        self._released_states.append(job.state)
+        job.pages, job.slot, job.state = [], -1, 0
 
     def _preempt(self, job: Job) -> None:
         self.preemptions += 1
         self._running.remove(job)
         self._pool.give_back(job.pages)
         self._free_slots.append(job.slot)
-        job.pages, job.slot, job.length, job.digests = [], -1, 0, []
+        self._states.give_back(job.state)
+        job.pages, job.slot, job.length, job.digests, job.state = [], -1, 0, [], 0
         if len(job.tokens) == job.drawn:
             self._queue.appendleft(Prompt((*job.prompt, *job.tokens), deque([job])))
         else:
@@ -330,7 +272,7 @@ class Scheduler:
         """Plan the largest chunk of a prompt for which the step and the cache have room. Return the step's remaining
         token budget; 0 ends the step's prefill."""
         if not prompt.done:
-            self._find(prompt)
+            self._find(plan, prompt)
         left = len(prompt.tokens) - prompt.done
         count = min(left, budget)
         if count < left <= self._chunk_tokens and budget < self._chunk_tokens:
@@ -341,9 +283,14 @@ class Scheduler:
         reserve = min(len(self._running), self._pool.size // 16)
         if count == 0 or self._pool.available < needed + reserve:
             return 0
-        if end == len(prompt.tokens):
-            if not self._free_places:
+        if end == len(prompt.tokens) and not self._free_places:
+            return 0
+        if not prompt.state:
+            state = self._states.take()
+            if state is None:
                 return 0
+            prompt.state = state
+        if end == len(prompt.tokens):
             prompt.place = self._free_places.pop()
         prompt.pages += [self._pool.take() for _ in range(needed)]
         assert prompt.digests is not None
@@ -351,22 +298,54 @@ class Scheduler:
         for page, digest in zip(prompt.pages[full], prompt.digests[full], strict=True):
             self._pool.register(page, digest)
         place = prompt.place if prompt.place >= 0 else None
-        plan.chunks.append(PromptChunk(prompt.tokens[prompt.done : end], prompt.done, tuple(prompt.pages), place))
+        tokens = prompt.tokens[prompt.done : end]
+        plan.chunks.append(PromptChunk(tokens, prompt.done, tuple(prompt.pages), place, prompt.state))
         prompt.done = end
         self.prompt_tokens += count
         return budget - count
 
-    def _find(self, prompt: Prompt) -> None:
+    def _find(self, plan: EngineStep, prompt: Prompt) -> None:
         """Let a prompt start from pages of the cache, if they hold enough of it. At least one token is computed: its
         hidden state predicts the first new one."""
         if prompt.digests is None:
             prompt.digests = digests_of(prompt.tokens, self.page_size)
+        if self._states.size:
+            self._resume(plan, prompt)
+            return
         found = self._pool.find(prompt.digests[: (len(prompt.tokens) - 1) // self.page_size])
         shared = len(found) * self.page_size
         if shared * _LEAST_SHARED >= len(prompt.tokens):
             self._pool.hold(found)
             prompt.pages, prompt.done = found, shared
             self.cached_tokens += shared
+
+    def _resume(self, plan: EngineStep, prompt: Prompt) -> None:
+        """Let a prompt start from a kept state, if there is one behind enough of it. Its pages are shared, but for the
+        last one, if that is partly filled: the prompt has a copy."""
+        assert prompt.digests is not None
+        found = self._states.find(prompt.tokens, prompt.digests, self.page_size)
+        if found is None:
+            return
+        kept, shared = found
+        pages = self._pool.find(kept.digests)
+        if len(pages) < len(kept.digests):
+            self._states.drop(kept)
+            return
+        if shared * _LEAST_SHARED < len(prompt.tokens):
+            return
+        self._pool.hold(pages)
+        state = self._states.take() if self._pool.available or not kept.rest else None
+        if state is None:
+            self._pool.give_back(pages)
+            return
+        copy = None
+        if kept.rest:
+            copy = (pages.pop(), self._pool.take())
+            self._released.append(copy[0])
+            pages.append(copy[1])
+        plan.resumed.append(Resumed((kept.slot, state), copy))
+        prompt.pages, prompt.done, prompt.state = pages, shared, state
+        self.cached_tokens += shared
 
     def _start(self, plan: EngineStep, prompt: Prompt, take_over: bool = False) -> bool:
         """Start the jobs of a prefilled prompt. Return False if some of them have no slot or page yet. `take_over`: one
@@ -375,50 +354,64 @@ class Scheduler:
             if not prompt.ready or not self._free_slots:
                 return False
             last = len(prompt.jobs) == 1
+            state = None if take_over and not last else self._states.take()
             if last or take_over:
                 pages, copy = prompt.pages, None
             else:
                 full = len(prompt.tokens) // self.page_size
-                pages = prompt.pages[:full]
-                copy = None
-                if full < len(prompt.pages):
-                    if not self._pool.available:
-                        return False
-                    copy = (prompt.pages[full], self._pool.take())
+                copies = full < len(prompt.pages)
+                if state is None or (copies and not self._pool.available):
+                    self._states.give_back(state or 0)
+                    return False
+                pages, copy = prompt.pages[:full], (prompt.pages[full], self._pool.take()) if copies else None
                 self._pool.hold(pages)
                 if copy is not None:
                     pages = [*pages, copy[1]]
             job = prompt.jobs.popleft()
             assert prompt.digests is not None
             job.pages, job.slot, job.length = pages, self._free_slots.pop(), len(prompt.tokens)
-            job.digests = list(prompt.digests)
-            plan.starts.append(Start(job, job.slot, job.pages, prompt.place, job.drawn, copy))
+            job.digests, job.state = list(prompt.digests), prompt.state if state is None else state
+            source = None if state is None or not self._states.size else (prompt.state, state)
+            plan.starts.append(Start(job, job.slot, job.pages, prompt.place, job.drawn, copy, source))
             job.drawn += 1
+            if last and source is not None:
+                self._keep(prompt)
             if job.drawn == job.most:
                 self._retire(job)
             else:
                 self._running.append(job)
             if last or take_over:
-                prompt.pages = []
+                prompt.pages, prompt.state = [], 0
                 self._release(prompt)
                 if not last:
                     return False  # the other jobs' prompt is prefilled again
                 self._forget(prompt)
         return True
 
+    def _keep(self, prompt: Prompt) -> None:
+        """Keep the state behind a prompt, from the next plan on. The completion that has its pages only writes to
+        these behind the prompt."""
+        assert prompt.digests is not None
+        kept = KeptState.of(prompt.tokens, prompt.digests, self.page_size, prompt.state)
+        if kept.rest:
+            self._pool.register(prompt.pages[-1], kept.digests[-1])
+        self._kept.append(kept)
+
     def _reset(self, prompt: Prompt) -> None:
-        """Discard a prompt's pages and hidden state, for use in the current plan."""
+        """Discard a prompt's pages, state and hidden state, for use in the current plan."""
         self._pool.give_back(prompt.pages)
+        self._states.give_back(prompt.state)
         if prompt.place >= 0:
             self._free_places.append(prompt.place)
-        prompt.pages, prompt.done, prompt.place = [], 0, -1
+        prompt.pages, prompt.done, prompt.place, prompt.state = [], 0, -1, 0
 
     def _release(self, prompt: Prompt) -> None:
-        """Discard a prompt's pages and hidden state, for use from the next plan on."""
+        """Discard a prompt's pages, state and hidden state, for use from the next plan on."""
         self._released += prompt.pages
+        self._released_states.append(prompt.state)
         if prompt.place >= 0:
             self._released_places.append(prompt.place)
-        prompt.pages, prompt.done, prompt.place = [], 0, -1
+        prompt.pages, prompt.done, prompt.place, prompt.state = [], 0, -1, 0
 
     def _forget(self, prompt: Prompt) -> None:
         self._queue.remove(prompt)

@@ -25,6 +25,8 @@ from truestep.weights.pieces import WeightSlice, slice_of
 
 # A plan's styles for weights that are not cut, such as norms; their gradients are summed over tensor ranks.
 _UNCUT = ("replicated_with_grad_allreduce", "replicate", "sequence_parallel")
+# A style for weights whose outputs are gathered at once: as if they were not cut. Their module runs on all tokens.
+_WHOLE = "colwise_gather_output"
 _KEY_VALUE = ("k_proj", "v_proj")
 
 
@@ -34,6 +36,7 @@ class TensorPlan:
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
+    whole: frozenset[str] = frozenset()  # modules that every rank computes whole, such as recurrent layers
 
     @property
     def halves(self) -> set[str]:
@@ -53,11 +56,17 @@ def tensor_plan(config: Any, ranks: int) -> TensorPlan:
     of_layers = {name: style for name, style in plan.items() if "*" in name and style not in _UNCUT}
     if not of_layers:
         raise _refusal(f"{kind} has no plan for tensor parallelism (base_model_tp_plan)")
+    gathering = {name for name, style in of_layers.items() if style == _WHOLE}
+    whole = frozenset(_parent(name) for name in gathering)
+    of_layers = {name: style for name, style in of_layers.items() if name not in gathering}
     for name, style in of_layers.items():
+        if _parent(name) in whole:  # a module is computed whole, or cut
+            first = next(other for other in plan if other in gathering and _parent(other) == _parent(name))
+            raise _refusal(f"{kind}'s plan has {first}: {_WHOLE}; only colwise and rowwise are supported")
         if style not in ("colwise", "rowwise"):
             raise _refusal(f"{kind}'s plan has {name}: {style}; only colwise and rowwise are supported")
     columns = tuple(name for name, style in of_layers.items() if style == "colwise")
-    cut = TensorPlan(columns, tuple(name for name in of_layers if name not in columns))
+    cut = TensorPlan(columns, tuple(name for name in of_layers if name not in columns), whole)
     unpaired = cut.halves ^ {_parent(name) for name in cut.rows}
     if unpaired:
         raise _refusal(f"{kind}'s plan cuts {min(unpaired)} either by columns or by rows; both are needed")
@@ -89,9 +98,11 @@ def cut_model(
     for name, module in list(model.base_model.named_modules()):
         pattern = re.sub(r"\.\d+\.", ".*.", name, count=1)
         met.add(pattern)
-        if pattern in plan.halves:
+        if pattern in plan.halves | plan.whole:
             _gather_for(module, exchange)
-        elif pattern in (*plan.columns, *plan.rows):
+        if pattern in plan.whole:
+            _keep_own_tokens(module, exchange)
+        if pattern in (*plan.columns, *plan.rows):
             if type(module) not in (torch.nn.Linear, LoraLinear):
                 raise _refusal(f"{name} is a {type(module).__name__} and not a plain linear layer")
             if pattern in plan.columns:
@@ -176,6 +187,11 @@ def _gather_for(half: Any, exchange: TokenExchange) -> None:
         return (exchange.gather(arguments[0]), *arguments[1:]), named
 
     half.register_forward_pre_hook(gather, with_kwargs=True)
+
+
+def _keep_own_tokens(module: Any, exchange: TokenExchange) -> None:
+    """Keep this rank's tokens of a module that computes all. Its weights' gradients are then those of these tokens."""
+    module.register_forward_hook(lambda module, arguments, output: exchange.own(output))
 
 
 def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks, device: torch.device) -> int:

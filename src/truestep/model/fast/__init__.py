@@ -24,15 +24,21 @@ Every patch of transformers and torch:
 | model/mixers/attention.py | AttentionInterface.register | attention over packed documents; public API |
 | model/fast/compiled.py | forward, gradient_checkpointing | compiled layers; transformers' recomputation switch |
 | model/fast/embedding.py | forward, padding_idx, _parameters, weight | float32 gradients; attributes of nn.Embedding |
+| model/mixers/handed.py | register_forward_hook, register_forward_pre_hook | attention's arguments; public API |
+| model/mixers/recurrence.py | setattr, __kwdefaults__ | a method's code over globals that have our operations |
+| model/mixers/recurrence.py | register_forward_hook, register_forward_pre_hook | what a model was handed; public API |
+| model/mixers/recurrence.py | module, packed_layout, paged | fields of an object of ours |
 | model/mixers/flash.py | register_autograd | custom operators for torch.compile; public API |
-| model/no_dropout.py | p, setattr | no dropout or jitter; float attributes with these names |
+| model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |
-| model/loading/from_parts.py | register_parameter, generation_config | meta weights; nn.Module registers weights |
+| model/loading/from_parts.py | generation_config | as the directory has it; transformers saves it |
+| model/towers.py | config, generation_config, setattr | a text model is put together from a whole one's parts |
 | ranks/group.py | _timeout | timeout of gloo groups in a mesh; no public API |
 | gpu/operators.py | register_fake | our operators in compiled code; public API |
 | gpu/marks.py | register_hook | layers' gradients report that they are done; public API |
 | model/cuts/stages.py | register_forward_pre_hook, setattr | pass-through modules; models loop over a list of layers |
+| model/cuts/tensor.py | register_forward_hook | sums of recurrent layers; public API |
 | model/cuts/tensor.py | forward, register_forward_pre_hook, setattr | weight slices; plain nn.Linear, a plan |
 | model/cuts/tensor.py | weight, in_features, out_features, num_embeddings | sizes of weight slices |
 | model/cuts/tensor.py | num_key_value_groups | query heads per key head; transformers' own attention reads it |
@@ -41,6 +47,9 @@ Every patch of transformers and torch:
 | files/tensors.py | safe_save_file | writes in pieces; transformers.modeling_utils has this name |
 | gpu/pinned.py | atexit | a finalizer's attribute; Python's public API |
 | weights/lazy.py | safe_open, setattr | unread tensors; transformers.modeling_utils has this name |
+| weights/lazy.py | register_parameter | meta weights; nn.Module registers weights |
+| model/fast/activation_checkpointing.py | training | a layer recomputes in training mode only |
+| model/mixers/attention.py | training | evaluation mode within a block |
 | model/exact.py | AttentionInterface.register | attention of exact passes; public API |
 | model/exact.py | forward | compiled layers in exact passes |
 | generate/engine/attend.py | AttentionInterface.register | paged attention; public API |

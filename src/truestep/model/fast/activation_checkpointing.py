@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from truestep.weights.errors import ModelError
 
@@ -33,7 +34,9 @@ def recompute_activations(model: Any, how: str = FULL) -> None:
         model.activation_checkpointing_enable(options)
     else:
         model.gradient_checkpointing_enable(options)
-    model.train()  # transformers recomputes in training mode only; dropout is 0 anyway
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # it recomputes in training mode only; what is in it stays as it is: no noise
 
 
 def checkpoint_options(how: str) -> dict[str, Any]:

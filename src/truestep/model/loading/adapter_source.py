@@ -1,6 +1,9 @@
 """Resolves an adapter's origin (options, directory or checkpoint), and attaches the adapter to a model."""
 
 import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,13 @@ from truestep.model.adapter import (
     Adapter,
     AdapterSettings,
     AdapterSource,
+    LoraLinear,
     attach,
     first_values,
     target_modules,
 )
 from truestep.model.adapter_files import is_adapter, read_adapter
+from truestep.model.towers import text_adapter
 from truestep.weights.errors import ModelError
 
 
@@ -40,7 +45,7 @@ def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
         adapter = Adapter(settings.rank, settings.alpha, modules)
         values = first_values(settings.seed)
     else:
-        adapter, values = read_adapter(source.path)
+        adapter, values = text_adapter(model, *read_adapter(source.path))
         stored = target_modules(model, adapter.modules)  # raises if the model has no such layer
         adapter = dataclasses.replace(adapter, modules=stored)
         if settings is not None and modules is not None:
@@ -52,3 +57,24 @@ def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
                     raise ModelError(f"the adapter {source.path} does not fit adapter.{name}, which asks for {what}")
     attach(model, adapter, values)
     return adapter
+
+
+@contextmanager
+def adapters_called(model: Any) -> Iterator[None]:
+    """Refuse adapters on layers that the model does not call within the block: some code reads a layer's weight, and
+    the adapter would do nothing. Of layers of one name, such as experts, one call is enough."""
+    layers = {
+        module: re.sub(r"\d+", "*", name) for name, module in model.named_modules() if isinstance(module, LoraLinear)
+    }
+    called: set[str] = set()
+    hooks = [layer.register_forward_pre_hook(lambda layer, _: called.add(layers[layer])) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if missed := sorted(set(layers.values()) - called):
+        raise ModelError(
+            f"adapter.targets: {type(model).__name__} reads the weight of {missed[0]} and does not call the layer: an "
+            "adapter on it would do nothing. Name the other layers"
+        )

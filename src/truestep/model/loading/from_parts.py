@@ -1,15 +1,14 @@
 """Makes a model from its configuration, with unread weights that point to a checkpoint's parts."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from truestep.model import towers
 from truestep.model.mixers import attention
 from truestep.weights.errors import ModelError
-from truestep.weights.lazy import replace_parameters
+from truestep.weights.lazy import replace_parameters, weights_without_values
 from truestep.weights.tensor_parts import BUFFER, WEIGHT, StoredTensors, unread_weight
 
 
@@ -18,13 +17,15 @@ def model_of_parts(directory: Path, config: Any, stored: StoredTensors, trust_re
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     loader: Any = AutoModelForCausalLM
-    with _weights_without_values():
-        model = loader.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
-        )
+    how = {"dtype": torch.float32, "attn_implementation": attention.NAME}
+    whole = towers.whole_class(config)
+    with weights_without_values():
+        if whole is None:
+            model = loader.from_config(config, trust_remote_code=trust_remote_code, **how)
+        else:
+            model = whole._from_config(config, **how)
+    if whole is not None:
+        model = towers.take_text(model, directory)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     weights, buffers = stored.named(WEIGHT), stored.named(BUFFER)
@@ -54,22 +55,3 @@ def _check(
                 f"model.path: {directory} has {name} of shape {list(stored.shape(weights[name]))} where its "
                 f"config.json asks for {list(shape)}"
             )
-
-
-@contextmanager
-def _weights_without_values() -> Iterator[None]:
-    """Put the weights of modules made within the block on the meta device. Buffers keep their values, because a model
-    may compute them in its constructor."""
-    module: Any = torch.nn.Module
-    honest = module.register_parameter
-
-    def register(self: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # a tied parameter, on meta already, stays the same object
-            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        honest(self, name, parameter)
-
-    module.register_parameter = register
-    try:
-        yield
-    finally:
-        module.register_parameter = honest

@@ -23,7 +23,7 @@ from truestep.model.fast.fused_attention import RECORD
 from truestep.model.fast.fused_layers import fuse_layers, head_norms_of, settle_layers
 from truestep.model.fast.gradient_accumulation import add_in_products, called
 from truestep.model.freezing import freeze_weights
-from truestep.model.loading.adapter_source import attach_adapter
+from truestep.model.loading.adapter_source import adapters_called, attach_adapter
 from truestep.model.loading.probe import (
     Probe,
     probe_context,
@@ -33,9 +33,11 @@ from truestep.model.loading.probe import (
     probe_stages,
 )
 from truestep.model.loading.probe_weights import borrowed_weights
-from truestep.model.loading.read import read_directory
-from truestep.model.mixers import attention
+from truestep.model.loading.read import plain_head, read_directory
+from truestep.model.mixers import attention, linear_kernels
 from truestep.model.mixers.context_parallel import Context
+from truestep.model.mixers.recurrence import calls_seen, use_kernels
+from truestep.model.mixers.registered import put_in
 from truestep.model.no_dropout import no_noise
 from truestep.model.policy import ModelFacts, Policy
 from truestep.model.save import read_companions, saved_buffers
@@ -124,6 +126,7 @@ class Loading:
     probe: Probe = field(init=False)
     stages: Stages | None = None
     attends: attention.AttentionKernel = attention.BY_TORCH
+    recurs: linear_kernels.Kernels = linear_kernels.BY_TORCH
     facts: ModelFacts = field(init=False)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     pieces: dict[str, WeightSlice] = field(init=False)
@@ -154,6 +157,7 @@ def load_policy(path: str | Path, options: LoadOptions | None = None, **named: A
         stages=loading.stages,
         buffers=loading.buffers,
         attends=loading.attends,
+        recurs=loading.recurs,
         adapter=loading.adapter,
         activations_on_host=ActivationOffload(options.place) if options.offload_activations else None,
         exchange=loading.exchange,
@@ -179,6 +183,7 @@ def _attach(loading: Loading) -> None:
 
 def _prepare(loading: Loading) -> None:
     """Make the model's outputs depend on weights and tokens alone, and read the head's settings."""
+    put_in(loading.model)
     place_buffers(loading.model, loading.options.place)
     no_noise(loading.model)
     every_token_counts(loading.model)
@@ -196,7 +201,8 @@ def _try(loading: Loading) -> None:
         loading.refuse(not_finite(model.named_parameters()))
         with attention.using(model, RECORD):
             fuse_layers(model)
-        _probe(loading)
+        with adapters_called(model):
+            _probe(loading)
 
 
 def _compile(loading: Loading) -> None:
@@ -314,35 +320,45 @@ PASSES: tuple[Pass, ...] = (
 def _probe(loading: Loading) -> None:
     """Probe a float32 model with all of its layers, and choose its attention. A model that fails a probe is refused."""
     model, options, place = loading.model, loading.options, loading.options.place
-    with attention.shapes_seen() as shapes:
-        loading.probe = probe_float32(model, loading.head, place, options.longest_document)
+    with attention.shapes_seen() as shapes, calls_seen() as calls:
+        try:
+            loading.probe = probe_float32(model, loading.head, place, options.longest_document)
+        except ModelError as error:
+            if shapes or calls or "give other values" not in str(error):
+                raise
+            raise ModelError(f"{error}. {type(model).__name__} {attention.ITS_OWN}") from error
         context = Context.of(options.ranks)
         if context is not None:
             probe_context(model, loading.probe, place, context)
     if options.pipeline.ranks > 1:
         loading.stages = probe_stages(model, options.pipeline, loading.probe, place)
     loading.attends = attention.choose(options.attending, shapes, options.compute, place)
+    loading.recurs = linear_kernels.choose(options.attending, calls, options.compute, place)
+    use_kernels(model, loading.recurs.names)
     if options.compute != torch.float32:
         _probe_rounded(loading)
 
 
 def _probe_rounded(loading: Loading) -> None:
-    """Probe the model in half precision with the chosen attention. With `attending` auto, fall back to torch's."""
-    model, options, chosen = loading.model, loading.options, loading.attends
+    """Probe the model in half precision with the chosen kernels. With `attending` auto, fall back to torch's."""
+    model, options = loading.model, loading.options
+    given = model, loading.probe, options.place, options.compute
     try:
-        with attention.using(model, chosen.name):
-            probe_half_precision(model, loading.probe, options.place, options.compute)
+        with attention.using(model, loading.attends.name):
+            probe_half_precision(*given)
     except ModelError as error:
-        if options.attending != "auto" or chosen.name == attention.NAME:
+        if options.attending != "auto" or (loading.attends.name == attention.NAME and not loading.recurs.names):
             raise
-        probe_half_precision(model, loading.probe, options.place, options.compute)
-        loading.attends = attention.AttentionKernel(attention.NAME, str(error))
+        use_kernels(model, ())
+        probe_half_precision(*given)
+        if loading.attends.name != attention.NAME:
+            loading.attends = attention.AttentionKernel(attention.NAME, str(error))
+        loading.recurs = linear_kernels.Kernels(instead=dict.fromkeys(loading.recurs.names, str(error)))
 
 
 def _head_settings(model: Any, settings: HeadSettings) -> HeadSettings:
-    config, output = model.config, model.get_output_embeddings()
-    if output is None or getattr(output, "bias", None) is not None:
-        raise ModelError(f"{type(model).__name__} has no plain linear LM head without a bias")
+    config = model.config
+    plain_head(model)
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite divides
         scale = 1.0 / config.logits_scaling

@@ -12,9 +12,11 @@ from truestep.files.bounded import MIB, TooLargeError, read_settings, too_long
 from truestep.files.disks import no_file
 from truestep.files.tensors import tensor_sizes
 from truestep.files.whole import LineError, exact_object
+from truestep.model import towers
 from truestep.model.adapter import Adapter, AdapterSource
 from truestep.model.cuts.stages import check_layers
 from truestep.model.cuts.tensor import tensor_plan
+from truestep.model.heads import HeadSizes
 from truestep.model.loading.adapter_source import attach_adapter
 from truestep.model.loading.from_parts import model_of_parts
 from truestep.model.mixers import attention
@@ -23,7 +25,7 @@ from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
 from truestep.text import printable
 from truestep.weights.errors import ModelError, no_model
-from truestep.weights.lazy import unread_files
+from truestep.weights.lazy import UnreadError, unread_files
 from truestep.weights.tensor_parts import StoredTensors
 
 log = logging.getLogger(__name__)
@@ -58,16 +60,18 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
             raise ModelError(f"model.path: {file} is {kind}, not a file")
     _check_config(directory)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    config = whole = None
     try:
         config = AutoConfig.from_pretrained(directory, **options)
-        check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), ranks.context, ranks.tensor)
+        check_heads(HeadSizes.of(config).queries, ranks.context, ranks.tensor)
         if ranks.tensor > 1:  # refused before anything is read
             tensor_plan(config, ranks.tensor)
         check_layers(config.get_text_config().num_hidden_layers, pipeline)
         if stored is not None:
             model = model_of_parts(directory, config, stored, trust_remote_code)
             return model.eval(), _read_tokenizer(directory, options)
-        loader: Any = AutoModelForCausalLM  # its type annotations lack output_loading_info
+        whole = towers.whole_class(config)
+        loader: Any = whole or AutoModelForCausalLM  # its type annotations lack output_loading_info
         with unread_files():
             model, loading = loader.from_pretrained(
                 directory,
@@ -79,14 +83,45 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **options,
             )
+        _check_loading(directory, model, loading, warn=whole is None)
+        if whole is not None:
+            model = towers.take_text(model, directory)
+            towers.whole_of(model).check()
     except TruestepError:
         raise
     except Exception as error:  # an odd config.json makes transformers raise any type, KeyError and TypeError too
-        raise ModelError(
-            f"model.path: {directory} could not be loaded: {type(error).__name__}: {printable(error, 2000)}"
-        ) from error
-    _check_loading(directory, model, loading)
+        raise ModelError(f"model.path: {directory} could not be loaded: {_reason(error, config)}") from error
     return model.eval(), _read_tokenizer(directory, options)
+
+
+def _reason(error: Exception, config: Any) -> str:
+    """Say why a model could not be made: what it has that is not supported, if that is found, else the error."""
+    from transformers import AutoModelForCausalLM
+
+    if error.args == (attention.NAME,):  # a KeyError of a table of attention classes
+        return f"{config.model_type} {attention.ITS_OWN}"
+    try:
+        with torch.device("meta"):
+            plain_head(AutoModelForCausalLM.from_config(config))
+    except ModelError as found:
+        return str(found)
+    except Exception:
+        log.debug("%s cannot be made without its weights either", type(config).__name__)
+    if isinstance(error, UnreadError):
+        return f"transformers' code for {config.model_type} changes weights while it loads them ({error})"
+    return f"{type(error).__name__}: {printable(error, 2000)}"
+
+
+def plain_head(model: Any) -> None:
+    """Refuse a model that is not a body with a matrix behind it."""
+    output = model.get_output_embeddings()
+    if output is None or getattr(output, "bias", None) is not None:
+        raise ModelError(f"{type(model).__name__} has no plain linear LM head without a bias")
+    if model.base_model is model:
+        raise ModelError(
+            f"{type(model).__name__} has no body without a head: it calls the body {model.base_model_prefix!r} "
+            "(base_model_prefix) and has nothing of that name"
+        )
 
 
 def _check_config(directory: Path) -> None:
@@ -125,7 +160,7 @@ def _check_sizes(directory: Path, parts: Sequence[dict[str, Any]]) -> None:
                 )
 
 
-def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None:
+def _check_loading(directory: Path, model: Any, loading: dict[str, Any], warn: bool) -> None:
     """Refuse files that lack weights of the model, and warn of weights that the model does not use."""
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
@@ -135,7 +170,7 @@ def _check_loading(directory: Path, model: Any, loading: dict[str, Any]) -> None
         raise ModelError(
             f"model.path: {directory} has {name} of shape {list(theirs)} where its config.json asks for {list(ours)}"
         )
-    if loading["unexpected_keys"]:
+    if warn and loading["unexpected_keys"]:
         extra = sorted(loading["unexpected_keys"])
         log.warning(
             "model.path: %s holds %d weights that %s has no use for (%s …): they are neither trained nor saved",

@@ -3,9 +3,11 @@
 Registered with transformers under two names, so that models' own code calls it. `FLASH` uses FlashAttention 4 (see
 `flash`); `choose` selects it where it works. `NAME` uses one of two implementations on torch:
 
-- `varlen`: one fused kernel over all documents (GPU, half precision, no softcap);
+- `varlen`: one fused kernel over all documents (GPU, half precision, no softcap; with sinks, without gradients);
 - `rows`: documents of similar length are the rows of a batch, called a bucket. Short rows are padded with the
   document's last token. Attention is causal, so no real query sees the padding; outputs of padding are not read.
+
+A sink is one more score of each query head, without a value: it takes a share of the softmax.
 
 With context parallelism each rank computes a share of the heads for all tokens (see `context_parallel`).
 
@@ -26,10 +28,13 @@ from transformers import AttentionInterface
 
 from truestep.model.mixers import flash
 from truestep.model.mixers.context_parallel import Context
+from truestep.model.mixers.handed import handed
 from truestep.types import sent
 from truestep.weights.errors import ModelError
 
 NAME, FLASH = "truestep_packed", "truestep_packed_fast"  # not "flash": transformers loads kernels for such names
+# What is said of a model that never calls the attention that was set.
+ITS_OWN = "computes attention, if it has any, by code of its own and not by a function that transformers registers"
 _SCORES_BYTES = 256 * 2**20  # limit for the score matrices in memory at a time
 
 
@@ -103,11 +108,14 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed_layout: PackedLayout | None = None,
+    s_aux: torch.Tensor | None = None,  # [Q] the heads' sinks, by the name that models give them
     *,
     fast: bool = False,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:  # [1, S, Q, E]
     """Compute attention within documents. transformers calls this. `fast`: use FlashAttention 4."""
+    packed_layout = handed("packed_layout", packed_layout)
+    sliding_window = handed("sliding_window", sliding_window)
     if packed_layout is None:
         raise RuntimeError(f"{type(module).__name__} does not pass the packed layout on to its attention")
     if dropout:
@@ -122,14 +130,17 @@ def packed_attention(
     context = packed_layout.context
     if context is not None:
         q, k, v = context.tokens_for_heads(q, k, v)
+        s_aux = None if s_aux is None else context.own_heads(s_aux)
     if _seen is not None:
-        _seen.add(flash.Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scale, sliding_window, softcap))
+        shape = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+        _seen.add(flash.Heads(*shape, scale, sliding_window, softcap, s_aux is not None))
     if fast:
-        output = flash.attend(q, k, v, packed_layout.segments, packed_layout.longest, scale, sliding_window, softcap)
-    elif is_fused(q.device, q.dtype, softcap):
-        output = _varlen(q, k, v, packed_layout, scale, sliding_window)
+        bounds = packed_layout.segments, packed_layout.longest
+        output = flash.attend(q, k, v, *bounds, scale, sliding_window, softcap, s_aux)
+    elif is_fused(q.device, q.dtype, softcap, s_aux is not None):
+        output = _varlen(q, k, v, packed_layout, scale, sliding_window, s_aux)
     else:
-        output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap)
+        output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap, s_aux)
     if context is not None:
         output = context.heads_for_tokens(output)
     return output[None], None
@@ -193,23 +204,32 @@ def choose(wanted: str, shapes: Iterable[flash.Heads], dtype: torch.dtype, place
 def using(model: Any, name: str) -> Iterator[None]:
     """Use another attention implementation within the block, and evaluation mode: in training mode transformers may
     recompute activations, which forbids a KV cache."""
-    before, training = model.config._attn_implementation, model.training
+    before, training = model.config._attn_implementation, [module for module in model.modules() if module.training]
     model.set_attn_implementation(name)
     model.eval()
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
-def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None) -> bool:
+def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None, sinks: bool = False) -> bool:
     """Tell whether the fused kernel is used, which reads the documents' bounds from the device."""
-    return softcap is None and device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    if softcap is not None or device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return not sinks or (not torch.is_grad_enabled() and _gives_logsumexp())
 
 
 def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
     from torch.nn.attention.varlen import varlen_attn
 
@@ -224,13 +244,30 @@ def _varlen(
         # `window` includes the token itself; torch's window counts only the tokens to its left.
         options["window_size"] = (-1 if window is None or window >= layout.longest else window - 1, 0)
     elif window is not None and window < layout.longest:
-        return _rows(q, k, v, layout, scale, window, None)
+        return _rows(q, k, v, layout, scale, window, None, sinks)
     else:
         options["is_causal"] = True
     q, k, v = (tensor if not trains and _in_lines(tensor) else tensor.contiguous() for tensor in (q, k, v))
     bounds = layout.segments
-    attend: Any = varlen_attn  # its options differ between torch versions
-    return attend(q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
+    return _with_sinks(sinks, q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
+
+
+def _with_sinks(sinks: torch.Tensor | None, *given: Any, **options: Any) -> torch.Tensor:
+    """Call the fused kernel. With sinks, take their share of each softmax away from its result."""
+    from torch.nn.attention import varlen
+
+    attend: Any = varlen.varlen_attn  # its options differ between torch versions
+    if sinks is None:
+        return attend(*given, **options)
+    output, logsumexp = attend(*given, **options, return_aux=varlen.AuxRequest(lse=True))
+    return flash.take_sinks(output, logsumexp, sinks)[0]
+
+
+@functools.cache
+def _gives_logsumexp() -> bool:
+    from torch.nn.attention import varlen
+
+    return "return_aux" in _known_options(varlen.varlen_attn) and hasattr(varlen, "AuxRequest")
 
 
 def attend_to_past(
@@ -241,12 +278,12 @@ def attend_to_past(
     longest: tuple[int, int],
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [X, Q, E]
     """Attend from the last tokens of packed sequences to these and all before, by the fused kernel, without
     gradients."""
     from torch.nn.attention.varlen import varlen_attn
 
-    attend: Any = varlen_attn  # its options differ between torch versions
     known = _known_options(varlen_attn)
     if q.shape[1] != k.shape[1] and "enable_gqa" not in known and not _shares_heads(q.device, q.dtype, q.shape[2]):
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
@@ -257,7 +294,7 @@ def attend_to_past(
         raise NotImplementedError("the fused kernel of this torch has no windows")
     else:
         options["is_causal"] = True
-    return attend(q.contiguous(), k, v, *bounds, *longest, scale=scale, **options)
+    return _with_sinks(sinks, q.contiguous(), k, v, *bounds, *longest, scale=scale, **options)
 
 
 def _in_lines(tensor: torch.Tensor) -> bool:
@@ -303,12 +340,13 @@ def _rows(
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, E] -> [S, Q, E]
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, F] -> [S, Q, F]
     outputs = []
     for bucket in layout.rows.buckets:
         rows, width = bucket.shape
         step = rows
-        if softcap is not None or (window is not None and window < width):
+        if softcap is not None or sinks is not None or (window is not None and window < width):
             step = max(1, _SCORES_BYTES // (4 * q.shape[1] * width * width))
         for start in range(0, rows, step):
             positions = bucket[start : start + step]
@@ -317,22 +355,29 @@ def _rows(
                 tensor.index_select(0, positions.flatten()).view(*positions.shape, *tensor.shape[1:]).transpose(1, 2)
                 for tensor in (q, k, v)
             )
-            attended = _dense(query, key, value, scale, window, softcap)
-            outputs.append(attended.transpose(1, 2).reshape(-1, *q.shape[1:]))
+            attended = _dense(query, key, value, scale, window, softcap, sinks)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.rows.restore)
 
 
 def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
-) -> torch.Tensor:  # [R, Q, X, E], [R, K, X, E], [R, K, X, E] -> [R, Q, X, E]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # [R, Q, X, E], [R, K, X, E], [R, K, X, F] -> [R, Q, X, F]
     width = q.shape[2]
     if window is not None and window >= width:
         window = None
+    by_scores = softcap is not None or sinks is not None
     mask = None
-    if window is not None or softcap is not None:
+    if window is not None or by_scores:
         distance = torch.arange(width, device=q.device)[:, None] - torch.arange(width, device=q.device)
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    if softcap is None:
+    if not by_scores:
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -341,10 +386,14 @@ def _dense(
     groups = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
     scores = (q @ k.transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:  # one more column, which has no value
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide).to(q.dtype) @ v
+    return scores.softmax(-1, dtype=wide)[..., :width].to(q.dtype) @ v
 
 
 AttentionInterface.register(NAME, _uncompiled)

@@ -55,15 +55,22 @@ class Context:
         if needed != tuple(range(k.shape[1])):
             index = _index(needed, k.device)
             k, v = repeat(k, index, 1), repeat(v, index, 1)
-        # One message to each rank: its heads of q, k and v, concatenated.
-        parts = [tensor.unflatten(1, (self.size, -1)).transpose(0, 1) for tensor in (q, k, v)]  # [C, S/C, heads, E]
-        sent = torch.cat([part.flatten(2) for part in parts], dim=-1)
-        received = self.exchange(sent).flatten(0, 1)
-        q, k, v = (
+        q, k, v = self.tokens_for_shares(q, k, v)
+        return q, k, v
+
+    def tokens_for_shares(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Exchange tensors [S/C, N, ...] for [S, N/C, ...]: all tokens of this rank's share of heads or channels."""
+        # One message to each rank: its share of all tensors, concatenated.
+        parts = [tensor.unflatten(1, (self.size, -1)).transpose(0, 1) for tensor in tensors]  # [C, S/C, N/C, ...]
+        received = self.exchange(torch.cat([part.flatten(2) for part in parts], dim=-1)).flatten(0, 1)
+        return tuple(
             flat.unflatten(-1, part.shape[2:])
             for flat, part in zip(received.split([part[0, 0].numel() for part in parts], dim=-1), parts, strict=True)
         )
-        return q, k, v
+
+    def own_heads(self, values: torch.Tensor) -> torch.Tensor:  # [Q, ...] -> [Q/C, ...]
+        """Return the values of this rank's query heads."""
+        return values.unflatten(0, (self.size, -1))[self.rank]
 
     def heads_for_tokens(self, attended: torch.Tensor) -> torch.Tensor:  # [S, Q/C, E] -> [S/C, Q, E]
         return self.exchange(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
@@ -100,6 +107,12 @@ def check_heads(queries: int, size: int, tensor: int = 1) -> None:
             f"parallel.context: {size} does not divide the model's {queries // tensor} query heads{left}: each rank "
             f"attends with a share of them; choose a divisor of {queries // tensor}"
         )
+
+
+def check_share(what: str, count: int, size: int) -> None:
+    """Refuse heads or channels of a recurrent layer that context ranks do not divide."""
+    if count % size:
+        raise ModelError(f"parallel.context: {size} does not divide the {count} {what}: choose a divisor of {count}")
 
 
 @cache

@@ -32,6 +32,7 @@ class Heads:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 @torch.library.custom_op("truestep::flash_attention", mutates_args=())
@@ -44,13 +45,14 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     output, logsumexp, *_ = _flash_attn_fwd(
         q, k, v, softcap=softcap, return_lse=True, **_options(segments, longest, scale, window)
     )
-    return output, logsumexp
+    return (output, logsumexp) if sinks is None else take_sinks(output, logsumexp, sinks)
 
 
 @_attend.register_fake
@@ -63,6 +65,7 @@ def _(
     scale: float,
     window: int | None,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     output = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return output, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
@@ -108,16 +111,36 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, segments, *ctx.constants = inputs
-    ctx.save_for_backward(q, k, v, *output, segments)
+    q, k, v, segments, *ctx.constants, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, segments, sinks)
     ctx.set_materialize_grads(False)
 
 
 def _backward(context: Any, gradient: torch.Tensor | None, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     if gradient is None:
-        return (None,) * 8
-    *tensors, segments = context.saved_tensors
-    return (*_gradients(gradient, *tensors, segments, *context.constants), None, None, None, None, None)
+        return (None,) * 9
+    *tensors, segments, sinks = context.saved_tensors
+    of_sinks = None if sinks is None else _gradient_of_sinks(gradient, tensors[3], tensors[4], sinks)
+    return (*_gradients(gradient, *tensors, segments, *context.constants), *(None,) * 5, of_sinks)
+
+
+def take_sinks(
+    output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # [S, Q, F], [Q, S], [Q]
+    """Put sinks into the result of attention without them. With the logsumexp that has the sinks in it, a backward pass
+    without sinks gives the right gradients of queries, keys and values."""
+    wide = sinks.to(logsumexp.dtype)[:, None]
+    share = (logsumexp - wide).sigmoid().t()[..., None]
+    return (output * share).to(output.dtype), torch.logaddexp(logsumexp, wide)
+
+
+def _gradient_of_sinks(
+    gradient: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:  # [Q]
+    """A sink's share of a row is p, and the row's loss falls by p times the row's gradient along its output."""
+    along = (gradient.float() * output.float()).sum(-1)  # [S, Q]
+    share = (sinks.float() - logsumexp.t()).exp()
+    return -(share * along).sum(0).to(sinks.dtype)
 
 
 _attend.register_autograd(_backward, setup_context=_keep)
@@ -146,11 +169,12 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, F] -> [S, Q, F]
     """Compute attention within documents."""
     # Outside the operators, the compiler fuses these copies with the producers. Outputs are then contiguous too.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    output: torch.Tensor = _attend(q, k, v, segments, longest, scale, window, softcap or 0.0)[0]
+    output: torch.Tensor = _attend(q, k, v, segments, longest, scale, window, softcap or 0.0, sinks)[0]
     return output
 
 
@@ -198,7 +222,10 @@ def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) 
     def random(count: int, size: int) -> torch.Tensor:
         return torch.randn(tokens, count, size, generator=generator).to(place, dtype)
 
-    given = random(heads.queries, heads.size), random(heads.keys, heads.size), random(heads.keys, heads.value_size)
+    sizes = (heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.value_size)
+    given: tuple[torch.Tensor, ...] = tuple(random(*each) for each in sizes)
+    if heads.sinks:
+        given = (*given, random(heads.queries, 1)[0, :, 0])
     gradient = random(heads.queries, heads.value_size)
     bounds = torch.tensor((0, *_LENGTHS), device=place).cumsum(0).to(torch.int32)
 
@@ -213,18 +240,22 @@ def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) 
         return _plain(heads, *tensors)
 
     def fast(*tensors: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = kernel(*tensors, bounds, max(_LENGTHS), heads.scale, heads.window, heads.softcap)
+        how = bounds, max(_LENGTHS), heads.scale, heads.window, heads.softcap
+        output: torch.Tensor = kernel(*tensors[:3], *how, *tensors[3:])
         return output
 
     exact, rounded, got = run(plain, True), run(plain, False), run(fast, False)
-    for name, right, like, value in zip(("values", *(f"d{n}" for n in "qkv")), exact, rounded, got, strict=True):
+    names = ["values", "dq", "dk", "dv", *(["dsinks"] if heads.sinks else [])]
+    for name, right, like, value in zip(names, exact, rounded, got, strict=True):
         off, allowed = (float((other - right).norm() / right.norm()) for other in (value, like))
         if not off <= _FACTOR * allowed + 1e-4:
             return f"its {name} are off by {off:.1e} for {heads}, plain torch's by {allowed:.1e}"
     return None
 
 
-def _plain(heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _plain(
+    heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute attention document by document, with explicit scores."""
     group = heads.queries // heads.keys
     outputs = []
@@ -236,6 +267,9 @@ def _plain(heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
         places = torch.arange(len(query), device=q.device)
         distance = places[:, None] - places
         seen = (distance >= 0) & (distance < (heads.window or len(query)))
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(query), 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(query)].to(q.dtype)
         outputs.append(torch.einsum("hqk,khe->qhe", weights, value))
     return torch.cat(outputs)

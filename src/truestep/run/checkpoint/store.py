@@ -25,6 +25,7 @@ import torch
 from truestep.files.disks import writing
 from truestep.files.tensors import read_tensors, write_image
 from truestep.files.whole import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
+from truestep.model import towers
 from truestep.model.adapter import Adapter, is_adapters
 from truestep.model.adapter_files import write_adapter
 from truestep.model.policy import Policy
@@ -80,7 +81,7 @@ class ModelFiles:
             names = [name for name in policy.weights.pieces if is_adapters(name)]
             return ModelFiles(policy.model, names, {}, {}, (policy.adapter, policy.path))
         buffers = {**policy.buffers, **saved_buffers(policy.model)}
-        others = model_files(policy.model, policy.companions)
+        others = model_files(policy.model, policy.companions) | towers.record(policy.model)
         return ModelFiles(policy.model, list(policy.weights.pieces), buffers, others)
 
     def write(self, checkpoint: Path) -> None:
@@ -93,7 +94,7 @@ class ModelFiles:
 
         if self.adapter is not None:
             adapter, base = self.adapter
-            write_adapter(checkpoint, adapter, read(self.weights), base)
+            write_adapter(checkpoint, *towers.whole_adapter(self.model, adapter, read(self.weights)), base)
         elif self.with_weights:
             buffers = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
             write_weights(self.model, self.weights, read, buffers, checkpoint)

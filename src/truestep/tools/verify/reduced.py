@@ -22,6 +22,7 @@ from truestep.losses.label_losses import Switch
 from truestep.losses.objective import Objective
 from truestep.model.adapter import DOWN, Adapter, attach, matches, target_modules
 from truestep.model.adapter_files import read_adapter, write_adapter
+from truestep.model.towers import text_config
 from truestep.rollouts.fields import Field, from_records
 from truestep.rollouts.turns import turn_lines
 from truestep.tools.verify.custom import document_labels
@@ -45,6 +46,28 @@ _SIZES: dict[str, int] = {
     "num_experts_per_tok": 2,
     "sliding_window": 8,
     "max_window_layers": 1,
+    # recurrent layers: the gated delta rule, KDA, Mamba
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_n_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_headdim": 16,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "ssm_state_size": 8,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "n_groups": 2,
+    "mamba_expand": 2,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
 }
 _SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # standard deviations of log-ratios; the first that crosses all bounds is used
 _ON_EACH_SIDE = 2  # least number of labels on each side of each bound
@@ -53,6 +76,7 @@ _ATTEMPTS = 10_000
 # documents keep a distance from bounds on whole documents: the first of these at which documents can be drawn.
 _CLEARANCES = (0.2, 0.1, 0.05)
 _FEW_ATTEMPTS = 100
+_FEW = 4  # numbers that a convolution sums
 _BESIDE_ZERO = 0.1  # distance of a document's value from a bound of 0
 
 
@@ -64,17 +88,26 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = text_config(config)
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path: {source} has no config.json that can be read: {error}") from error
     settings = config.to_dict()
     few_keys = settings.get("num_key_value_heads") not in (None, settings.get("num_attention_heads"))
-    sizes = _SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2 if few_keys else 4, "head_dim": 16}
+    few_groups = settings.get("linear_num_key_heads") != settings.get("linear_num_value_heads")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2 if few_keys else 4, "head_dim": 16}
+    if any(name.startswith(("linear_", "mamba_")) or name == "ssm_state_size" for name in settings):
+        # A recurrent layer normalizes what it reads from a state, which is almost nothing for a document's first
+        # tokens: a small epsilon would enlarge its rounding.
+        settings |= dict.fromkeys(settings.keys() & {"rms_norm_eps", "layer_norm_epsilon"}, 1e-2)
+    sizes = _SIZES | heads | {"linear_num_key_heads": 2 if few_groups else 4}
     for name, size in sizes.items():
         if isinstance(settings.get(name), int):
             settings[name] = size
-    if settings.get("layer_types"):
-        kinds = list(dict.fromkeys(settings["layer_types"]))[:2]
-        settings["layer_types"] = (kinds * LAYERS)[:LAYERS]
+    before = config.get_text_config().num_hidden_layers
+    for name, kinds in settings.items():
+        if isinstance(kinds, list) and len(kinds) == before and all(isinstance(kind, str) for kind in kinds):
+            different = list(dict.fromkeys(kinds))[:LAYERS]
+            settings[name] = (different * LAYERS)[:LAYERS]
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(settings.get(name), list):
             settings[name] = [token % VOCABULARY for token in settings[name]]
@@ -89,7 +122,8 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     with torch.no_grad():
         for parameter in model.parameters():
             # Norms and biases get noise on top of their initial values, matrices noise that distinguishes tokens.
-            scale = 0.15 if parameter.ndim >= 2 else 0.1
+            # A convolution sums few numbers: small weights would leave little of its input.
+            scale = (0.15 if parameter.shape[-1] > _FEW else 0.5) if parameter.ndim >= 2 else 0.1
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
     model.save_pretrained(directory)

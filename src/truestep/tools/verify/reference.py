@@ -50,6 +50,7 @@ class Reference:
             directory,
             dtype=torch.float64,
             attn_implementation="eager",
+            experts_implementation="eager",  # grouped products have no float64
             local_files_only=True,
             trust_remote_code=trust_remote_code,
         ).eval()

@@ -1,0 +1,288 @@
+"""Layers that keep a state: convolutions over time, gated delta rules, state-space models, and a user's own.
+
+A transformers model calls such an operation by the name of a function in the module of its code. `register` says what
+takes a function's place. `put_in` gives each module of a model whose code names a registered function the same code
+with our functions in place of these; transformers' modules are not changed. Called with
+
+- `packed_layout` (training): the operation runs on packed documents, none of which sees another;
+- `paged` (the engine): `paged.step.recur(module, recurrence, call)` gives the output;
+- neither (a document alone): the model's own plain function runs.
+
+Hooks of the model's body and of its layers keep what was handed to them, because some layers do not hand it on.
+"""
+
+import functools
+import inspect
+import threading
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from truestep.model.mixers.context_parallel import Context, check_share, heads_needed
+from truestep.weights.errors import ModelError
+
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What one sequence keeps of one operation of one layer: a tensor of fixed shape."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a model's function: its arguments by their names, which are also attributes. Example: `call.query`."""
+
+    function: Callable[..., Any]  # the model's own, without kernels
+    arguments: Mapping[str, Any]  # with defaults, and without what the model hands on to every function
+    kernels: bool = False  # kernels may be used, not only plain torch
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.arguments[name]
+        except KeyError:
+            raise AttributeError(f"{self.function.__name__} has no argument {name}") from None
+
+    def __getstate__(self) -> Any:  # without it, copying would ask `__getattr__` for fields that are not there yet
+        return self.__dict__
+
+    def replaced(self, **named: Any) -> "Call":
+        return replace(self, arguments={**self.arguments, **named})
+
+
+class Recurrence(ABC):
+    """An operation that carries a state from token to token. Outputs have the form that the model's function returns.
+
+    Tensors of a call have the layout of the model's function, for a batch of one: S tokens of D packed documents, or
+    one token for each of R sequences.
+    """
+
+    kernel: ClassVar[bool] = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
+    tokens: ClassVar[
+        Mapping[str, int]
+    ] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel
+    output_tokens: ClassVar[int] = 1  # the output's dimension of tokens
+    wide: ClassVar[Collection[str]] = ()  # arguments that stay float32 in half precision
+
+    @abstractmethod
+    def state(self, call: Call) -> LayerState:
+        """Describe the state that one sequence keeps."""
+
+    @abstractmethod
+    def packed(
+        self, call: Call, segments: torch.Tensor, longest: int, spans: Spans, initial: torch.Tensor | None
+    ) -> tuple[Any, torch.Tensor]:
+        """Compute packed documents. Return the output and each document's final state, [D, *shape].
+
+        `segments`: cumulative lengths on the device, int32 [D + 1]. `spans`: each document's begin and end, on the
+        host. `initial`: the states [D, *shape] that documents begin with; None: zeros."""
+
+    @abstractmethod
+    def step(self, call: Call, states: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Compute the next token of each of R sequences. Return the output and the new states, [R, *shape]."""
+
+    def exchanged(self, call: Call, context: Context) -> tuple[Call, Callable[[Any], Any]]:
+        """Exchange this rank's tokens for all tokens of a share of the heads or channels. Return the call with these,
+        and a function that exchanges the output back."""
+        raise ModelError(
+            f"parallel.context: {call.function.__name__} has no way to divide a document's tokens over ranks"
+        )
+
+
+_registered: dict[str, Recurrence | None] = {}
+
+
+def register(function_name: str, recurrence: Recurrence | None) -> None:
+    """Let an operation take the place of the functions of this name in models' code. None: the model's own function
+    stays, without the kernels that other packages put in its place."""
+    _registered[function_name] = recurrence
+    _replaced_methods.cache_clear()
+
+
+class _Handed(threading.local):
+    """What the running model was handed, and the module that runs. The backward pass has threads of its own."""
+
+    packed_layout: Any = None
+    paged: Any = None
+    module: torch.nn.Module | None = None
+
+
+_handed = _Handed()
+
+
+# Names in the code of layers that keep a state in transformers' caches.
+_SIGNS = {"update_recurrent_state", "update_conv_state", "set_linear_cache", "recurrent_states"}
+
+
+def put_in(model: Any) -> None:
+    """Put the registered operations in a model. Refuse one with layers that keep a state and call none of them."""
+    modules = dict(model.named_modules())
+    above: set[str] = set()
+    for name, module in modules.items():
+        kind: Any = type(module)
+        replaced = _replaced_methods(kind)
+        if not replaced and _keeps_state(kind):
+            raise ModelError(
+                f"{type(model).__name__}: {name} ({type(module).__name__}) keeps a state from token to token, and no "
+                "operation is registered for it (truestep.model.mixers.register): packed documents would see each other"
+            )
+        if not replaced:
+            continue
+        for method, function in replaced.items():
+            setattr(module, method, types.MethodType(function, module))
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_leave)
+        parts = name.split(".")
+        above |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    if not above:
+        return
+    for name in above:
+        modules[name].register_forward_pre_hook(_keep_given, with_kwargs=True, prepend=True)
+    model.base_model.register_forward_pre_hook(_keep, with_kwargs=True, prepend=True)
+
+
+_KERNELS = "_recurrent_kernels"  # a module's attribute: the names of functions for which kernels are used
+
+
+def use_kernels(model: Any, names: Collection[str]) -> None:
+    """Use kernels for a model's operations of these names, and plain torch for the others."""
+    for module in recurrent_modules(model):
+        vars(module)[_KERNELS] = names
+
+
+_seen: list[tuple[Recurrence, Call]] | None = None
+
+
+@contextmanager
+def calls_seen() -> Iterator[list[tuple[Recurrence, Call]]]:
+    """Collect the calls of all operations on packed documents within the block."""
+    global _seen
+    _seen = []
+    try:
+        yield _seen
+    finally:
+        _seen = None
+
+
+def recurrent_modules(model: Any) -> list[torch.nn.Module]:
+    """List the modules that call a registered operation."""
+    return [module for module in model.modules() if any(_operations(type(module)))]
+
+
+@functools.cache
+def _replaced_methods(kind: type) -> dict[str, types.FunctionType]:
+    """Return a class's methods that name registered functions, over globals that have ours. The modules of a class
+    share them, so that torch.compile compiles them once."""
+    replaced = {}
+    for method, function, names in _methods_of(kind):
+        ours = {name: _in_place_of(_registered[name], function.__globals__[name]) for name in names}
+        code, given = function.__code__, function.__globals__ | ours
+        changed = types.FunctionType(code, given, function.__name__, function.__defaults__, function.__closure__)
+        changed.__kwdefaults__ = function.__kwdefaults__
+        replaced[method] = changed
+    return replaced
+
+
+def _methods_of(kind: type) -> Iterator[tuple[str, types.FunctionType, list[str]]]:
+    """Find a class's methods that call registered functions of their module, without their decorators."""
+    for method in dir(kind):
+        function = inspect.unwrap(getattr(kind, method)) if callable(getattr(kind, method)) else None
+        if isinstance(function, types.FunctionType):
+            known = function.__globals__.keys() & _registered.keys()
+            names = [name for name in function.__code__.co_names if name in known]
+            if names:
+                yield method, function, names
+
+
+def _keeps_state(kind: type) -> bool:
+    forward = inspect.unwrap(kind.forward) if hasattr(kind, "forward") else None
+    return isinstance(forward, types.FunctionType) and not _SIGNS.isdisjoint(forward.__code__.co_names)
+
+
+def _operations(kind: type) -> Iterator[Recurrence]:
+    for _, _, names in _methods_of(kind):
+        yield from (recurrence for name in names if (recurrence := _registered[name]) is not None)
+
+
+def _in_place_of(recurrence: Recurrence | None, function: Any) -> Any:
+    """Return what takes a function's place. Compiled layers call it outside their graphs."""
+    plain = inspect.unwrap(function)  # without kernels of other packages
+    signature = inspect.signature(plain)
+    rest = next((one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD), None)
+
+    @torch.compiler.disable
+    @functools.wraps(plain)
+    def dispatch(*arguments: Any, **named: Any) -> Any:
+        for name in ("packed_layout", "paged"):
+            named.pop(name, None)
+        if recurrence is None or (_handed.packed_layout is None and _handed.paged is None):
+            return plain(*arguments, **named)
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        if rest is not None:
+            del bound.arguments[rest]
+        kernels: Collection[str] = vars(_handed.module).get(_KERNELS, ()) if _handed.module is not None else ()
+        call = Call(plain, bound.arguments, plain.__name__ in kernels)
+        if _seen is not None:
+            _seen.append((recurrence, call))
+        if _handed.paged is not None:
+            return _handed.paged.step.recur(_handed.module, recurrence, call)
+        return run_packed(recurrence, call, _handed.packed_layout)
+
+    return dispatch
+
+
+def exchange_heads(call: Call, context: Context, heads: Sequence[str], groups: Sequence[str]) -> Call:
+    """Exchange tokens for heads. `heads`: names of arguments [1, S, heads, ...]; `groups`: of [1, S, groups, ...], each
+    of which serves equally many heads."""
+    count, shared = (call.arguments[names[0]].shape[2] for names in (heads, groups))
+    check_share("heads of a recurrent layer", count, context.size)
+    needed = heads_needed(count, shared, context.size)
+    given = {name: call.arguments[name][0] for name in heads}
+    for name in groups:
+        index = torch.tensor(needed, device=call.arguments[name].device)
+        given[name] = call.arguments[name][0].index_select(1, index)
+    exchanged: dict[str, Any] = {}
+    for kind in sorted({str(tensor.dtype) for tensor in given.values()}):  # tensors of one message have one type
+        names = [name for name, tensor in given.items() if str(tensor.dtype) == kind]
+        exchanged |= zip(names, context.tokens_for_shares(*(given[name] for name in names)), strict=True)
+    return call.replaced(**{name: tensor[None] for name, tensor in exchanged.items()})
+
+
+def run_packed(recurrence: Recurrence, call: Call, layout: Any) -> Any:
+    """Compute packed documents, which begin without a state. `layout`: a `PackedLayout`."""
+    back: Callable[[Any], Any] | None = None
+    if layout.context is not None:
+        call, back = recurrence.exchanged(call, layout.context)
+    output, _ = recurrence.packed(call, layout.segments, layout.longest, layout.spans, None)
+    return output if back is None else back(output)
+
+
+def _keep(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    _handed.packed_layout, _handed.paged = named.get("packed_layout"), named.get("paged")
+
+
+@torch.compiler.disable
+def _keep_given(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Keep what a layer is handed: the backward pass may recompute the layer without the model's body."""
+    if named.get("packed_layout") is not None or named.get("paged") is not None:
+        _keep(module, arguments, named)
+
+
+@torch.compiler.disable
+def _enter(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+    module.__dict__["_called_from"] = _handed.module
+    _handed.module = module
+
+
+@torch.compiler.disable
+def _leave(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    _handed.module = module.__dict__.pop("_called_from", None)
