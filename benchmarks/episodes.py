@@ -1,6 +1,6 @@
 """Tokens per second of episodes of several turns with a tool, beside as many single turns, on one GPU.
 
-    python benchmarks/episodes.py [--episodes 256 --turns 6 --prompt 512 --drawn 128 --given 128 --tool 0.05] [--size 1.7B]
+    python benchmarks/episodes.py [--episodes 256 --turns 6 --prompt 512 --drawn 128 --given 128 --tool 0.05]
 
 Real processes play the episodes, as in a run: each waits for its tool at every turn. Single turns are as many requests
 at once: with the episodes' first prompt, and with the prompts that the episodes' turns have. Weights are random, in
@@ -99,8 +99,8 @@ def main() -> None:
             whole = single_turns(policy, given, by_turn, given.episodes)
             print(
                 f"{given.episodes} episodes of {given.turns} turns: {rate:,.0f} tokens/s, {part:.3f} of the new prompt "
-                f"tokens computed; {count} single turns behind {given.prompt} tokens {first:,.0f} ({rate / first:.0%}), "
-                f"behind the episodes' own prompts {whole:,.0f} ({rate / whole:.0%})",
+                f"tokens computed; {count} single turns behind {given.prompt} tokens {first:,.0f} "
+                f"({rate / first:.0%}), behind the episodes' own prompts {whole:,.0f} ({rate / whole:.0%})",
                 flush=True,
             )
     finally:

@@ -336,7 +336,7 @@ def make_chunks(
     # The positions are sent as a tensor of their own: compiled layers would be recompiled for a view.
     past = make_past(spans[len(whole) :], cache.page_size, send) if fused and later else None
     states = _chunk_states(cache, whole, later, slots, send) if cache.states else None
-    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store, past, states)
+    return PromptChunks(cache, send(positions), sent[0], sent[1], whole, later, layout, store, past, states=states)
 
 
 def _chunk_states(

@@ -86,7 +86,8 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
         _check_loading(directory, model, loading, warn=whole is None)
         if whole is not None:
             model = towers.take_text(model, directory)
-            towers.whole_of(model).check()
+            if (taken_from := towers.whole_of(model)) is not None:
+                taken_from.check()
     except TruestepError:
         raise
     except Exception as error:  # an odd config.json makes transformers raise any type, KeyError and TypeError too
