@@ -183,11 +183,10 @@ def made_up(device: str, directory: Path, *_: Any) -> tuple[Any, None]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from truestep.model.loading.from_parts import _weights_without_values
     from truestep.model.mixers import attention
-    from truestep.weights.lazy import Unread, replace_parameters
+    from truestep.weights.lazy import Unread, replace_parameters, weights_without_values
 
-    with _weights_without_values():
+    with weights_without_values():
         config = AutoConfig.from_pretrained(directory)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
     names = {parameter: name for name, parameter in model.named_parameters()}

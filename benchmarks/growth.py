@@ -119,16 +119,17 @@ def ids() -> None:
 @section
 def prompts() -> None:
     """Time how the prompts of a step of 128 groups are chosen among a million."""
-    from truestep.generate.groups import prompt_of
+    from truestep.environments.prompts import Prompt
+    from truestep.generate.order import OrderOptions, PromptOrder
 
     for count in (100_000, 1_000_000):
-        many = range(count)  # stands for the list of prompts: they are only picked from
-        prompt_of(0, many, 0)  # an epoch's order is made once
+        order = PromptOrder([Prompt(str(number), "", {}, (1,)) for number in range(count)], 0, OrderOptions())
+        order.next()  # the order of a pass is made once
         steps = []
-        for step in range(50):
+        for _ in range(50):
             began = time.perf_counter()
-            for group in range(128 * step, 128 * (step + 1)):
-                prompt_of(group, many, 0)
+            for _ in range(128):
+                order.next()
             steps.append(time.perf_counter() - began)
         figure(f"prompts of a step, {count:,} prompts", 1000 * statistics.median(steps), "ms", 2.0)
 

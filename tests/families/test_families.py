@@ -1,4 +1,4 @@
-"""Families of models: some of docs/families.md tried again, and in the nightly tests all of it."""
+"""Families of models: some of docs/families.md tried again, and before a release all of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_page_has_every_family_and_enough_of_them_train() -> None:
         assert not missing
 
 
-@pytest.mark.nightly
+@pytest.mark.release
 @pytest.mark.timeout(7200)
 def test_the_page_is_what_trying_every_family_gives(tmp_path: Path) -> None:
     found = try_all(families(), tmp_path)

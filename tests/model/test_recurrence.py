@@ -15,10 +15,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from oracles import recurrent
 from truestep.model.mixers.chunks import make_chunks
+from truestep.model.mixers.context_parallel import check_share
 from truestep.model.mixers.convolution import Convolution
 from truestep.model.mixers.delta_rule import DeltaRule
 from truestep.model.mixers.recurrence import Call, Recurrence
 from truestep.model.mixers.state_space import Mamba1, Mamba2
+from truestep.weights.errors import ModelError
 
 HEADS, GROUPS, SIZE, STATE, CHANNELS = 4, 2, 6, 5, 7
 
@@ -297,3 +299,9 @@ def test_chunks_hold_each_token_once() -> None:
     values = torch.arange(sum(lengths))
     assert torch.equal(chunks.tokens(chunks.arrange(values)), values)
     assert int(chunks.arrange(values, 0).sum()) == int(values.sum())
+
+
+def test_a_share_of_heads_is_whole() -> None:
+    check_share("heads of the gated delta rule", 6, 3)
+    with pytest.raises(ModelError, match=r"parallel\.context: 4 does not divide the 6 heads .*choose a divisor of 6"):
+        check_share("heads of the gated delta rule", 6, 4)
