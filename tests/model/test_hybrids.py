@@ -10,7 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from truestep.model.loading.load import load_policy
+from truestep.model.mixers import attention
+from truestep.model.mixers.registered import put_in
 from truestep.model.no_dropout import no_noise
+from truestep.model.policy import packed_hidden
 from truestep.rollouts.packing import pack_tokens
 from truestep.tools.verify.reference import Reference, _Float64
 from truestep.weights.errors import ModelError
@@ -169,9 +172,29 @@ def test_packed_documents_are_documents_alone(kind: str, recomputes: bool, tmp_p
     assert ours.keys() == theirs.keys() == right.keys()
     for name, wanted in right.items():
         rounding, off = (float((got[name] - wanted).norm() / wanted.norm().clamp(min=1e-6)) for got in (theirs, ours))
-        # Some of these random models enlarge float32's rounding in any order of computation.
+        # Some of these random models enlarge float32's rounding in any order of computation; float64 says the rest.
         assert off < max(1e-5, 2 * rounding), name
         assert off < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in SHORT else pytest.mark.long) for kind in FAMILIES]
+)
+def test_in_float64_packed_documents_are_documents_alone_to_its_rounding(kind: str, tmp_path: Path) -> None:
+    directory = make_hybrid(tmp_path / kind, kind)
+    generator = torch.Generator().manual_seed(3)
+    documents = [torch.randint(61, (length,), generator=generator) for length in LENGTHS]
+    exact, packed = Reference(directory)._model, Reference(directory)._model
+    put_in(packed)
+    packed.set_attn_implementation(attention.NAME)
+    tokens = pack_tokens([document.numpy() for document in documents], 8)
+    with _Float64():
+        right = alone(exact, documents)
+        ours = results(packed, packed_hidden(packed, tokens, torch.device("cpu"))[: sum(LENGTHS)])
+    assert ours.keys() == right.keys() and right["hidden"].dtype == torch.float64
+    for name, wanted in right.items():
+        most = 1e-9 if wanted.dtype == torch.float64 else 1e-7  # a few weights are float32 in transformers' code
+        assert float((ours[name] - wanted).norm() / wanted.norm().clamp(min=1e-9)) < most, name
 
 
 def alone(model: Any, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
