@@ -193,7 +193,8 @@ def _attend_kernel(
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
-    result, total, highest = _start(sink_pointer, queries, seen & (span == 0), SINKS, GROUP_BLOCK, VALUE_BLOCK)
+    begins = member < tl.where(span == 0, GROUP, 0)
+    result, total, highest = _start(sink_pointer, queries, begins, SINKS, GROUP_BLOCK, VALUE_BLOCK)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
