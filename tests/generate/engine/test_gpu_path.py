@@ -143,7 +143,7 @@ def test_prompts_that_are_replayed_draw_the_same(
     as_on_a_gpu(found)
     found.device.fused, found.device.store = True, store  # the kernel that stores is slow when interpreted
 
-    def by_segments(q: Any, k: Any, v: Any, layout: Any, scale: float, window: int | None) -> torch.Tensor:
+    def by_segments(q: Any, k: Any, v: Any, layout: Any, scale: float, window: int | None, sinks: None) -> torch.Tensor:
         outputs = []
         for start, end in itertools.pairwise(layout.segments.tolist()):
             if end > start:
@@ -184,7 +184,7 @@ def test_chunks_behind_earlier_tokens_are_replayed(
     found.device.fused, found.device.past, found.device.store = True, True, store
 
     def one_by_one(
-        q: Any, k: Any, v: Any, bounds: Any, longest: tuple[int, int], scale: float, window: int | None
+        q: Any, k: Any, v: Any, bounds: Any, longest: tuple[int, int], scale: float, window: int | None, *sinks: None
     ) -> torch.Tensor:
         spans = [list(itertools.pairwise(each.tolist())) for each in bounds]
         assert len(spans[0]) == len(spans[1]) and spans[0][-1][1] == len(q)
