@@ -42,6 +42,7 @@ class FusedAttention(torch.nn.Module):
 
     def forward(self, *given: Any, **named: Any) -> Any:
         ours = acts() and self.joins and not given and named.get("past_key_values") is None
+        ours = ours and named.get("position_embeddings") is not None  # some attend without RoPE
         if ours and not torch.is_grad_enabled():
             heads = self.sampled_heads(named["hidden_states"], *named["position_embeddings"])
             return self.attend(heads, **named)
