@@ -118,10 +118,20 @@ def _fetch_queries(line, seen, lane, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _start(sink_pointer, heads, mine, SINKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Begin the online softmax of each row. A sink is a score that has no value; `mine`: rows that have one here."""
+def _start(
+    sink_pointer,
+    heads,
+    member,
+    span,
+    SINKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Begin the online softmax of each row. A sink is a score that has no value; it belongs to the row's first span."""
     highest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     if SINKS:
+        mine = member < tl.where(span == 0, GROUP, 0)
         sink = tl.load(sink_pointer + heads, mask=mine, other=0.0).to(tl.float32)
         highest, total = tl.where(mine, sink * _LOG2_E, highest), tl.where(mine, 1.0, total)
     return tl.zeros((ROWS, LANES), tl.float32), total, highest
@@ -193,8 +203,7 @@ def _attend_kernel(
     key_lane, value_lane = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     queries, seen = head * GROUP + member, member < GROUP
     q = _fetch_queries(query_pointer + row * query_row + queries * query_head, seen, key_lane, KEY_SIZE)
-    begins = member < tl.where(span == 0, GROUP, 0)
-    result, total, highest = _start(sink_pointer, queries, begins, SINKS, GROUP_BLOCK, VALUE_BLOCK)
+    result, total, highest = _start(sink_pointer, queries, member, span, SINKS, GROUP, GROUP_BLOCK, VALUE_BLOCK)
     for tile in range(begin, tl.minimum(begin + tiles, end)):
         line = (tl.load(table_pointer + row * meta_row + tile) * HEADS + head) * PAGE_SIZE + token
         position = tile * PAGE_SIZE + token
