@@ -21,7 +21,7 @@ from truestep.generate.engine.pages import PagePool, digests_of
 from truestep.generate.engine.states import KeptState, StateSlots
 from truestep.generate.engine.steps import EngineStep, Job, Prompt, PromptChunk, Resumed, Row, Start
 
-# A prompt starts from pages of the cache if they hold at least a quarter of it: its prefill then has no CUDA graph.
+# A prompt starts from pages of the cache if they hold at least a quarter of it: its chunks then read their keys again.
 _LEAST_SHARED = 4
 
 
