@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from truestep.text import printable
 if TYPE_CHECKING:  # reward processes import this file, and should not load torch
     import torch
 
+# The value of `data.share_prefixes`.
+ShareMode = Literal["auto", "always", "off"]
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
 LONGEST_REASON = 1000  # characters of `Rejected.reason`
@@ -182,6 +184,14 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How sequences of a micro-batch share the tokens with which they begin."""
+
+    least: int = 1  # tokens that a shared segment must save
+    budget: int | None = None  # where a micro-batch would have more tokens, all that can be is shared
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """The documents of one step, and their packing into micro-batches. Made on the host, without the model."""
 
@@ -193,6 +203,7 @@ class StepPlan:
     documents_seen: int  # before this step
     ranks: int = 1
     repeated: bool = False  # an earlier update trained on the same documents
+    sharing: Sharing | None = None  # None: each sequence is computed alone
 
     def __post_init__(self) -> None:
         packed = sorted(index for micro_batch in self.micro_batches for index in micro_batch)
@@ -248,13 +259,18 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """Packed sequences, one after another, the input of the model. Padding comes last, as a segment of its own."""
+    """Packed segments, one after another, the input of the model. Padding comes last, as a segment of its own.
+
+    A segment is a whole sequence, or a run of tokens that follows a parent segment: sequences that begin with the same
+    tokens share these (`rollouts/prefixes.py`). A parent stands before its children.
+    """
 
     input_ids: torch.Tensor  # [S] int64
     position_ids: torch.Tensor  # [S] int64, from 0 in each sequence
-    # [D + 1] int32, or [D + 2] with padding: cumulative lengths, from 0 to S. On the host, which prepares attention.
+    # [G + 1] int32, or [G + 2] with padding: cumulative lengths, from 0 to S. On the host, which prepares attention.
     segments: torch.Tensor
-    num_documents: int  # D
+    num_segments: int  # G, without padding
+    parents: tuple[int, ...] = ()  # [G] the parent of each segment, -1 for none; empty if no segment has one
     # [S, ...] by name: the requested token fields that at least one document has.
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -285,6 +301,7 @@ class PackedLabels:
 
     The hidden state at position t - 1 predicts the token at t: `rows` holds t - 1, shifted before tokens are cut into
     shards. Example: documents `[5, 6, 7]` and `[8, 9]`, each with its last token as label: rows = [1, 3], ids = [7, 9].
+    Where sequences that share a prefix part, a row has a label of each.
     """
 
     rows: torch.Tensor = field(metadata=per_label())  # index into S of the predicting position

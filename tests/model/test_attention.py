@@ -154,19 +154,20 @@ def test_buckets_hold_every_token_once(lengths: list[int]) -> None:
     segments = torch.tensor([0, *np.cumsum(lengths, dtype=int).tolist()], dtype=torch.int32)
     layout = make_layout(segments, torch.device("cpu"))
     tokens = sum(lengths)
-    flat = torch.cat([bucket.flatten() for bucket in layout.rows.buckets] or [torch.zeros(0).long()])
+    flat = torch.cat([bucket.queries.flatten() for bucket in layout.rows.buckets] or [torch.zeros(0).long()])
     assert len(set(layout.rows.restore.tolist())) == tokens
     assert flat[layout.rows.restore].tolist() == list(range(tokens)), "restore leads each token back to its own place"
     spans = set(zip(segments[:-1].tolist(), segments[1:].tolist(), strict=True))
-    rows = [row for bucket in layout.rows.buckets for row in bucket.tolist()]
+    rows = [row for bucket in layout.rows.buckets for row in bucket.queries.tolist()]
     assert len(rows) == len(lengths)
     for row in rows:
         start, end = row[0], max(row) + 1
         assert (start, end) in spans, "a row is one document, from its beginning"
         assert row == [min(start + at, end - 1) for at in range(len(row))], "then its last token again"
     for bucket in layout.rows.buckets:
-        shortest = min(len(set(row)) for row in bucket.tolist())
-        assert bucket.shape[1] <= max(shortest * 4 / 3, 16)
+        shortest = min(len(set(row)) for row in bucket.queries.tolist())
+        assert bucket.before is None and torch.equal(bucket.queries, bucket.keys)
+        assert bucket.queries.shape[1] <= max(shortest * 4 / 3, 16)
     assert layout.longest == max(lengths, default=0)
 
 

@@ -18,6 +18,7 @@ from torch._inductor import config as inductor
 from truestep.model.fast.compiled import compile_layers
 from truestep.model.loading.load import load_policy
 from truestep.model.mixers import attention, flash
+from truestep.model.mixers.paths import make_paths
 from truestep.rollouts.packing import pack_tokens
 from truestep.weights.errors import ModelError
 
@@ -31,32 +32,47 @@ SHAPES = [
 
 
 def loop(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], scale: float, left: int | None, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: list[int],
+    key_bounds: list[int],
+    scale: float,
+    left: int | None,
+    softcap: float,
 ) -> torch.Tensor:
-    """Attention one query and one head at a time."""
+    """Attention one query and one head at a time. Queries are the last of their segment's keys."""
     group, rows = q.shape[1] // k.shape[1], []
-    for start, end in itertools.pairwise(bounds):
+    for (start, end), (begin, stop) in zip(itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True):
         for i in range(start, end):
-            first = start if left is None else max(start, i - left)
+            last = stop - (end - i)
+            seen = slice(begin if left is None else max(begin, last - left), last + 1)
             heads = []
             for head in range(q.shape[1]):
-                scores = (k[first : i + 1, head // group] @ q[i, head]) * scale
+                scores = (k[seen, head // group] @ q[i, head]) * scale
                 if softcap:
                     scores = torch.tanh(scores / softcap) * softcap
-                heads.append(scores.softmax(0) @ v[first : i + 1, head // group])
+                heads.append(scores.softmax(0) @ v[seen, head // group])
             rows.append(torch.stack(heads))
     return torch.stack(rows)
+
+
+def bounds_of(options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """The bounds that the package's functions are given, of queries and of keys."""
+    found = []
+    for name in ("q", "k"):
+        bounds = options[f"cu_seqlens_{name}"].tolist()
+        assert options[f"max_seqlen_{name}"] == max(b - a for a, b in itertools.pairwise(bounds))
+        found.append(bounds)
+    return found[0], found[1]
 
 
 def forward(q: Any, k: Any, v: Any, *, softcap: float, return_lse: bool, **options: Any) -> tuple[Any, ...]:
     """What the package's function is asked for, by the loop; its logsumexp is not looked at."""
     dtype = q.dtype
-    assert return_lse and options["causal"] and options["max_seqlen_q"] == options["max_seqlen_k"]
-    assert options["cu_seqlens_q"] is options["cu_seqlens_k"]
-    bounds = options["cu_seqlens_q"].tolist()
-    assert options["max_seqlen_q"] == max(b - a for a, b in itertools.pairwise(bounds))
+    assert return_lse and options["causal"]
     q, k, v = (tensor if tensor.dtype == torch.float64 else tensor.float() for tensor in (q, k, v))
-    output = loop(q, k, v, bounds, options["softmax_scale"], options["window_size_left"], softcap)
+    output = loop(q, k, v, *bounds_of(options), options["softmax_scale"], options["window_size_left"], softcap)
     return output.to(dtype), torch.zeros(q.shape[1], q.shape[0]), None, None, None
 
 
@@ -69,8 +85,7 @@ def backward(
     def gradients() -> tuple[torch.Tensor, ...]:
         wide = [tensor if tensor.dtype == torch.float64 else tensor.float() for tensor in (q, k, v)]
         inputs = [tensor.detach().requires_grad_() for tensor in wide]
-        bounds = options["cu_seqlens_q"].tolist()
-        again = loop(*inputs, bounds, options["softmax_scale"], options["window_size_left"], softcap)
+        again = loop(*inputs, *bounds_of(options), options["softmax_scale"], options["window_size_left"], softcap)
         return tuple(found.to(q.dtype) for found in torch.autograd.grad(again, inputs, gradient.to(again.dtype)))
 
     with ThreadPoolExecutor(1) as elsewhere:  # inside an operator, this thread records no graph
@@ -96,12 +111,13 @@ def test_the_check_passes_what_is_right(heads: flash.Heads, package: ModuleType)
 
 
 def a_window_too_wide(*given: Any) -> Any:
-    *rest, window, softcap = given
-    return flash.attend(*rest, None if window is None else window + 1, softcap)
+    *rest, window, softcap, sinks, paths = given
+    return flash.attend(*rest, None if window is None else window + 1, softcap, sinks, paths)
 
 
 def no_softcap(*given: Any) -> Any:
-    return flash.attend(*given[:-1], None)
+    *rest, _, sinks, paths = given
+    return flash.attend(*rest, None, sinks, paths)
 
 
 def a_neighbour_seen(q: Any, k: Any, v: Any, bounds: torch.Tensor, longest: int, *rest: Any) -> Any:
@@ -113,13 +129,24 @@ def no_gradient_of_keys(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     return flash.attend(q, k.detach() + 0 * k, v, *rest)
 
 
+def a_prefix_unseen(*given: Any) -> Any:
+    return flash.attend(*given[:-1], None)
+
+
 @pytest.mark.parametrize(
     ("fault", "named"),
-    [(a_window_too_wide, "values"), (no_softcap, "values"), (a_neighbour_seen, "values"), (no_gradient_of_keys, "dk")],
+    [
+        (a_window_too_wide, "values"),
+        (no_softcap, "values"),
+        (a_neighbour_seen, "values"),
+        (no_gradient_of_keys, "dk"),
+        (a_prefix_unseen, "values"),
+    ],
 )
 def test_the_check_names_what_is_wrong(fault: Callable[..., Any], named: str, package: ModuleType) -> None:
     said = flash.compare(SHAPES[3], torch.bfloat16, CPU, fault)
     assert said is not None and said.startswith(f"its {named} are off by")
+    assert ("with shared prefixes" in said) == (fault is a_prefix_unseen)
 
 
 @pytest.mark.long
@@ -131,9 +158,11 @@ def test_operators_keep_what_torch_asks_of_them(heads: flash.Heads, package: Mod
         torch.randn(9, count, size, dtype=torch.float64, requires_grad=True)
         for count, size in ((heads.queries, heads.size), (heads.keys, heads.size), (heads.keys, heads.value_size))
     )
-    given = (q, k, v, bounds, 5, heads.scale, heads.window, heads.softcap or 0.0)
-    torch.library.opcheck(flash._attend, given, test_utils=("test_schema", "test_autograd_registration"))
-    torch.autograd.gradcheck(lambda *tensors: flash._attend(*tensors, *given[3:])[0], (q, k, v))
+    paths = make_paths(((0, 3), (3, 4), (4, 9)), (-1, 0, 1), CPU)
+    for along in ([], [paths.bounds, *paths.index]):
+        given = (q, k, v, bounds, 5, heads.scale, heads.window, heads.softcap or 0.0, None, along, paths.longest)
+        torch.library.opcheck(flash._attend, given, test_utils=("test_schema", "test_autograd_registration"))
+        torch.autograd.gradcheck(lambda *tensors, rest=given[3:]: flash._attend(*tensors, *rest)[0], (q, k, v))
 
 
 def test_without_a_gpu_torch_attends(tiny_model: Callable[[str], Path]) -> None:

@@ -100,13 +100,14 @@ def test_a_kernel_without_sinks_is_made_one_with_sinks() -> None:
 def test_the_check_at_load_notices_a_kernel_that_swallows_sinks() -> None:
     heads = flash.Heads(4, 2, 16, 16, 0.25, window=9, sinks=True)
 
-    def right(
-        q: Any, k: Any, v: Any, bounds: Any, longest: int, scale: float, window: Any, cap: Any, sinks: Any
-    ) -> Any:
-        return flash._plain(heads, q, k, v, sinks)
+    def parents(paths: Any) -> tuple[int, ...]:
+        return () if paths is None else flash._PARENTS
+
+    def right(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        return flash._plain(heads, parents(rest[-1]), q, k, v, rest[-2])
 
     def swallowing(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-        return flash._plain(heads, q, k, v, rest[-1] * 0 - 30)
+        return flash._plain(heads, parents(rest[-1]), q, k, v, rest[-2] * 0 - 30)
 
     place = torch.device("cpu")
     assert flash.compare(heads, torch.bfloat16, place, right) is None

@@ -110,7 +110,7 @@ def score_padded(runs: list[tuple[dict[str, Any], str, int | None]]) -> None:
         def pack(*arguments: Any, poison: int | None = poison) -> PackedBatch:
             batch = honest(*arguments)
             tokens = batch.tokens
-            end = int(tokens.segments[tokens.num_documents])
+            end = int(tokens.segments[tokens.num_segments])
             assert end < len(tokens)
             if poison is None:
                 return batch

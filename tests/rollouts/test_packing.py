@@ -105,7 +105,7 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
     made: dict[str, list] = {item.name: [] for item in dataclasses.fields(PackedTokens)}
     made |= {item.name: [] for item in dataclasses.fields(PackedLabels)}
     made |= {f"has {name}": [] for name in names_in_has()}
-    del made["num_documents"], made["has"], made["rewards"], made["fields"], made["document_fields"]
+    del made["num_segments"], made["parents"], made["has"], made["rewards"], made["fields"], made["document_fields"]
     for part in sorted({part for document in documents for part in document.rewards}):
         made[f"rewards {part}"] = [np.float32(document.rewards.get(part, math.nan)) for document in documents]
     made["segments"].append(0)
@@ -172,7 +172,7 @@ def test_tensors_against_plain_loops(shapes: list, multiple: int, seed: int, ran
     padding = math.ceil(max(tokens, 1) / multiple) * multiple - tokens
     expected = _by_hand([documents[index] for index in chosen], padding)
     assert len(batch.tokens) == tokens + padding
-    assert batch.tokens.num_documents == len(chosen)
+    assert batch.tokens.num_segments == len(chosen)
     found = vars(batch.tokens) | vars(batch.labels) | {f"has {name}": there for name, there in batch.labels.has.items()}
     found |= {f"rewards {name}": part for name, part in batch.labels.rewards.items()}
     for name, values in expected.items():
@@ -188,7 +188,7 @@ def test_padding_is_last_and_no_document_has_it() -> None:
     bare, padded = pack_all(documents), pack_all(documents, 16)
     assert bare.tokens.segments.tolist() == [0, 5, 8, 14]
     assert padded.tokens.segments.tolist() == [0, 5, 8, 14, 16]
-    assert padded.tokens.num_documents == 3
+    assert padded.tokens.num_segments == 3
     for item in dataclasses.fields(PackedLabels):
         without, with_padding = getattr(bare.labels, item.name), getattr(padded.labels, item.name)
         if item.name in ("has", "rewards", "fields", "document_fields"):

@@ -42,7 +42,7 @@ def test_poisoned_padding_changes_no_bit(
             nonlocal padded_tokens
             batch = honest(*arguments)  # type: ignore[arg-type]
             tokens = batch.tokens
-            end = int(tokens.segments[tokens.num_documents])
+            end = int(tokens.segments[tokens.num_segments])
             padded_tokens += len(tokens) - end
             if poison is None:
                 return batch

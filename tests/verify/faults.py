@@ -166,7 +166,7 @@ def ragged_ranks_hang() -> None:
     skipped = set()
 
     def skipping(self: Passes, made: Pass) -> None:
-        if self._packed(made.micro_batch).tokens.num_documents:
+        if self._packed(made.micro_batch).tokens.num_segments:
             forward(self, made)
         else:
             skipped.add(made.micro_batch)

@@ -190,6 +190,10 @@ class DataConfig(Section):
     tokens_per_microbatch: Count = 16384
     """The largest number of tokens in one micro-batch. Longer documents are rejected. Raise it for speed; lower it if
     memory runs out."""
+    share_prefixes: Literal["auto", "always", "off"] = "auto"
+    """Compute tokens with which several documents begin once, forward and backward: the prompt of a group, or the past
+    of a conversation. No result changes. auto: where it saves time. always: wherever documents of a micro-batch begin
+    with the same token. off: each document alone."""
     pad_to_multiple: Count = 1
     """Pad each micro-batch to a multiple of this many tokens. Padding does not affect results."""
     on_bad_record: Literal["reject", "stop"] = "reject"

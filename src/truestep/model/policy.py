@@ -174,8 +174,8 @@ def packed_hidden(
     embedded: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, H], or this rank's tokens
     """Run the model's body. `embedded`, of the result's shape, replaces the embedding on a stage that has none."""
-    layout = attention.make_layout(tokens.segments, device, context)
-    end = int(tokens.segments[tokens.num_documents])
+    layout = attention.make_layout(tokens.segments, device, context, parents=tokens.parents)
+    end = int(tokens.segments[tokens.num_segments])
     # Set padding to 0: an id outside the vocabulary must not reach the embedding.
     inside = torch.arange(len(tokens), device=device) < end
     input_ids = torch.where(inside, tokens.input_ids.to(device), 0)

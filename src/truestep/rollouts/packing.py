@@ -12,8 +12,9 @@ import torch
 
 from truestep.rollouts import fields
 from truestep.rollouts.fields import Field, FieldError
+from truestep.rollouts.prefixes import Forest, share
 from truestep.text import printable
-from truestep.types import Membership, PackedBatch, PackedLabels, PackedTokens, Rollout
+from truestep.types import Membership, PackedBatch, PackedLabels, PackedTokens, Rollout, Sharing
 
 
 def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -173,12 +174,16 @@ def pack(
     pad_to_multiple: int = 1,
     declared: Sequence[Field] = (),
     of_tokens: Collection[str] = (),
+    sharing: Sharing | None = None,
 ) -> PackedBatch:
-    """Concatenate documents into the CPU tensors of one micro-batch.
+    """Put documents of one sequence into the CPU tensors of one micro-batch.
 
-    `declared` are the user's fields, `of_tokens` the names of the token-level fields to include.
+    `declared` are the user's fields, `of_tokens` the names of the token-level fields to include. Token-level fields may
+    differ where ids are equal, so nothing is shared with them.
     """
-    tokens = pack_tokens([document.input_ids for document in documents], pad_to_multiple)
+    ids = [document.input_ids for document in documents]
+    forest = None if of_tokens else share(ids, sharing)
+    tokens = pack_tokens(ids, pad_to_multiple, forest)
     if of_tokens:
         starts = tokens.segments.numpy()
         asked = (field for field in (*fields.TABLE, *declared) if field.name in of_tokens)
@@ -186,24 +191,49 @@ def pack(
         tokens = dataclasses.replace(
             tokens, fields={name: values for name, values in packed.items() if values is not None}
         )
-    return PackedBatch(tokens, _pack_labels(documents, declared))
+    labels = _pack_labels(documents, declared)
+    if forest is not None:
+        labels = dataclasses.replace(labels, rows=_shared_rows(documents, forest, tokens.segments.numpy()))
+    return PackedBatch(tokens, labels)
 
 
-def pack_tokens(documents: Sequence[np.ndarray], pad_to_multiple: int = 1) -> PackedTokens:
-    """Concatenate the token ids of documents and append padding."""
-    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+def pack_tokens(
+    documents: Sequence[np.ndarray], pad_to_multiple: int = 1, forest: Forest | None = None
+) -> PackedTokens:
+    """Concatenate the token ids of documents, or of the segments of `forest`, and append padding."""
+    if forest is None:
+        begins, runs = [0] * len(documents), list(documents)
+    else:
+        begins = [segment.start for segment in forest.segments]
+        runs = [documents[segment.source][segment.start : segment.stop] for segment in forest.segments]
+    ends = np.cumsum([len(run) for run in runs], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     # A micro-batch without documents still gets padding, because the model needs at least one token.
     padding = -total % pad_to_multiple if total else pad_to_multiple
     # Padding is a separate segment with positions from 0, like a document.
-    positions = [np.arange(length) for length in (*map(len, documents), padding)]
+    pairs = zip((*begins, 0), (*map(len, runs), padding), strict=True)
+    positions = [np.arange(begin, begin + length) for begin, length in pairs]
     segments = [0, *ends, *([total + padding] if padding else [])]
     return PackedTokens(
-        input_ids=torch.from_numpy(np.concatenate([*documents, np.zeros(padding, np.int64)])),
+        input_ids=torch.from_numpy(np.concatenate([*runs, np.zeros(padding, np.int64)])),
         position_ids=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
         segments=torch.tensor(segments, dtype=torch.int32),
-        num_documents=len(documents),
+        num_segments=len(runs),
+        parents=() if forest is None else tuple(segment.parent for segment in forest.segments),
     )
+
+
+def _shared_rows(documents: Sequence[Rollout], forest: Forest, starts: np.ndarray) -> torch.Tensor:  # [T]
+    """Return the packed position that predicts each label of the documents, in order."""
+    rows = [np.zeros(0, np.int64)]
+    for document, last in zip(documents, forest.last, strict=True):
+        path = forest.path(last)
+        ends = np.array([forest.segments[segment].stop for segment in path])
+        # Of each segment of the path: how far its tokens are packed behind their place in the document.
+        shifts = np.array([starts[segment] - forest.segments[segment].start for segment in path])
+        before = np.flatnonzero(document.loss_mask) - 1
+        rows.append(before + shifts[np.searchsorted(ends, before, side="right")])
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def _at_tokens(

@@ -59,7 +59,7 @@ def _logprobs(gathered: dict[_Place, list[np.ndarray]], text: int, index: int) -
 
 def _packed(policy: Policy, documents: Sequence[Rollout]) -> MicroBatch:
     batch = pack(documents, policy.weights.ranks.token_share)
-    share = LabelShare.of(batch, policy.context)
+    share = LabelShare.of(batch, policy.context).to(policy.device)
     batch = batch.to(policy.device)
     weight = torch.zeros(len(batch.labels), dtype=torch.float64, device=policy.device)
     return MicroBatch(tuple(range(len(documents))), (1,) * len(documents), batch.tokens, batch.labels, weight, share)

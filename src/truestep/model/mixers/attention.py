@@ -1,11 +1,13 @@
 """Causal attention over packed documents: no token sees another document.
 
+A segment that follows others (shared prefixes) attends to the tokens of its path (`paths`): its ancestors' and its own.
+
 Registered with transformers under two names, so that models' own code calls it. `FLASH` uses FlashAttention 4 (see
 `flash`); `choose` selects it where it works. `NAME` uses one of two implementations on torch:
 
 - `varlen`: one fused kernel over all documents (GPU, half precision, no softcap; with sinks, without gradients);
-- `rows`: documents of similar length are the rows of a batch, called a bucket. Short rows are padded with the
-  document's last token. Attention is causal, so no real query sees the padding; outputs of padding are not read.
+- `rows`: segments of similar length are the rows of a batch, called a bucket. Short rows are padded with the segment's
+  last token. Attention is causal, so no real query sees the padding; outputs of padding are not read.
 
 A sink is one more score of each query head, without a value: it takes a share of the softmax.
 
@@ -17,7 +19,7 @@ Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E hea
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,7 @@ from transformers import AttentionInterface
 from truestep.model.mixers import flash
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.mixers.handed import handed
+from truestep.model.mixers.paths import Paths, Span, make_paths
 from truestep.types import sent
 from truestep.weights.errors import ModelError
 
@@ -39,26 +42,37 @@ _SCORES_BYTES = 256 * 2**20  # limit for the score matrices in memory at a time
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """Indices that arrange a micro-batch's documents as rows of buckets, and back."""
+class Bucket:
+    """Segments of similar length as rows of a batch."""
 
-    buckets: tuple[torch.Tensor, ...]  # [R, X] index into S: the documents' tokens, row by row
+    queries: torch.Tensor  # [R, X] index into S
+    keys: torch.Tensor  # [R, Y] index into the keys
+    before: torch.Tensor | None  # [R] the keys before each row's first query; None: there are none in any row
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Indices that arrange a micro-batch's segments as rows of buckets, and back."""
+
+    buckets: tuple[Bucket, ...]
     restore: torch.Tensor  # [S] index of each token in the concatenated rows of all buckets
 
 
 @dataclass  # not frozen: torch.compile looks into frozen dataclasses, and would recompile for each layout
 class PackedLayout:
-    """The positions of documents in a micro-batch, made once for all layers."""
+    """The positions of segments in a micro-batch, made once for all layers."""
 
-    segments: torch.Tensor  # [documents + 1] int32 cumulative lengths, on the model's device
-    longest: int  # the longest document's length
-    spans: tuple[tuple[int, int], ...]  # each document's begin and end, on the host; for `rows`
+    segments: torch.Tensor  # [segments + 1] int32 cumulative lengths, on the model's device
+    longest: int  # the longest segment's length
+    spans: tuple[tuple[int, int], ...]  # each segment's begin and end, on the host; for `rows`
     context: Context | None = None  # the ranks that share the tokens
+    paths: Paths | None = None  # what segments see before their own tokens; None: every segment is a whole sequence
 
     @functools.cached_property
     def rows(self) -> RowLayout:
         """The row layout. Made on first use, because the fused kernel does not need it."""
-        return _make_rows(self.spans, self.segments.device)
+        keys = self.spans if self.paths is None else self.paths.spans
+        return _make_rows(self.spans, keys, self.segments.device)
 
 
 def make_layout(
@@ -66,35 +80,47 @@ def make_layout(
     device: torch.device,
     context: Context | None = None,
     send: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    parents: Sequence[int] = (),
 ) -> PackedLayout:
-    """Make a layout from cumulative lengths on the host. `send` replaces the default copy to the device."""
+    """Make a layout from cumulative lengths on the host, and the parents of segments if there are any. `send` replaces
+    the default copy to the device."""
     bounds = segments.tolist()
     there = sent(segments, device) if send is None else send(segments)
     spans = tuple(itertools.pairwise(bounds))
-    return PackedLayout(there, max((end - start for start, end in spans), default=0), spans, context)
+    paths = make_paths(spans, parents, device) if parents else None
+    return PackedLayout(there, max((end - start for start, end in spans), default=0), spans, context, paths)
 
 
-def _make_rows(spans: Iterable[tuple[int, int]], device: torch.device) -> RowLayout:
-    documents = sorted(spans, key=lambda span: (span[1] - span[0], span[0]))
-    buckets: list[torch.Tensor] = []
-    restore = torch.empty(max((end for _, end in documents), default=0), dtype=torch.int64)
+def _make_rows(spans: Sequence[Span], key_spans: Sequence[Span], device: torch.device) -> RowLayout:
+    order = sorted(range(len(spans)), key=lambda number: (_length(spans[number]), _length(key_spans[number]), number))
+    buckets: list[Bucket] = []
+    restore = torch.empty(max((end for _, end in spans), default=0), dtype=torch.int64)
     offset = 0
-    while documents:
-        shortest = documents[0][1] - documents[0][0]
-        # At most a quarter of a bucket is padding, except for very short documents.
-        limit = max(shortest + shortest // 3, 16)
-        members = [span for span in documents if span[1] - span[0] <= limit]
-        documents = documents[len(members) :]
-        width = members[-1][1] - members[-1][0]
-        first = torch.tensor([start for start, _ in members])[:, None]
-        last = torch.tensor([end - 1 for _, end in members])[:, None]
-        positions = torch.minimum(first + torch.arange(width), last)
-        flat = torch.arange(offset, offset + positions.numel()).view_as(positions)
-        real = torch.arange(width) <= last - first
-        restore[positions[real]] = flat[real]
-        offset += positions.numel()
-        buckets.append(positions.to(device))
+    while order:
+        # At most a quarter of a bucket is padding, except for very short segments.
+        limits = [max(size + size // 3, 16) for size in (_length(spans[order[0]]), _length(key_spans[order[0]]))]
+        members = [n for n in order if _length(spans[n]) <= limits[0] and _length(key_spans[n]) <= limits[1]]
+        taken = set(members)
+        order = [number for number in order if number not in taken]
+        queries, real = _padded([spans[number] for number in members])
+        keys, _ = _padded([key_spans[number] for number in members])
+        before = torch.tensor([_length(key_spans[number]) - _length(spans[number]) for number in members])
+        restore[queries[real]] = torch.arange(offset, offset + queries.numel()).view_as(queries)[real]
+        offset += queries.numel()
+        buckets.append(Bucket(queries.to(device), keys.to(device), before.to(device) if before.any() else None))
     return RowLayout(tuple(buckets), restore.to(device))
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def _padded(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:  # [R, X], [R, X] bool
+    """Return the positions of spans as rows that are padded with the last position, and which of them are real."""
+    first = torch.tensor([start for start, _ in spans])[:, None]
+    last = torch.tensor([end - 1 for _, end in spans])[:, None]
+    places = torch.arange(max(map(_length, spans)))
+    return torch.minimum(first + places, last), places <= last - first
 
 
 def packed_attention(
@@ -136,8 +162,13 @@ def packed_attention(
         _seen.add(flash.Heads(*shape, scale, sliding_window, softcap, s_aux is not None))
     if fast:
         bounds = packed_layout.segments, packed_layout.longest
-        output = flash.attend(q, k, v, *bounds, scale, sliding_window, softcap, s_aux)
-    elif is_fused(q.device, q.dtype, softcap, s_aux is not None):
+        output = flash.attend(q, k, v, *bounds, scale, sliding_window, softcap, s_aux, packed_layout.paths)
+        if context is not None:
+            output = context.heads_for_tokens(output)
+        return output[None], None
+    if packed_layout.paths is not None:
+        k, v = packed_layout.paths.gather(k), packed_layout.paths.gather(v)
+    if is_fused(q.device, q.dtype, softcap, s_aux is not None):
         output = _varlen(q, k, v, packed_layout, scale, sliding_window, s_aux)
     else:
         output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap, s_aux)
@@ -234,7 +265,8 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {}
-    known, trains = _known_options(varlen_attn), torch.is_grad_enabled()
+    known, trains, paths = _known_options(varlen_attn), torch.is_grad_enabled(), layout.paths
+    bounds, longest = (layout.segments, layout.longest) if paths is None else (paths.bounds, paths.longest)
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in known:
             options["enable_gqa"] = True
@@ -242,14 +274,13 @@ def _varlen(
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     if "window_size" in known:
         # `window` includes the token itself; torch's window counts only the tokens to its left.
-        options["window_size"] = (-1 if window is None or window >= layout.longest else window - 1, 0)
-    elif window is not None and window < layout.longest:
+        options["window_size"] = (-1 if window is None or window >= longest else window - 1, 0)
+    elif window is not None and window < longest:
         return _rows(q, k, v, layout, scale, window, None, sinks)
     else:
         options["is_causal"] = True
     q, k, v = (tensor if not trains and _in_lines(tensor) else tensor.contiguous() for tensor in (q, k, v))
-    bounds = layout.segments
-    return _with_sinks(sinks, q, k, v, bounds, bounds, layout.longest, layout.longest, scale=scale, **options)
+    return _with_sinks(sinks, q, k, v, layout.segments, bounds, layout.longest, longest, scale=scale, **options)
 
 
 def _with_sinks(sinks: torch.Tensor | None, *given: Any, **options: Any) -> torch.Tensor:
@@ -344,20 +375,24 @@ def _rows(
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, F] -> [S, Q, F]
     outputs = []
     for bucket in layout.rows.buckets:
-        rows, width = bucket.shape
-        step = rows
-        if softcap is not None or sinks is not None or (window is not None and window < width):
-            step = max(1, _SCORES_BYTES // (4 * q.shape[1] * width * width))
+        rows, width = bucket.queries.shape
+        step, most = rows, bucket.keys.shape[1]
+        masked = softcap is not None or sinks is not None or (window is not None and window < most)
+        if masked or bucket.before is not None:
+            step = max(1, _SCORES_BYTES // (4 * q.shape[1] * width * most))
         for start in range(0, rows, step):
-            positions = bucket[start : start + step]
-            # [S, heads, E] -> [rows, heads, X, E]
-            query, key, value = (
-                tensor.index_select(0, positions.flatten()).view(*positions.shape, *tensor.shape[1:]).transpose(1, 2)
-                for tensor in (q, k, v)
-            )
-            attended = _dense(query, key, value, scale, window, softcap, sinks)
+            part = slice(start, start + step)
+            query = _as_rows(q, bucket.queries[part])
+            key, value = (_as_rows(tensor, bucket.keys[part]) for tensor in (k, v))
+            before = None if bucket.before is None else bucket.before[part]
+            attended = _dense(query, key, value, scale, window, softcap, sinks, before)
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.rows.restore)
+
+
+def _as_rows(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # [S, heads, E] -> [R, heads, X, E]
+    rows = tensor.index_select(0, positions.flatten())
+    return rows.view(*positions.shape, *tensor.shape[1:]).transpose(1, 2)
 
 
 def _dense(
@@ -367,15 +402,19 @@ def _dense(
     scale: float,
     window: int | None,
     softcap: float | None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # [R, Q, X, E], [R, K, X, E], [R, K, X, F] -> [R, Q, X, F]
-    width = q.shape[2]
-    if window is not None and window >= width:
+    sinks: torch.Tensor | None,
+    before: torch.Tensor | None,
+) -> torch.Tensor:  # [R, Q, X, E], [R, K, Y, E], [R, K, Y, F] -> [R, Q, X, F]
+    """Attend in rows. `before` [R]: the keys before a row's first query."""
+    width, keys = q.shape[2], k.shape[2]
+    if window is not None and window >= keys:
         window = None
     by_scores = softcap is not None or sinks is not None
     mask = None
-    if window is not None or by_scores:
-        distance = torch.arange(width, device=q.device)[:, None] - torch.arange(width, device=q.device)
+    if window is not None or by_scores or before is not None:
+        distance = torch.arange(width, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+        if before is not None:
+            distance = (distance + before[:, None, None])[:, None]  # [R, 1, X, Y]
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     if not by_scores:
         grouped = q.shape[1] != k.shape[1]
@@ -393,7 +432,7 @@ def _dense(
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide)[..., :width].to(q.dtype) @ v
+    return scores.softmax(-1, dtype=wide)[..., :keys].to(q.dtype) @ v
 
 
 AttentionInterface.register(NAME, _uncompiled)

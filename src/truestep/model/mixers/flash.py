@@ -10,14 +10,18 @@ Dimensions: S tokens of the micro-batch, Q query heads, K key-value heads, E hea
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from truestep.model.mixers.paths import Paths, make_paths, sum_paths
+
 PACKAGE = "flash-attn-4"
 _MODULE = "flash_attn.cute"
 _LENGTHS = (1, 190, 64, 700, 129, 2)  # lengths of the documents in the comparison with torch
+_PARENTS = (-1, -1, 1, 1, 3, 1)  # of them as segments, where some share a prefix
 _FACTOR = 1.5  # allowed error, as a multiple of plain torch's rounding error in the same type
 
 
@@ -45,13 +49,15 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None,
+    paths: list[torch.Tensor],
+    longest_path: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    output, logsumexp, *_ = _flash_attn_fwd(
-        q, k, v, softcap=softcap, return_lse=True, **_options(segments, longest, scale, window)
-    )
+    k, v = _along(paths, k, v)
+    options = _options(segments, longest, scale, window, paths, longest_path)
+    output, logsumexp, *_ = _flash_attn_fwd(q, k, v, softcap=softcap, return_lse=True, **options)
     return (output, logsumexp) if sinks is None else take_sinks(output, logsumexp, sinks)
 
 
@@ -65,7 +71,9 @@ def _(
     scale: float,
     window: int | None,
     softcap: float,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None,
+    paths: list[torch.Tensor],
+    longest_path: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     output = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return output, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
@@ -84,13 +92,16 @@ def _gradients(
     scale: float,
     window: int | None,
     softcap: float,
+    paths: list[torch.Tensor],
+    longest_path: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    options = _options(segments, longest, scale, window)
+    k, v = _along(paths, k, v)
+    options = _options(segments, longest, scale, window, paths, longest_path)
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, output, gradient.contiguous(), logsumexp, softcap=softcap, **options)
-    return dq, dk, dv
+    return (dq, sum_paths(dk, paths[1:]), sum_paths(dv, paths[1:])) if paths else (dq, dk, dv)
 
 
 @_gradients.register_fake
@@ -106,22 +117,31 @@ def _(
     scale: float,
     window: int | None,
     softcap: float,
+    paths: list[torch.Tensor],
+    longest_path: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (q, k, v))  # type: ignore[return-value]
 
 
+def _along(paths: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy keys and values to the paths of segments, if there are any. Copies are not kept for the backward pass."""
+    return (k.index_select(0, paths[1]), v.index_select(0, paths[1])) if paths else (k, v)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, segments, *ctx.constants, sinks = inputs
-    ctx.save_for_backward(q, k, v, *output, segments, sinks)
+    q, k, v, segments, *ctx.constants, sinks, paths, ctx.longest_path = inputs
+    ctx.save_for_backward(q, k, v, *output, segments, sinks, *paths)
     ctx.set_materialize_grads(False)
 
 
-def _backward(context: Any, gradient: torch.Tensor | None, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _backward(context: Any, gradient: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+    *tensors, segments, sinks = context.saved_tensors[:7]
+    paths = list(context.saved_tensors[7:])
     if gradient is None:
-        return (None,) * 9
-    *tensors, segments, sinks = context.saved_tensors
+        return (*(None,) * 9, [None] * len(paths), None)
     of_sinks = None if sinks is None else _gradient_of_sinks(gradient, tensors[3], tensors[4], sinks)
-    return (*_gradients(gradient, *tensors, segments, *context.constants), *(None,) * 5, of_sinks)
+    of_tensors = _gradients(gradient, *tensors, segments, *context.constants, paths, context.longest_path)
+    return (*of_tensors, *(None,) * 5, of_sinks, [None] * len(paths), None)
 
 
 def take_sinks(
@@ -146,14 +166,16 @@ def _gradient_of_sinks(
 _attend.register_autograd(_backward, setup_context=_keep)
 
 
-def _options(segments: torch.Tensor, longest: int, scale: float, window: int | None) -> dict[str, Any]:
+def _options(
+    segments: torch.Tensor, longest: int, scale: float, window: int | None, paths: list[torch.Tensor], longest_path: int
+) -> dict[str, Any]:
     """Return the options of both kernels. `window` includes the token itself; the kernels' counts only tokens to its
     left."""
     return {
         "cu_seqlens_q": segments,
-        "cu_seqlens_k": segments,
+        "cu_seqlens_k": paths[0] if paths else segments,
         "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "max_seqlen_k": longest_path if paths else longest,
         "softmax_scale": scale,
         "causal": True,
         "window_size_left": None if window is None else window - 1,
@@ -170,11 +192,14 @@ def attend(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
+    paths: Paths | None = None,
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, F] -> [S, Q, F]
-    """Compute attention within documents."""
+    """Compute attention within documents, or along the paths of segments."""
     # Outside the operators, the compiler fuses these copies with the producers. Outputs are then contiguous too.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    output: torch.Tensor = _attend(q, k, v, segments, longest, scale, window, softcap or 0.0, sinks)[0]
+    along, longest_path = ([], 0) if paths is None else ([paths.bounds, *paths.index], paths.longest)
+    how = segments, longest, scale, window, softcap or 0.0, sinks, along, longest_path
+    output: torch.Tensor = _attend(q, k, v, *how)[0]
     return output
 
 
@@ -214,8 +239,14 @@ def _compared(heads: Heads, dtype: torch.dtype, place: torch.device) -> str | No
 
 
 def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) -> str | None:
-    """Compare a kernel with plain torch in float32. Describe a result whose error is larger than that of plain torch in
-    the kernel's type (by `_FACTOR`); None if there is none."""
+    """Compare a kernel with plain torch in float32, for whole documents and where these share prefixes. Describe a
+    result whose error is larger than that of plain torch in the kernel's type (by `_FACTOR`); None if there is none."""
+    return _compare(heads, dtype, place, kernel, ()) or _compare(heads, dtype, place, kernel, _PARENTS)
+
+
+def _compare(
+    heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any, parents: tuple[int, ...]
+) -> str | None:
     generator = torch.Generator().manual_seed(0)
     tokens = sum(_LENGTHS)
 
@@ -227,7 +258,9 @@ def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) 
     if heads.sinks:
         given = (*given, random(heads.queries, 1)[0, :, 0])
     gradient = random(heads.queries, heads.value_size)
-    bounds = torch.tensor((0, *_LENGTHS), device=place).cumsum(0).to(torch.int32)
+    bounds = torch.tensor((0, *_LENGTHS)).cumsum(0)
+    paths = make_paths(tuple(itertools.pairwise(bounds.tolist())), parents, place) if parents else None
+    bounds = bounds.to(place, torch.int32)
 
     def run(function: Any, wide: bool) -> list[torch.Tensor]:
         inputs = [(tensor.float() if wide else tensor).detach().clone().requires_grad_() for tensor in given]
@@ -237,11 +270,11 @@ def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) 
         return [output.detach().float(), *(tensor.grad.float() for tensor in inputs if tensor.grad is not None)]
 
     def plain(*tensors: torch.Tensor) -> torch.Tensor:
-        return _plain(heads, *tensors)
+        return _plain(heads, parents, *tensors)
 
     def fast(*tensors: torch.Tensor) -> torch.Tensor:
         how = bounds, max(_LENGTHS), heads.scale, heads.window, heads.softcap
-        output: torch.Tensor = kernel(*tensors[:3], *how, *tensors[3:])
+        output: torch.Tensor = kernel(*tensors[:3], *how, *(tensors[3:] or (None,)), paths)
         return output
 
     exact, rounded, got = run(plain, True), run(plain, False), run(fast, False)
@@ -249,27 +282,38 @@ def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) 
     for name, right, like, value in zip(names, exact, rounded, got, strict=True):
         off, allowed = (float((other - right).norm() / right.norm()) for other in (value, like))
         if not off <= _FACTOR * allowed + 1e-4:
-            return f"its {name} are off by {off:.1e} for {heads}, plain torch's by {allowed:.1e}"
+            shared = " with shared prefixes" if parents else ""
+            return f"its {name} are off by {off:.1e} for {heads}{shared}, plain torch's by {allowed:.1e}"
     return None
 
 
 def _plain(
-    heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    heads: Heads,
+    parents: tuple[int, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention document by document, with explicit scores."""
+    """Compute attention segment by segment, with explicit scores."""
     group = heads.queries // heads.keys
+    parts = [tensor.split(list(_LENGTHS)) for tensor in (q, k, v)]
+    paths: list[list[int]] = []
     outputs = []
-    for query, key, value in zip(*(tensor.split(list(_LENGTHS)) for tensor in (q, k, v)), strict=True):
+    for number, query in enumerate(parts[0]):
+        parent = parents[number] if parents else -1
+        paths.append([*(paths[parent] if parent >= 0 else ()), number])
+        key, value = (torch.cat([part[index] for index in paths[-1]]) for part in parts[1:])
         key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
         scores = torch.einsum("qhe,khe->hqk", query, key).float() * heads.scale
         if heads.softcap is not None:
             scores = torch.tanh(scores / heads.softcap) * heads.softcap
-        places = torch.arange(len(query), device=q.device)
-        distance = places[:, None] - places
-        seen = (distance >= 0) & (distance < (heads.window or len(query)))
+        places = torch.arange(len(key), device=q.device)
+        distance = places[len(key) - len(query) :, None] - places
+        seen = (distance >= 0) & (distance < (heads.window or len(key)))
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(query), 1)], dim=-1)
-        weights = scores.softmax(-1)[..., : len(query)].to(q.dtype)
+        weights = scores.softmax(-1)[..., : len(key)].to(q.dtype)
         outputs.append(torch.einsum("hqk,khe->qhe", weights, value))
     return torch.cat(outputs)

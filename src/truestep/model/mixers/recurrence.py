@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from truestep.model.mixers.context_parallel import Context, check_share, heads_needed
+from truestep.model.mixers.paths import Paths
 from truestep.weights.errors import ModelError
 
 Spans = tuple[tuple[int, int], ...]
@@ -68,7 +69,7 @@ class Recurrence(ABC):
     kernel: ClassVar[bool] = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
     tokens: ClassVar[
         Mapping[str, int]
-    ] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel
+    ] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel and for shared prefixes
     output_tokens: ClassVar[int] = 1  # the output's dimension of tokens
     wide: ClassVar[Collection[str]] = ()  # arguments that stay float32 in half precision
 
@@ -262,8 +263,44 @@ def run_packed(recurrence: Recurrence, call: Call, layout: Any) -> Any:
     back: Callable[[Any], Any] | None = None
     if layout.context is not None:
         call, back = recurrence.exchanged(call, layout.context)
-    output, _ = recurrence.packed(call, layout.segments, layout.longest, layout.spans, None)
+    if layout.paths is None:
+        output, _ = recurrence.packed(call, layout.segments, layout.longest, layout.spans, None)
+    else:
+        output = _along_paths(recurrence, call, layout.paths)
     return output if back is None else back(output)
+
+
+def _along_paths(recurrence: Recurrence, call: Call, paths: Paths) -> Any:
+    """Compute segments by the number of their ancestors: each begins with its parent's final state."""
+    check_shares(recurrence, call.function.__name__)
+    outputs, final, form = [], None, None
+    for level in paths.levels:
+        initial = None
+        if level.parents is not None:
+            # A state has a gradient from each child, and these are summed in float32.
+            assert final is not None
+            wide = final.to(torch.promote_types(final.dtype, torch.float32))
+            initial = wide.index_select(0, level.parents).to(final.dtype)
+        own = {
+            name: call.arguments[name].index_select(dimension, level.tokens)
+            for name, dimension in recurrence.tokens.items()
+            if call.arguments[name] is not None
+        }
+        form, final = recurrence.packed(call.replaced(**own), level.segments, level.longest, level.spans, initial)
+        outputs.append(form[0] if isinstance(form, tuple) else form)
+    order = torch.argsort(torch.cat([level.tokens for level in paths.levels]))
+    output = torch.cat(outputs, recurrence.output_tokens).index_select(recurrence.output_tokens, order)
+    return (output, *form[1:]) if isinstance(form, tuple) else output
+
+
+def check_shares(recurrence: Recurrence, function: str) -> None:
+    """Refuse to share prefixes through an operation that does not say which of its arguments have tokens."""
+    if not recurrence.tokens:
+        raise ModelError(
+            f"data.share_prefixes: the operation that is registered for {function} ({type(recurrence).__name__}) does "
+            "not say in `tokens` which arguments have a dimension of tokens; share_prefixes: off computes each document "
+            "alone"
+        )
 
 
 def _keep(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

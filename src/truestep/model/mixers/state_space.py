@@ -84,6 +84,9 @@ class Mamba2(Recurrence):
 class Mamba1(Recurrence):
     """`mamba_selective_scan(hidden_states, dt [1, P, T], A [P, N], B, C [1, N, T]) -> output [1, P, T]`."""
 
+    tokens: ClassVar[Mapping[str, int]] = dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2)
+    output_tokens = 2
+
     def state(self, call: Call) -> LayerState:
         return LayerState(tuple(call.A.shape), _wide(call.hidden_states))
 

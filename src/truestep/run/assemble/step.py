@@ -190,6 +190,7 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
         advantage_std_floor=config.data.advantage_std_floor,
         skip_zero_advantage=config.data.zero_advantage == "skip",
         even_length=policy.facts.even_length,
+        share=config.data.share_prefixes,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from truestep.losses.labels import DocumentReducer, Labels, no_reduction
 from truestep.model.mixers.context_parallel import Context
-from truestep.types import PackedBatch, PackedLabels, PackedTokens, RowStatistics
+from truestep.types import PackedBatch, PackedLabels, PackedTokens, RowStatistics, sent
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,13 @@ class LabelShare:
 
     num_labels: int  # T
     own: slice  # of T: this share
-    predicted: slice  # of T: labels predicted from this rank's tokens
+    predicted: torch.Tensor | None = None  # of T: labels predicted from this rank's tokens
     first_token: int = 0
     send: tuple[int, ...] = ()  # rows to send to each rank
     receive: tuple[int, ...] = ()  # rows to receive from each rank
+    # The place of each label of this share among the rows received; None: they are in order. Rows are not where
+    # documents share a prefix, whose rows stand before all that follow it.
+    order: torch.Tensor | None = None
     context: Context | None = None
 
     @staticmethod
@@ -44,29 +47,37 @@ class LabelShare:
         """Compute this rank's share of a batch, which must be on the host. `context` None: no context parallelism."""
         labels, tokens = len(batch.labels), len(batch.tokens)
         if context is None:
-            return LabelShare(labels, slice(0, labels), slice(0, labels))
-        # Labels' rows are in ascending order, so each rank's tokens predict a contiguous range of labels.
-        runs = torch.arange(context.size + 1) * (tokens // context.size)
-        bounds = torch.searchsorted(batch.labels.rows, runs).tolist()
-        predicted = [slice(*pair) for pair in pairwise(bounds)]
+            return LabelShare(labels, slice(0, labels))
+        rank_of = batch.labels.rows // (tokens // context.size)  # the rank whose tokens predict each label
         shares = _even_shares(labels, context.size)
-        predicted_here, own = predicted[context.rank], shares[context.rank]
+        own, predicted = shares[context.rank], torch.nonzero(rank_of == context.rank)[:, 0]
+        bounds = torch.searchsorted(predicted, torch.tensor([0, *(share.stop for share in shares)])).tolist()
+        senders = rank_of[own]
+        in_order = bool((senders[1:] >= senders[:-1]).all())
         return LabelShare(
             labels,
             own,
-            predicted_here,
+            predicted,
             context.run(tokens).start,
-            send=tuple(_overlap(predicted_here, share) for share in shares),
-            receive=tuple(_overlap(run, own) for run in predicted),
+            send=tuple(end - start for start, end in pairwise(bounds)),
+            receive=tuple(torch.bincount(senders, minlength=context.size).tolist()),
+            order=None if in_order else torch.argsort(torch.argsort(senders, stable=True)),
             context=context,
         )
 
+    def to(self, device: torch.device) -> "LabelShare":
+        predicted, order = (None if index is None else sent(index, device) for index in (self.predicted, self.order))
+        return replace(self, predicted=predicted, order=order)
+
     def rows(self, hidden: torch.Tensor, label_rows: torch.Tensor) -> torch.Tensor:
         """Exchange the hidden states of this rank's tokens for those that predict its share; differentiable."""
-        if self.context is None:
+        if self.context is None or self.predicted is None:
             return hidden.index_select(0, label_rows)
-        sent = hidden.index_select(0, label_rows[self.predicted] - self.first_token)
-        return self.context.exchange(sent, self.send, self.receive) if self.num_labels else sent
+        own = hidden.index_select(0, label_rows.index_select(0, self.predicted) - self.first_token)
+        if not self.num_labels:
+            return own
+        received = self.context.exchange(own, self.send, self.receive)
+        return received if self.order is None else received.index_select(0, self.order)
 
     def gather(self, statistics: RowStatistics) -> RowStatistics:
         """Gather the statistics of all labels on every rank that shares the micro-batch."""

@@ -177,8 +177,8 @@ class StepRunner:
     def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
         """Pack a micro-batch of the plan on this rank's device."""
         sequences = [plan.sequences[index] for index in members]
-        packed = pack(sequences, self._multiple, self.fields)
-        share = LabelShare.of(packed, self.policy.context)
+        packed = pack(sequences, self._multiple, self.fields, sharing=plan.sharing)
+        share = LabelShare.of(packed, self.policy.context).to(self.policy.device)
         counts = tuple(sequence.num_labels for sequence in sequences)
         packed = packed.to(self.policy.device)
         label_counts = packed.labels.document_labels[packed.labels.document]

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
+from truestep.rollouts.prefixes import find_segments
 from truestep.rollouts.selection import has_advantage
-from truestep.types import Rollout, StepPlan, StepTotals, sequences_of
+from truestep.step.plan.trees import Item, make_items
+from truestep.types import Rollout, ShareMode, Sharing, StepPlan, StepTotals, sequences_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,12 @@ class StepRule:
     advantage_std_floor: float = STANDARD_DEVIATION_FLOOR  # where advantages are scaled over the step
     skip_zero_advantage: bool = False  # documents without an advantage have micro-batches of their own
     even_length: float = math.inf  # at which a document's attention costs as much as its matrix products
+    share: ShareMode = "off"
+
+    @property
+    def least_saved(self) -> int:
+        """The tokens that a shared segment must save. In auto not a few, so that documents do not fall into crumbs."""
+        return 64 if self.share == "auto" else 1
 
     @property
     def multiple(self) -> int:
@@ -57,33 +67,78 @@ def make_plan(
     documents_seen: int,
     ranks: int = 1,
     advantage_std_floor: float = STANDARD_DEVIATION_FLOOR,
+    sharing: Sharing | None = None,
 ) -> StepPlan:
     packed = tuple(tuple(members) for members in micro_batches)
     # Every rank has all documents of the step here, so a scale over the step is the same on each.
     scaled = scale_over_step(documents, advantage_std_floor)
-    return StepPlan(tuple(scaled), packed, totals_of(scaled), documents_seen, ranks)
+    return StepPlan(tuple(scaled), packed, totals_of(scaled), documents_seen, ranks, sharing=sharing)
 
 
 def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
     """Pack these documents into few micro-batches of near equal cost; ranks run those of like cost side by side."""
-    bins = []
     sequences = sequences_of(documents)
-    idle = [rule.skip_zero_advantage and not has_advantage(sequence) for sequence in sequences]
+    bins, shares = _packed(sequences, rule)
+    sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch) if shares else None
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing)
+
+
+def _packed(sequences: Sequence[Rollout], rule: StepRule) -> tuple[list[list[int]], bool]:
+    """Return the members of each micro-batch, and whether they share prefixes."""
+    alone = [Item((index,), item.num_tokens, rule.cost(item.num_tokens)) for index, item in enumerate(sequences)]
+    if rule.share == "off":
+        return _balanced(sequences, alone, rule)[0], False
+    ids = [sequence.input_ids for sequence in sequences]
+    found = [make_items(ids, limit, rule.least_saved, rule.even_length) for limit in _limits(ids, rule)]
+    tries = [_balanced(sequences, items, rule) for items in found if len(items) < len(sequences)]
+    if rule.share == "auto" or not tries:
+        tries.append(_balanced(sequences, alone, rule))
+    best = min(range(len(tries)), key=lambda number: (tries[number][1], number))
+    return tries[best][0], best < len(tries) - 1 or rule.share == "always"
+
+
+def _limits(ids: Sequence[np.ndarray], rule: StepRule) -> list[int]:
+    """Return the sizes of trees to try. Where there are few trees, parts of them keep all ranks busy."""
+    longest = max(map(len, ids), default=1)
+    each = -(-sum(map(len, ids)) // rule.multiple)
+    smaller = (max(longest, min(rule.tokens_per_microbatch, each // parts)) for parts in (1, 2, 4))
+    return list(dict.fromkeys((rule.tokens_per_microbatch, *smaller)))
+
+
+def _balanced(sequences: Sequence[Rollout], items: Sequence[Item], rule: StepRule) -> tuple[list[list[int]], float]:
+    """Pack items into micro-batches. Return these, and the cost of the step on its slowest ranks."""
+    bins, slowest = [], 0.0
+    idle = [
+        rule.skip_zero_advantage and not any(has_advantage(sequences[index]) for index in item.members)
+        for item in items
+    ]
     for alike in (False, True):
-        members = [index for index in range(len(sequences)) if idle[index] is alike]
-        lengths = [sequences[index].num_tokens for index in members]
-        costs = [rule.cost(length) for length in lengths]
-        packed = balance(lengths, costs, rule.tokens_per_microbatch, rule.multiple)
-        bins += [[members[place] for place in places] for places in packed]
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor)
+        chosen = [item for item, of in zip(items, idle, strict=True) if of is alike]
+        tokens, costs = [item.tokens for item in chosen], [item.cost for item in chosen]
+        packed = balance(tokens, costs, rule.tokens_per_microbatch, rule.multiple)
+        each = [math.fsum(costs[place] for place in places) for places in packed]
+        slowest += math.fsum(max(each[start : start + rule.ranks]) for start in range(0, len(each), rule.ranks))
+        bins += [sorted(index for place in places for index in chosen[place].members) for places in packed]
+    return bins, slowest
 
 
 def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
-    """Pack these documents in order, and add empty micro-batches up to the multiple."""
-    lengths = [length for document in documents for length in lengths_of(document)]
-    bins = fill_in_order(lengths, rule.tokens_per_microbatch)
+    """Pack these documents in order, and add empty micro-batches up to the multiple. Shared prefixes do not change
+    which documents a micro-batch has."""
+    sequences = sequences_of(documents)
+    bins = fill_in_order([sequence.num_tokens for sequence in sequences], rule.tokens_per_microbatch)
+    sharing: Sharing | None = Sharing(rule.least_saved)
+    if rule.share == "off" or (rule.share == "auto" and not _pays(sequences, bins, rule)):
+        sharing = None
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing)
+
+
+def _pays(sequences: Sequence[Rollout], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:
+    """Tell whether shared prefixes save time."""
+    alone = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
+    forests = (find_segments([sequences[index].input_ids for index in members], rule.least_saved) for members in bins)
+    return math.fsum(forest.cost(rule.even_length) for forest in forests) < alone
 
 
 def lengths_of(document: Rollout) -> list[int]:

@@ -1,0 +1,151 @@
+"""Shared prefixes in the layers of a model: segments of trees against whole sequences, each alone, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from model.test_hybrids import make_hybrid
+from truestep.model.loading.load import load_policy
+from truestep.model.mixers import attention
+from truestep.model.mixers.paths import make_paths
+from truestep.model.mixers.recurrence import Recurrence
+from truestep.model.mixers.registered import put_in
+from truestep.model.policy import packed_hidden
+from truestep.rollouts.packing import pack
+from truestep.tools.verify.reference import Reference, _Float64
+from truestep.types import PackedBatch, Rollout, Sharing
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ATTENDING: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    "gpt_oss": _EXPERTS | {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "qwen3_moe": _EXPERTS,
+    "deepseek_v3": _EXPERTS
+    | {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+    },
+}
+RECURRENT = ("qwen3_5_text", "nemotron_h", "kimi_linear", "lfm2", "jamba")
+SHORT = ("qwen3", "gemma2", "gpt_oss", "qwen3_5_text", "nemotron_h")
+LENGTHS = (40, 25, 1, 12, 3, 30)
+
+
+def make_model(directory: Path, kind: str) -> Path:
+    if kind in RECURRENT:
+        return make_hybrid(directory, kind)
+    config = AutoConfig.for_model(kind, **(_SIZES | ATTENDING[kind]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * torch.randn(weight.shape))
+    model.save_pretrained(directory)
+    return directory
+
+
+def tree(depth: int, seed: int) -> list[Rollout]:
+    """Documents that part at `depth` places, each time by two or three branches that end at once; also a twin, a document
+    that another begins with, a stranger, and labels in prefixes."""
+    draw = np.random.default_rng(seed)
+    ids: list[np.ndarray] = []
+    prefix = draw.integers(0, 61, 33)
+    for _ in range(depth):
+        ids += [np.concatenate([prefix, draw.integers(0, 61, draw.integers(1, 30))]) for _ in range(2)]
+        prefix = np.concatenate([prefix, draw.integers(0, 61, draw.integers(1, 20))])
+    ids += [prefix, np.concatenate([prefix, draw.integers(0, 61, 70)]), ids[0], draw.integers(0, 61, 9)]
+    order = draw.permutation(len(ids))
+    return [_document(number, ids[place], draw) for number, place in enumerate(order)]
+
+
+def _document(number: int, ids: np.ndarray, draw: np.random.Generator) -> Rollout:
+    mask = draw.random(len(ids)) < 0.5
+    mask[0], mask[-1] = False, True
+    if number % 3 == 0:
+        mask[: len(ids) // 2] = False
+    values = np.where(mask, -1.0, 0.0).astype(np.float32)
+    return Rollout(id=str(number), input_ids=ids, loss_mask=mask, logprobs=values, advantages=values)
+
+
+def shared(documents: list[Rollout], multiple: int = 8) -> PackedBatch:
+    batch = pack(documents, multiple, sharing=Sharing())
+    assert any(parent >= 0 for parent in batch.tokens.parents)
+    assert len(batch.tokens) < sum(document.num_tokens for document in documents)
+    return batch
+
+
+def gradients(model: Any, rows: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The log-probs of labels, and the gradients of a weighted sum of them."""
+    logprobs = model.get_output_embeddings()(rows).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    weights = torch.randn(len(ids), generator=torch.Generator().manual_seed(4))
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad((logprobs * weights).sum(), list(named.values()), allow_unused=True)
+    return {"logprobs": logprobs.detach()} | {
+        name: value for name, value in zip(named, found, strict=True) if value is not None
+    }
+
+
+def alone(model: Any, documents: list[Rollout]) -> dict[str, torch.Tensor]:
+    rows, ids = [], []
+    for document in documents:
+        tokens = torch.from_numpy(document.input_ids)
+        hidden = model.base_model(input_ids=tokens[None], use_cache=False)[0][0]
+        labels = torch.from_numpy(np.flatnonzero(document.loss_mask))
+        rows.append(hidden[labels - 1])
+        ids.append(tokens[labels])
+    return gradients(model, torch.cat(rows), torch.cat(ids))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in SHORT else pytest.mark.long) for kind in (*ATTENDING, *RECURRENT)],
+)
+def test_trees_are_whole_sequences_alone(kind: str, tmp_path: Path) -> None:
+    directory = make_model(tmp_path / kind, kind)
+    exact, ours = Reference(directory)._model, Reference(directory)._model
+    if kind in RECURRENT:
+        put_in(ours)
+    ours.set_attn_implementation(attention.NAME)
+    for depth in (1, 4):
+        documents = tree(depth, seed=depth)
+        batch = shared(documents)
+        with _Float64():
+            right = alone(exact, documents)
+            hidden = packed_hidden(ours, batch.tokens, torch.device("cpu"))
+            got = gradients(ours, hidden[batch.labels.rows], batch.labels.ids)
+        assert got.keys() == right.keys() and right["logprobs"].dtype == torch.float64
+        for name, wanted in right.items():
+            most = 1e-9 if wanted.dtype == torch.float64 else 1e-6  # a few weights are float32 in transformers' code
+            assert float((got[name] - wanted).norm() / wanted.norm().clamp(min=1e-9)) < most, name
