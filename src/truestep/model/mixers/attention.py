@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from truestep.model.mixers import flash
@@ -163,13 +164,11 @@ def packed_attention(
     if fast:
         bounds = packed_layout.segments, packed_layout.longest
         output = flash.attend(q, k, v, *bounds, scale, sliding_window, softcap, s_aux, packed_layout.paths)
-        if context is not None:
-            output = context.heads_for_tokens(output)
-        return output[None], None
-    if packed_layout.paths is not None:
-        k, v = packed_layout.paths.gather(k), packed_layout.paths.gather(v)
-    if is_fused(q.device, q.dtype, softcap, s_aux is not None):
-        output = _varlen(q, k, v, packed_layout, scale, sliding_window, s_aux)
+    elif is_fused(q.device, q.dtype, softcap, s_aux is not None):
+        attend = functools.partial(_varlen, layout=packed_layout, scale=scale, window=sliding_window, sinks=s_aux)
+        # Recomputed in the backward pass, so that the copies of keys and values on the paths are not kept.
+        recomputes = packed_layout.paths is not None and torch.is_grad_enabled()
+        output = checkpoint(attend, q, k, v, use_reentrant=False) if recomputes else attend(q, k, v)
     else:
         output = _rows(q, k, v, packed_layout, scale, sliding_window, softcap, s_aux)
     if context is not None:
@@ -267,6 +266,10 @@ def _varlen(
     options: dict[str, Any] = {}
     known, trains, paths = _known_options(varlen_attn), torch.is_grad_enabled(), layout.paths
     bounds, longest = (layout.segments, layout.longest) if paths is None else (paths.bounds, paths.longest)
+    if "window_size" not in known and window is not None and window < longest:
+        return _rows(q, k, v, layout, scale, window, None, sinks)
+    if paths is not None:
+        k, v = paths.gather(k), paths.gather(v)
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in known:
             options["enable_gqa"] = True
@@ -275,8 +278,6 @@ def _varlen(
     if "window_size" in known:
         # `window` includes the token itself; torch's window counts only the tokens to its left.
         options["window_size"] = (-1 if window is None or window >= longest else window - 1, 0)
-    elif window is not None and window < longest:
-        return _rows(q, k, v, layout, scale, window, None, sinks)
     else:
         options["is_causal"] = True
     q, k, v = (tensor if not trains and _in_lines(tensor) else tensor.contiguous() for tensor in (q, k, v))
@@ -373,6 +374,8 @@ def _rows(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, Q, E], [S, K, E], [S, K, F] -> [S, Q, F]
+    if layout.paths is not None:
+        k, v = layout.paths.gather(k), layout.paths.gather(v)
     outputs = []
     for bucket in layout.rows.buckets:
         rows, width = bucket.queries.shape

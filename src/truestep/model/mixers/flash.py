@@ -135,12 +135,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _backward(context: Any, gradient: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
-    *tensors, segments, sinks = context.saved_tensors[:7]
-    paths = list(context.saved_tensors[7:])
+    q, k, v, output, logsumexp, segments, sinks, *paths = context.saved_tensors
     if gradient is None:
         return (*(None,) * 9, [None] * len(paths), None)
-    of_sinks = None if sinks is None else _gradient_of_sinks(gradient, tensors[3], tensors[4], sinks)
-    of_tensors = _gradients(gradient, *tensors, segments, *context.constants, paths, context.longest_path)
+    of_sinks = None if sinks is None else _gradient_of_sinks(gradient, output, logsumexp, sinks)
+    how = *context.constants, paths, context.longest_path
+    of_tensors = _gradients(gradient, q, k, v, output, logsumexp, segments, *how)
     return (*of_tensors, *(None,) * 5, of_sinks, [None] * len(paths), None)
 
 

@@ -58,7 +58,6 @@ class Level:
     parents: torch.Tensor | None  # index of each segment's parent in the level before; None: the first level
 
 
-
 def make_paths(spans: Sequence[Span], parents: Sequence[int], device: torch.device) -> Paths:
     """Make the paths of segments, whose parents stand before them. A span without a parent's number is padding."""
     parents = [*parents, *[-1] * (len(spans) - len(parents))]
@@ -148,7 +147,8 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor, list[torch.Tensor]], output: tor
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, list[None]]:
-    return sum_paths(gradient.contiguous(), list(ctx.saved_tensors)), [None] * len(ctx.saved_tensors)
+    index = list(ctx.saved_tensors)  # read once: recomputed activations are there once
+    return sum_paths(gradient.contiguous(), index), [None] * len(index)
 
 
 _gather.register_autograd(_backward, setup_context=_keep)

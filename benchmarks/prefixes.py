@@ -1,0 +1,258 @@
+"""Shared prefixes on one GPU: steps with `data.share_prefixes` off and on, on the same documents.
+
+    python benchmarks/prefixes.py --hidden 2048 --intermediate 6144 --compile [--shapes 2048+512 8192+512] [--rounds 3]
+    python benchmarks/prefixes.py --tiny            # on a CPU: the script itself
+
+For each shape, PREFIX+ANSWER tokens in groups of `--group`: tokens of documents a second and the peak of memory beyond
+weights, gradients and optimizer, off and on in turn, and how far the gradients of one step are apart. `agents` are
+documents of `--turns` turns: what a turn thinks is stripped from what later turns see, so each turn is a sequence that
+begins with what was visible before. `--long` is one tree of a prefix of so many tokens and 16 answers of 1,024,
+recomputed, beside two of its documents alone, whose time counts eight times. `--random-steps` runs steps of random trees and counts graphs
+that are compiled after the fifth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from qwen import write_model
+
+from step import make_optimizer, matrix_rate
+from truestep.losses.label_losses import Grpo
+from truestep.losses.objective import Denominator, Objective
+from truestep.model.loading.load import load_policy
+from truestep.model.policy import Policy
+from truestep.step.compute.runner import StepRunner
+from truestep.step.plan.plan import StepRule, plan_exactly
+from truestep.step.update.gradient_clipping import clip_scale, gradient_norm
+from truestep.step.update.optimizer import prepare, update
+from truestep.types import Rollout, StepPlan, sequences_of
+
+VOCABULARY = 151_936
+
+
+def document(name: str, ids: np.ndarray, labels: int, generator: np.random.Generator) -> Rollout:
+    mask = np.arange(len(ids)) >= len(ids) - labels
+    return Rollout(
+        id=name,
+        input_ids=ids,
+        loss_mask=mask,
+        logprobs=np.where(mask, -12, 0).astype(np.float32),
+        advantages=np.where(mask, generator.normal(), 0).astype(np.float32),
+    )
+
+
+def groups(prefix: int, answer: int, group: int, count: int, vocabulary: int) -> list[Rollout]:
+    generator = np.random.default_rng(0)
+    documents = []
+    for number in range(count):
+        shared = generator.integers(0, vocabulary, prefix)
+        for member in range(group):
+            ids = np.concatenate([shared, generator.integers(0, vocabulary, answer)])
+            documents.append(document(f"{number}-{member}", ids, answer, generator))
+    return documents
+
+
+def agents(count: int, turns: int, end: int, vocabulary: int) -> list[Rollout]:
+    """Documents of several sequences, as rows of their own: the step counts the same labels. A turn sees `end / turns`
+    new tokens, of which an eighth are the visible answer of the turn before; it thinks for a quarter of that."""
+    generator = np.random.default_rng(1)
+    documents = []
+    for number in range(count):
+        visible = np.zeros(0, np.int64)
+        for turn in range(turns):
+            new = end // turns
+            visible = np.concatenate([visible, generator.integers(0, vocabulary, new - new // 8)])
+            answer = generator.integers(0, vocabulary, new // 8)
+            thought = generator.integers(0, vocabulary, new // 4)
+            ids = np.concatenate([visible, thought, answer])
+            documents.append(document(f"{number}-{turn}", ids, len(thought) + len(answer), generator))
+            visible = np.concatenate([visible, answer])
+    return documents
+
+
+class Bench:
+    def __init__(self, policy: Policy, given: argparse.Namespace):
+        self.policy, self.given = policy, given
+        self.runner = StepRunner(policy, Objective(Grpo(0.2, 0.2), Denominator("labels")))
+        self.optimizer = make_optimizer(policy.weights, given)
+        self.gpu = policy.device.type == "cuda"
+
+    def wait(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize()
+
+    def plan(self, documents: list[Rollout], budget: int, share: str) -> StepPlan:
+        rule = StepRule(len(documents), False, 1, 1, budget, even_length=self.policy.facts.even_length, share=share)
+        return plan_exactly(documents, rule, 0)
+
+    def step(self, plan: StepPlan) -> float:
+        self.wait()
+        start = time.perf_counter()
+        self.runner.accumulate(plan)
+        norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
+        update(self.optimizer, self.policy.weights, 0.0, clip_scale(norm, 1.0))
+        self.wait()
+        return time.perf_counter() - start
+
+    def compare(self, name: str, documents: list[Rollout], budget: int) -> dict[str, object]:
+        tokens = sum(sequence.num_tokens for sequence in sequences_of(documents))
+        plans = {share: self.plan(documents, budget, share) for share in ("off", "auto")}
+        times: dict[str, list[float]] = {share: [] for share in plans}
+        peaks: dict[str, float] = {}
+        gradients = {}
+        for share, plan in plans.items():
+            self.step(plan)
+            if self.gpu:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            self.runner.accumulate(plan)
+            gradients[share] = [gradient.clone() for gradient in self.policy.weights.gradients.values()]
+            peaks[share] = (torch.cuda.max_memory_allocated() - before) / 2**30 if self.gpu else 0.0
+        off = sum(float((a - b).double().norm() ** 2) for a, b in zip(*gradients.values(), strict=True)) ** 0.5
+        size = sum(float(a.double().norm() ** 2) for a in gradients["off"]) ** 0.5
+        del gradients
+        for _, (share, plan) in itertools.product(range(self.given.rounds), plans.items()):
+            times[share].append(self.step(plan))
+        median = {share: statistics.median(each) for share, each in times.items()}
+        found = {
+            "shape": name,
+            "documents": len(documents),
+            "tokens": tokens,
+            "micro_batches": {share: len(plan.micro_batches) for share, plan in plans.items()},
+            "seconds": times,
+            "peak_gib": peaks,
+            "gradients_apart": off / size,
+        }
+        print(
+            f"{name:12} off {median['off']:7.3f} s {tokens / median['off']:9,.0f} tokens/s {peaks['off']:6.1f} GiB   "
+            f"auto {median['auto']:7.3f} s {tokens / median['auto']:9,.0f} tokens/s {peaks['auto']:6.1f} GiB   "
+            f"{median['off'] / median['auto']:.2f} x   gradients {off / size:.1e} apart",
+            flush=True,
+        )
+        return found
+
+    def compare_long(self, prefix: int, answer: int) -> dict[str, object]:
+        documents = groups(prefix, answer, 16, 1, self.given.vocabulary)
+        few, tree = self.plan(documents[:2], prefix + answer, "off"), self.plan(documents, prefix + 16 * answer, "auto")
+        assert tree.sharing is not None and len(tree.micro_batches) == 1
+        times, peaks = {}, {}
+        for name, plan, factor in (("off", few, 8), ("auto", tree, 1)):
+            self.step(plan)
+            if self.gpu:
+                torch.cuda.reset_peak_memory_stats()
+            times[name] = factor * self.step(plan)
+            peaks[name] = torch.cuda.max_memory_allocated() / 2**30 if self.gpu else 0.0
+        print(
+            f"{prefix}+16x{answer} off {times['off']:.2f} s (of two documents), {peaks['off']:.1f} GiB   auto "
+            f"{times['auto']:.2f} s, {peaks['auto']:.1f} GiB   {times['off'] / times['auto']:.2f} x",
+            flush=True,
+        )
+        return {"shape": f"{prefix}+16x{answer}", "seconds": times, "peak_gib": peaks}
+
+    def random_trees(self, steps: int, budget: int, vocabulary: int) -> int:
+        """Return how many graphs were compiled after the fifth step."""
+        generator, early = np.random.default_rng(2), 0
+        counted = torch._dynamo.utils.counters["stats"]
+        for number in range(steps):
+            documents = []
+            for group in range(int(generator.integers(1, 6))):
+                top = max(2, budget // 8)
+                shared = generator.integers(0, vocabulary, int(generator.integers(1, top)))
+                for member in range(int(generator.integers(1, 9))):
+                    at = int(generator.integers(0, len(shared) + 1)) if generator.random() < 0.3 else len(shared)
+                    ids = np.concatenate(
+                        [shared[:at], generator.integers(0, vocabulary, int(generator.integers(2, top)))]
+                    )
+                    documents.append(document(f"{number}-{group}-{member}", ids, len(ids) // 2, generator))
+            self.step(self.plan(documents, budget, "auto"))
+            if number == 4:
+                early = counted["unique_graphs"]
+        return int(counted["unique_graphs"] - early)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=3072)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--tokens", type=int, default=24_576, help="of a micro-batch")
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--shapes", nargs="*", default=["2048+512", "8192+512", "512+2048", "128+512"])
+    parser.add_argument("--agents", type=int, default=0, metavar="N", help="documents of many turns")
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--end", type=int, default=24_576, help="visible tokens at the end of an agent's document")
+    parser.add_argument(
+        "--long", type=int, default=0, metavar="TOKENS", help="one long prefix with 16 answers of 1,024"
+    )
+    parser.add_argument("--random-steps", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--activation-checkpointing", nargs="?", const="full", default=False)
+    parser.add_argument("--attention", choices=["auto", "flash", "torch"], default="auto")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    if given.tiny:
+        given.layers, given.hidden, given.intermediate, given.heads, given.vocabulary = 2, 64, 128, 8, 997
+        given.tokens, given.groups, given.rounds, given.end = 1024, 2, 1, 480
+        given.shapes, given.agents, given.turns, given.random_steps = ["64+16", "8+16"], 2, 4, 7
+        given.long = 512 if given.long else 0
+    given.untied, given.optimizer, given.offload, given.offload_room = False, "adamw", "none", 0.0
+    return given
+
+
+def main() -> None:
+    given = options()
+    place = "cpu" if given.tiny else "cuda"
+    with tempfile.TemporaryDirectory() as directory:
+        path = given.model or Path(directory)
+        if not (path / "config.json").exists():
+            write_model(path, given, device=place)
+        policy = load_policy(
+            path,
+            dtype="float32" if given.tiny else "bfloat16",
+            device=place,
+            activation_checkpointing=given.activation_checkpointing or bool(given.long),
+            compiled=given.compile,
+            attending=given.attention,
+        )
+    bench, found = Bench(policy, given), []
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}; attention: {policy.attends.story}")
+    if not given.tiny:
+        print(f"{torch.cuda.get_device_name()}, matrix rate {matrix_rate() / 1e12:.0f} TFLOP/s", flush=True)
+    for shape in given.shapes:
+        prefix, answer = map(int, shape.split("+"))
+        documents = groups(prefix, answer, given.group, given.groups, given.vocabulary)
+        found.append(bench.compare(shape, documents, given.tokens))
+    if given.agents:
+        documents = agents(given.agents, given.turns, given.end, given.vocabulary)
+        longest = max(document.num_tokens for document in documents)
+        found.append(bench.compare("agents", documents, max(given.tokens, longest * 3 // 2)))
+    if given.long:
+        found.append(bench.compare_long(given.long, 64 if given.tiny else 1024))
+    if given.random_steps:
+        late = bench.random_trees(given.random_steps, given.tokens, given.vocabulary)
+        print(f"{given.random_steps} steps of random trees: {late} graphs compiled after the fifth")
+        found.append({"random_steps": given.random_steps, "late_graphs": late})
+    if "OUT" in os.environ:
+        name = f"prefixes-{time.time():.0f}.json"
+        (Path(os.environ["OUT"]) / name).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
