@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 # The text part of Qwen3.5-4B, which has 32 layers.
 QWEN35 = {
