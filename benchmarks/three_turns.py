@@ -16,6 +16,7 @@ import json
 import random
 import time
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,11 @@ def demonstrations(tokenizer: Any, count: int, seed: int) -> Iterator[dict[str, 
         parts.append((" ".join(sorted(hidden) if generator.random() < GOOD else digits(generator, 2)), 1))
         ids = [tokenizer(text)["input_ids"] for text, _ in parts]
         mask = [own for part, (_, own) in zip(ids, parts, strict=True) for _ in part]
-        yield {"id": str(number), "input_ids": [*sum(ids, []), tokenizer.eos_token_id], "loss_mask": [*mask, 1]}
+        yield {
+            "id": str(number),
+            "input_ids": [*chain.from_iterable(ids), tokenizer.eos_token_id],
+            "loss_mask": [*mask, 1],
+        }
 
 
 class Watch(Callback):
