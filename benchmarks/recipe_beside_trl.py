@@ -1,7 +1,7 @@
 """Our run of the tutorial's task beside TRL's GRPOTrainer: held-out accuracy over eight seeds, and seconds a step.
 
     python benchmarks/recipe_beside_trl.py --model models/smollm2 [--folder runs/beside-trl] [--seeds 0 1 2 3 4 5 6 7]
-        [--steps 16] [--device cuda] [--dtype float32] [--jobs 4] [--out beside-trl]
+        [--steps 16] [--device cuda] [--dtype float32] [--jobs 4] [--seconds 300] [--out beside-trl]
 
 Both take the same model, prompts, group size, documents, loss (GRPO, the mean over all labels, clipped at 0.2, no KL),
 advantages, optimizer (AdamW at a constant rate, the gradient clipped at 1) and temperature. Both trained models are
@@ -20,8 +20,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 GROUP_SIZE, MAX_NEW_TOKENS = 8, 6
+WHO = ("truestep", "TRL")
 DRAWN = 8  # answers to each held-out prompt
 BATCH = 512  # answers that are drawn at a time
 
@@ -149,7 +151,7 @@ def by_chance(first: Sequence[float], second: Sequence[float]) -> float:
 def told(results: Sequence[dict[str, Any]], before: dict[str, float], alone: Sequence[dict[str, Any]]) -> str:
     rows = ["| | held out, greedy | held out, sampled | seconds a step, alone |", "| --- | --- | --- | --- |"]
     rows.append(f"| before | {before['greedy']:.1%} | {before['sampled']:.1%} | |")
-    of = {who: [one for one in results if one["who"] == who] for who in ("truestep", "TRL")}
+    of = {who: [one for one in results if one["who"] == who] for who in WHO}
     for who, ones in of.items():
         cells = []
         for kind in ("greedy", "sampled"):
@@ -178,21 +180,46 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no run begins after so long")
     parser.add_argument("--out", type=Path, default=Path("beside-trl"))
     given = parser.parse_args()
+    until = time.monotonic() + given.seconds
     trial = Trial(given)
-    before = trial.judge(given.model)
-    asked = [(who, seed, f"{who.lower()}-{seed}") for seed in given.seeds for who in ("truestep", "TRL")]
-    results = []
+    found: dict[str, Any] = {"before": trial.judge(given.model), "results": [], "alone": []}
+
+    def keep() -> None:  # what is there counts, should a later run fail or the time end
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.with_suffix(".json").write_text(json.dumps(found, indent=1, default=str) + "\n")
+
+    def train(who: str, seed: int, name: str) -> dict[str, Any] | None:
+        if time.monotonic() > until:
+            return None
+        try:
+            return trial.train(who, seed, name)
+        except RuntimeError as error:
+            print(f"{name}: {error}", flush=True)
+            return None
+
+    keep()
     with ThreadPoolExecutor(given.jobs) as pool:
-        for result in pool.map(lambda one: trial.train(*one), asked):
-            results.append(result | trial.judge(result["model"]))
-            shutil.rmtree(result["model"])
-    alone = [trial.train(who, given.seeds[0], f"{who.lower()}-alone") for who in ("truestep", "TRL")]
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"before": before, "results": results, "alone": alone}, indent=1, default=str)
-    given.out.with_suffix(".json").write_text(text + "\n")
-    print(told(results, before, alone))
+        asked = [(who, seed, f"{who.lower()}-{seed}") for seed in given.seeds for who in WHO]
+        for done in as_completed([pool.submit(train, *one) for one in asked]):
+            if result := done.result():
+                found["results"].append(result | trial.judge(result["model"]))
+                shutil.rmtree(result["model"])
+                keep()
+    for who in WHO:
+        if result := train(who, given.seeds[0], f"{who.lower()}-alone"):
+            found["alone"].append(result)
+            keep()
+    if results := paired(found["results"]):
+        print(told(results, found["before"], found["alone"]))
+
+
+def paired(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results of the seeds with which both have trained, in the order of the seeds."""
+    seeds = [{one["seed"] for one in results if one["who"] == who} for who in WHO]
+    return sorted((one for one in results if one["seed"] in seeds[0] & seeds[1]), key=lambda one: one["seed"])
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from qwen import delta_rule_flops
 
 from truestep.model.mixers import linear_kernels
 from truestep.model.mixers.convolution import Convolution
@@ -56,9 +57,7 @@ def delta(name: str, heads: int, groups: int, size: int, per_channel: bool) -> C
         "beta": torch.zeros(1, 1, heads),
         "use_qk_l2norm_in_kernel": True,
     }
-    # Inside a chunk: keys by keys, queries by keys, the system's solution, its products; and four with the state.
-    products = heads * (2.0 * CHUNK * size * 4 + 2.0 * size * size * 4)
-    return Case(name, DeltaRule(), Call(function, arguments), products)
+    return Case(name, DeltaRule(), Call(function, arguments), delta_rule_flops(heads, size))
 
 
 def convolution(channels: int, taps: int) -> Case:

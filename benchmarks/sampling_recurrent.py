@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from qwen import QWEN35, write_qwen35
 from sampling import options, requests
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from truestep.generate.engine.cache import page_bytes, state_bytes
 from truestep.generate.engine.engine import Engine, Limits, engine_of
@@ -35,11 +35,6 @@ from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 from truestep.rollouts.packing import pack_tokens
 
-SHAPE = {
-    "vocab_size": 248_320, "hidden_size": 2560, "intermediate_size": 9216, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
 TINY = {
     "vocab_size": 509, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -48,16 +43,8 @@ TINY = {
 
 
 def made(layers: int, shape: dict[str, int], place: str) -> Policy:
-    kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
-    how = {"num_hidden_layers": layers, "layer_types": kinds, "tie_word_embeddings": True}
-    config = AutoConfig.for_model("qwen3_5_text", **shape, **how, max_position_embeddings=32_768)
     with tempfile.TemporaryDirectory() as directory:
-        torch.manual_seed(0)
-        with torch.device(place):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.generation_config.eos_token_id = None
-        model.save_pretrained(directory)
-        del model
+        write_qwen35(Path(directory), shape, layers, device=place)
         return load_policy(Path(directory), dtype="bfloat16")
 
 
@@ -151,7 +138,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    shape = TINY if given.tiny else SHAPE
+    shape = TINY if given.tiny else QWEN35
     policy = made(4 if given.tiny else given.layers, shape, "cpu" if given.tiny else "cuda")
     took, engine = timed(lambda: engine_of(policy))
     if not isinstance(engine, Engine):

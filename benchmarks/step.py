@@ -2,11 +2,12 @@
 
     python benchmarks/step.py [--layers 28 --hidden 1024 --optimizer adamw_8bit --offload states ...]
 
-A random model of Qwen3's shape (or, with --gemma2, of Gemma 2's, softcap and windows), packed documents of which half
-are labels, GRPO, bfloat16 compute, a float32 head. `--profile` lists what the time of one step is spent on, kernel by
-kernel. The bound counts matrix products alone: 6 · weights · tokens for the layers, 6 · hidden ·
-vocabulary · labels for the head, and attention's over the pairs that a causal document has. `--trl` trains the same
-documents with TRL first, as it comes and at its best settings, which it looks for.
+A random model of Qwen3's shape (with --gemma2 of Gemma 2's, softcap and windows; with --qwen35 of Qwen3.5-4B's, where
+three layers in four keep a state), packed documents of which half are labels, GRPO, bfloat16 compute, a float32 head.
+`--profile` lists what the time of one step is spent on, kernel by kernel. The bound counts matrix products alone:
+6 · weights · tokens for the layers, 6 · hidden · vocabulary · labels for the head, attention's over the pairs that a
+causal document has, and those of recurrences by chunks. `--trl` trains the same documents with TRL first, as it comes
+and at its best settings, which it looks for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 import transformers
 from beside_trl import print_beside, run_trl
-from qwen import write_gemma2, write_model
+from qwen import QWEN35, delta_rule_flops, write_gemma2, write_model, write_qwen35
 from torch.autograd import DeviceType
 
 from truestep.head.logits import HeadSettings
@@ -72,6 +73,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--lengths", default="1000", help="of documents: about so many tokens each, or log-normal")
     parser.add_argument("--all-labels", action="store_true", help="every token is a label, not the second half")
     parser.add_argument("--gemma2", action="store_true", help="Gemma 2's layers: softcap, every second with a window")
+    parser.add_argument("--qwen35", action="store_true", help="Qwen3.5-4B's layers; --layers says how many of its 32")
     parser.add_argument("--profile", type=int, metavar="N", default=0, help="name the N kernels that take longest")
     parser.add_argument("--ns-dtype", choices=["float32", "bfloat16"], default="float32", help="of muon")
     parser.add_argument("--update-check", action="store_true", help="also time steps whose weights are looked at after")
@@ -79,8 +81,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--trl-seconds", type=float, default=220, help="no row of TRL begins after so long")
     parser.add_argument("--trl-only", nargs="+", metavar="WORDS", help="of TRL's rows, those that have one of these")
     given = parser.parse_args()
-    if given.trl and (given.lora is not None or given.optimizer != "adamw" or given.gemma2):
+    if given.trl and (given.lora is not None or given.optimizer != "adamw" or given.gemma2 or given.qwen35):
         parser.error("--trl trains all weights of Qwen3's shape with AdamW")
+    if given.qwen35:
+        given.vocabulary, given.heads = QWEN35["vocab_size"], QWEN35["num_attention_heads"]
     return given
 
 
@@ -138,9 +142,13 @@ def flops(policy_parameters: int, embedding: int, documents: list[Rollout], give
     whole = given.activation_checkpointing == "full"
     if whole:
         layers = layers * 4 / 3
-    head_size = 256 if given.gemma2 else 128
-    attention = 3 * given.layers * 4 * given.heads * head_size * pairs * (4 / 3 if whole else 1)
-    return layers + (6 if given.lora is None else 4) * embedding * labels + attention
+    head_size = 256 if given.gemma2 or given.qwen35 else 128
+    attending = given.layers // 4 if given.qwen35 else given.layers
+    mixing = attending * 4 * given.heads * head_size * pairs
+    if given.qwen35:
+        mixing += (given.layers - attending) * delta_rule_flops(32, 128) * tokens
+    mixing *= 3 * (4 / 3 if whole else 1)
+    return layers + (6 if given.lora is None else 4) * embedding * labels + mixing
 
 
 def make_optimizer(weights: Weights, given: argparse.Namespace) -> torch.optim.Optimizer:
@@ -151,6 +159,13 @@ def make_optimizer(weights: Weights, given: argparse.Namespace) -> torch.optim.O
         muon = MuonOptions(0.95, True, 5, "match_rms_adamw", 0.0, getattr(torch, given.ns_dtype))
         return make_muon(weights, muon, adamw, home, kernels=kernels)
     return (make_adamw_8bit if given.optimizer == "adamw_8bit" else make_adamw)(weights, adamw, home, kernels=kernels)
+
+
+def write(path: Path, given: argparse.Namespace) -> None:
+    if given.qwen35:
+        write_qwen35(path, QWEN35, given.layers, device="cuda")
+    else:
+        (write_gemma2 if given.gemma2 else write_model)(path, given, device="cuda")
 
 
 def load(path: Path, given: argparse.Namespace) -> Policy:
@@ -173,7 +188,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = given.model or Path(directory)
         if not (path / "config.json").exists():
-            (write_gemma2 if given.gemma2 else write_model)(path, given, device="cuda")
+            write(path, given)
         torch.cuda.empty_cache()
         documents = make_documents(given)
         # It comes first, while the GPU's memory is free.

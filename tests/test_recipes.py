@@ -289,6 +289,12 @@ def test_the_table_beside_trl_has_means_spreads_and_chances() -> None:
     ]
 
 
+def test_only_seeds_that_both_have_trained_with_are_compared() -> None:
+    found = [{"who": who, "seed": seed} for who, seed in (("TRL", 2), ("truestep", 1), ("truestep", 2), ("TRL", 0))]
+    assert recipe_beside_trl.paired(found) == [{"who": "TRL", "seed": 2}, {"who": "truestep", "seed": 2}]
+    assert recipe_beside_trl.paired(found[:1]) == []
+
+
 def test_the_task_beside_trl_is_the_tutorials() -> None:
     for row in recipe_task.rows(50):
         *_, numbers = row["prompt"].removesuffix(":").split("largest of ")
