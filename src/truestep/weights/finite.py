@@ -18,11 +18,13 @@ class Extremes:
     """Collects the minimum and maximum of tensors on their device. Only `not_finite` synchronises with the device."""
 
     def __init__(self) -> None:
-        self._found: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+        # By type and device: an optimizer may keep a count of steps on the host, beside states on the GPU.
+        self._found: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
 
     def add(self, name: str, piece: torch.Tensor) -> None:
         if piece.numel() and piece.is_floating_point():
-            self._found.setdefault(piece.dtype, []).extend((name, end) for end in piece.detach().aminmax())
+            found = self._found.setdefault((piece.dtype, piece.device), [])
+            found.extend((name, end) for end in piece.detach().aminmax())
 
     def not_finite(self) -> list[str]:
         """Return the names of tensors with values that are not finite."""
