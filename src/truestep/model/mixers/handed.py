@@ -1,57 +1,58 @@
-"""Hands attention what a model's own code drops on its way.
+"""Hands layers what a model's own code drops on its way to them.
 
-A model is given its documents' layout as a keyword argument, which most models pass down to their attention. Some drop
-it in a layer. Some have a window in the mask that they make, which attention over packed documents does not read, and
-do not tell their attention of it. The probe finds such models (see `loading.probe`).
+A model is given its documents' layout as a keyword argument, which most models pass down to their layers. Some drop it.
+Some have a window in the mask that they make, which attention over packed documents does not read, and do not tell
+their attention of it. The probe finds these (see `loading.probe`); models with recurrent layers always hand on.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
-
-import torch
-
-from truestep.weights.layers import layers_of
-
-_NAMES = ("packed_layout", "paged", "exact", "record")
 
 
 class _Handed(threading.local):
-    """What the running model or layer was given. The backward pass has threads of its own."""
+    """What the running model was given. The backward pass has threads of its own."""
 
-    def __init__(self) -> None:
-        self.named: dict[str, Any] = {}
-
-    def keep(self, named: dict[str, Any]) -> None:
-        self.named = named
+    named: Mapping[str, Any] = {}  # noqa: RUF012  replaced, never changed
 
 
 _handed = _Handed()
 
 
-def handed(name: str, value: Any) -> Any:
-    """Return a keyword argument of attention: as the model's code passed it on, else as the model was given it."""
+def handed(name: str, value: Any = None) -> Any:
+    """Return a keyword argument of a layer: as the model's code passed it on, else as the model was given it."""
     return _handed.named.get(name) if value is None else value
 
 
 def hand_on(model: Any, **constants: Any) -> None:
-    """Hand a model's attention the keyword arguments that the model is given, and constants."""
+    """Hand a model's layers the keyword arguments that the model is given, and constants."""
 
-    def keep(
-        module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found = {name: named[name] for name in _NAMES if name in named}
-        if found:  # a layer that is computed again in the backward pass is given them too
-            _handed.keep(constants | found)
-        return arguments, named
+    def keep(module: Any, arguments: Any, named: Mapping[str, Any]) -> None:
+        _handed.named = constants | named
 
     def forget(*_: Any) -> None:
-        _handed.keep({})
+        _handed.named = {}
 
-    body = model.base_model
-    for module in (body, *layers_of(model)[1]):
-        module.register_forward_pre_hook(keep, with_kwargs=True)
-    body.register_forward_hook(forget, always_call=True)
+    model.base_model.register_forward_pre_hook(keep, with_kwargs=True)
+    model.base_model.register_forward_hook(forget, always_call=True)
+
+
+class HandedAgain(AbstractContextManager[None]):
+    """A context in which layers are handed what they are handed when it is made. `within`: another context to enter.
+
+    The backward pass recomputes a layer in it, without its model and perhaps in another thread."""
+
+    def __init__(self, within: AbstractContextManager[Any]) -> None:
+        self._named, self._within = _handed.named, within
+
+    def __enter__(self) -> None:
+        self._before, _handed.named = _handed.named, self._named
+        self._within.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._within.__exit__(*error)
+        _handed.named = self._before
 
 
 def ways(model: Any) -> Iterator[Callable[[], None]]:
