@@ -367,7 +367,7 @@ def make_past(
 def places_of(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each token's position in its prompt, its page, and its offset in the page. `spans` as in `make_prefill`."""
+    """Return each token's position in its prompt, its page and its offset in it. `spans` as in `make_prefill`."""
     starts, counts, widths = np.array([(start, count, len(own)) for start, count, own in spans]).T
     table = np.fromiter(itertools.chain.from_iterable(own for _, _, own in spans), np.int64, widths.sum())
     positions = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)

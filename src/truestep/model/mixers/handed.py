@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 
 class _Handed(threading.local):
     """What the running model was given. The backward pass has threads of its own."""
@@ -28,7 +30,7 @@ def handed(name: str, value: Any = None) -> Any:
 def hand_on(model: Any, **constants: Any) -> None:
     """Hand a model's layers the keyword arguments that the model is given, and constants."""
 
-    def keep(module: Any, arguments: Any, named: Mapping[str, Any]) -> None:
+    def keep(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         _handed.named = constants | named
 
     def forget(*_: Any) -> None:
