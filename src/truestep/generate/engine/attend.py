@@ -17,8 +17,8 @@ from transformers import AttentionInterface
 
 from truestep.generate.engine.cache import LayerShape, PagedCache, gather, store
 from truestep.generate.engine.recur import ChunkStates, RecordedStates, RowStates
+from truestep.model.handed import handed
 from truestep.model.mixers.attention import PackedLayout, attend_to_past, make_layout, packed_attention
-from truestep.model.mixers.handed import handed
 
 NAME = "truestep_paged"
 _SCORES_BYTES = 256 * 2**20  # most memory for attention scores, or for gathered keys

@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from truestep.model.mixers.handed import HandedAgain
+from truestep.model.handed import HandedAgain
 from truestep.weights.errors import ModelError
 
 FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"

@@ -26,9 +26,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from truestep.model.handed import handed
 from truestep.model.mixers import flash
 from truestep.model.mixers.context_parallel import Context
-from truestep.model.mixers.handed import handed
 from truestep.types import sent
 from truestep.weights.errors import ModelError
 

@@ -23,8 +23,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from truestep.model.handed import hand_on, handed
 from truestep.model.mixers.context_parallel import Context, check_share, heads_needed
-from truestep.model.mixers.handed import hand_on, handed
 from truestep.weights.errors import ModelError
 
 Spans = tuple[tuple[int, int], ...]
