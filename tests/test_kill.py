@@ -12,11 +12,13 @@ import pytest
 import yaml
 
 from kill_driver import Driver, Kill
-from tiny import make_records
+from model.test_hybrids import make_hybrid
+from small_runs import WORDS
+from tiny import VOCABULARY, make_records
 from truestep.environments import sorting
 from truestep.metrics.spent import of_the_machine
 from truestep.rollouts.kept.files import list_files, read_rows
-from truestep.tools.demo.model import make_model
+from truestep.tools.demo.model import make_model, make_tokenizer
 
 
 def _file_config(directory: Path, model: Path, documents: int = 203) -> dict[str, Any]:
@@ -154,6 +156,16 @@ def test_kills_change_nothing_where_an_adapter_is_trained(tiny_model: Callable[[
     config = _file_config(tmp_path, tiny_model("qwen3_tied"), documents=23) | {"adapter": {"rank": 4}}
     whole = _start(tmp_path, "whole", config, [])
     _compare(whole, _start(tmp_path, "killed", config, [("event", 16), ("event", 25)]))
+
+
+@pytest.mark.long
+def test_kills_change_nothing_where_layers_keep_a_state(tmp_path: Path) -> None:
+    model = make_hybrid(tmp_path / "hybrid", "qwen3_5_text")
+    assert make_tokenizer(model, WORDS) == VOCABULARY
+    config = _sampled_config(tmp_path) | {"evaluation": None}
+    config |= {"model": config["model"] | {"path": str(model)}, "schedule": config["schedule"] | {"steps": 8}}
+    whole = _start(tmp_path, "whole", config, [])
+    _compare(whole, _start(tmp_path, "killed", config, [("event", 11), ("event", 23)]))
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from documents import make_documents, pack_all
 from truestep.model.policy import Policy
 from truestep.model.towers import whole_of
-from truestep.tools.verify.reference import _Float64
+from truestep.tools.verify.reference import Float64
 from truestep.types import Rollout
 
 LENGTHS = (7, 1, 19, 2, 33, 5)
@@ -98,7 +98,7 @@ def distance(ours: Numbers, theirs: Numbers, directory: Path) -> float:
     if found <= TOLERANCE:
         return found
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    with _Float64():  # parts of models' code would compute in float32 whatever they are given
+    with Float64():  # parts of models' code would compute in float32 whatever they are given
         exact = of_transformers(
             directory, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **how), torch.float64
         )

@@ -15,7 +15,7 @@ from truestep.model.mixers.registered import put_in
 from truestep.model.no_dropout import no_noise
 from truestep.model.policy import packed_hidden
 from truestep.rollouts.packing import pack_tokens
-from truestep.tools.verify.reference import Reference, _Float64
+from truestep.tools.verify.reference import Reference, Float64
 from truestep.weights.errors import ModelError
 
 LENGTHS = (5, 1, 130, 33, 16, 65)
@@ -164,7 +164,7 @@ def test_packed_documents_are_documents_alone(kind: str, recomputes: bool, tmp_p
     packed = policy.hidden(pack_tokens([document.numpy() for document in documents], 8))  # padded at the end
     ours = results(policy.model, packed[: sum(LENGTHS)])
     exact = Reference(directory)._model
-    with _Float64():
+    with Float64():
         right = alone(exact, documents)
     own = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     no_noise(own)
@@ -191,7 +191,7 @@ def test_in_float64_packed_documents_are_documents_alone_to_its_rounding(kind: s
     put_in(packed)
     packed.set_attn_implementation(attention.NAME)
     tokens = pack_tokens([document.numpy() for document in documents], 8)
-    with _Float64():
+    with Float64():
         right = alone(exact, documents)
         ours = results(packed, packed_hidden(packed, tokens, torch.device("cpu"))[: sum(LENGTHS)])
     assert ours.keys() == right.keys() and right["hidden"].dtype == torch.float64

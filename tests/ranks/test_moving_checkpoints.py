@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from checkpoints import latest, read_states, read_weights
+from model.test_hybrids import FAMILIES, make_hybrid
 from ranks.cases import on_ranks, train_all
 from ranks.test_train_over_ranks import config
+from selection import long_except
 from small_runs import read_lines, write_rollouts
 from truestep.run.checkpoint.store import CheckpointStore
 
@@ -23,10 +25,16 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["adamw", *(pytest.param(n, marks=pytest.mark.long) for n in ("eight", "muon"))])
-def test_from_four_ranks_to_one_to_tensor_and_to_pipeline(name: str, tiny_model: Model, tmp_path: Path) -> None:
+CASES = [("adamw", "qwen3_tied"), ("eight", "qwen3_tied"), ("muon", "qwen3_tied"), ("adamw", "qwen3_5_text")]
+
+
+@pytest.mark.parametrize(("name", "kind"), long_except(CASES, CASES[0]))
+def test_from_four_ranks_to_one_to_tensor_and_to_pipeline(
+    name: str, kind: str, tiny_model: Model, tmp_path: Path
+) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", 56)
-    model, optimizer = tiny_model("qwen3_tied"), OPTIMIZERS[name]
+    model = make_hybrid(tmp_path / "model", kind) if kind in FAMILIES else tiny_model(kind)
+    optimizer = OPTIMIZERS[name]
 
     def given(run: str, steps: int, **parallel: int) -> dict[str, Any]:
         sections = {"optimizer": optimizer, "parallel": parallel, "schedule": {"steps": steps}}

@@ -7,6 +7,7 @@ fast              faster versions of a model's own layers, and the list of every
 cuts              pipeline stages and tensor parallelism: the layers and weight slices of each rank
 adapter           LoRA layers; adapter_files: adapters in peft's format; freezing: freezes weights by name
 exact             hidden states that do not depend on the rest of the batch
+handed            hands layers what a model's own code drops on its way
 heads             the number and size of attention heads; no_dropout: turns dropout off
 towers            the text model in a directory with towers for images or sound
 save              writes a Hugging Face directory with the trained weights; tensor_stream: its tensors, layer by layer

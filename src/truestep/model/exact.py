@@ -18,8 +18,8 @@ from transformers import AttentionInterface
 
 from truestep.model.fast.by_class import own_code
 from truestep.model.fast.compiled import own_forward
+from truestep.model.handed import handed
 from truestep.model.mixers import attention
-from truestep.model.mixers.handed import handed
 from truestep.model.policy import Policy
 from truestep.numerics import compiling
 from truestep.numerics.attention import attend

@@ -17,8 +17,8 @@ from transformers import AttentionInterface
 
 from truestep.generate.engine.cache import LayerShape, PagedCache, gather, store
 from truestep.generate.engine.recur import ChunkStates, RecordedStates, RowStates
+from truestep.model.handed import handed
 from truestep.model.mixers.attention import PackedLayout, attend_to_past, make_layout, packed_attention
-from truestep.model.mixers.handed import handed
 
 NAME = "truestep_paged"
 _SCORES_BYTES = 256 * 2**20  # most memory for attention scores, or for gathered keys
@@ -45,7 +45,7 @@ class KeyPlaces:
 
     @staticmethod
     def of(spans: Sequence[tuple[int, int, tuple[int, ...]]], page_size: int) -> "KeyPlaces":
-        """`spans` as in `make_chunks`."""
+        """`spans` as in `make_prefill`."""
         ends = [start + count for start, count, _ in spans]
         _, pages, offsets = places_of([(0, start + count, own) for start, count, own in spans], page_size)
         return KeyPlaces(pages, offsets, np.cumsum([0, *ends], dtype=np.int32), max(ends))
@@ -306,7 +306,7 @@ def attend_rows(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def make_chunks(
+def make_prefill(
     cache: PagedCache,
     spans: list[tuple[int, int, tuple[int, ...]]],
     send: Callable[[np.ndarray], torch.Tensor],
@@ -356,7 +356,7 @@ def _chunk_states(
 def make_past(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int, send: Callable[[np.ndarray], torch.Tensor]
 ) -> Past:
-    """Describe chunks, with all tokens before them, for the fused kernel. `spans` as in `make_chunks`."""
+    """Describe chunks, with all tokens before them, for the fused kernel. `spans` as in `make_prefill`."""
     keys = KeyPlaces.of(spans, page_size)
     counts = [count for _, count, _ in spans]
     queries = send(np.cumsum([0, *counts], dtype=np.int32))
@@ -367,7 +367,7 @@ def make_past(
 def places_of(
     spans: list[tuple[int, int, tuple[int, ...]]], page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each token's position in its prompt, its page, and its offset in the page. `spans` as in `make_chunks`."""
+    """Return each token's position in its prompt, its page and its offset in it. `spans` as in `make_prefill`."""
     starts, counts, widths = np.array([(start, count, len(own)) for start, count, own in spans]).T
     table = np.fromiter(itertools.chain.from_iterable(own for _, _, own in spans), np.int64, widths.sum())
     positions = np.arange(counts.sum()) + np.repeat(starts - (counts.cumsum() - counts), counts)

@@ -28,7 +28,7 @@ from truestep.generate.engine.attend import (
     Rows,
     UnservedError,
     attend_rows,
-    make_chunks,
+    make_prefill,
     places_of,
 )
 from truestep.generate.engine.cache import (
@@ -303,7 +303,7 @@ class Session:
             hidden = exact_hidden(self._policy.model, self._device.send(ids), there, exact)
         if hidden is None:
             how = self._device.send, self._device.store, self._device.past
-            step = make_chunks(self.cache, spans, *how, slots=[chunk.state for chunk in chunks])
+            step = make_prefill(self.cache, spans, *how, slots=[chunk.state for chunk in chunks])
             hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
         last = [(end, chunk.place) for end, chunk in zip(ends, chunks, strict=True) if chunk.place is not None]
         if last:

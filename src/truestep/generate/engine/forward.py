@@ -21,7 +21,7 @@ from truestep.generate.engine.attend import (
     Rows,
     UnservedError,
     attend_rows,
-    make_chunks,
+    make_prefill,
 )
 from truestep.generate.engine.cache import LayerShape, PagedCache
 from truestep.generate.engine.recur import RecordedStates, RowStates
@@ -152,7 +152,7 @@ def run_many(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     cache = PagedCache.make(*shape, states=prompts)
     spans = [(0, each, tuple(range(pages * number, pages * (number + 1)))) for number in range(prompts)]
     with paged(policy):
-        step = make_chunks(cache, spans, _sender(policy.device), slots=range(1, prompts + 1))
+        step = make_prefill(cache, spans, _sender(policy.device), slots=range(1, prompts + 1))
         run_model(policy, torch.zeros(prompts * each, dtype=torch.int64, device=policy.device), step.positions, step)
 
 
@@ -173,7 +173,7 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     with paged(policy):
         start = 0
         for end in _PROBE_CHUNKS:
-            step = make_chunks(cache, [(start, end - start, pages)], _sender(device), slots=[1])
+            step = make_prefill(cache, [(start, end - start, pages)], _sender(device), slots=[1])
             found.append(run_model(policy, tokens[start:end], step.positions, step))
             start = end
         for at in range(start, _PROBE_TOKENS):  # two rows: torch.compile specialises for one; the second is not read

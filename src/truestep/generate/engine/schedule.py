@@ -79,10 +79,6 @@ class Scheduler:
         return self._pool.size - self._pool.available
 
     @property
-    def used_states(self) -> int:
-        return self._states.used
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 

@@ -42,11 +42,6 @@ class StateSlots:
         self._kept: OrderedDict[bytes, KeptState] = OrderedDict()  # by the digest of all tokens, the oldest first
         self._behind: dict[bytes, list[KeptState]] = {}  # by the digest of the last full page
 
-    @property
-    def used(self) -> int:
-        """The number of slots that cannot be taken."""
-        return self.size - len(self._free) - len(self._kept)
-
     def take(self) -> int | None:
         """Take a slot. If none is free, drop the state that was kept first. None: there is none."""
         if not self.size:

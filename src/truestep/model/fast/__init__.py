@@ -24,10 +24,11 @@ Every patch of transformers and torch:
 | model/mixers/attention.py | AttentionInterface.register | attention over packed documents; public API |
 | model/fast/compiled.py | forward, gradient_checkpointing | compiled layers; transformers' recomputation switch |
 | model/fast/embedding.py | forward, padding_idx, _parameters, weight | float32 gradients; attributes of nn.Embedding |
-| model/mixers/handed.py | register_forward_hook, register_forward_pre_hook | attention's arguments; public API |
+| model/handed.py | named | a field of an object of ours |
+| model/handed.py | register_forward_hook, register_forward_pre_hook | what a model was handed; public API |
 | model/mixers/recurrence.py | setattr, __kwdefaults__ | a method's code over globals that have our operations |
-| model/mixers/recurrence.py | register_forward_hook, register_forward_pre_hook | what a model was handed; public API |
-| model/mixers/recurrence.py | module, packed_layout, paged | fields of an object of ours |
+| model/mixers/recurrence.py | register_forward_hook, register_forward_pre_hook | which module runs; public API |
+| model/mixers/recurrence.py | module | a field of an object of ours |
 | model/mixers/flash.py | register_autograd | custom operators for torch.compile; public API |
 | model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |

@@ -8,7 +8,7 @@ results do not change.
 Compiled layers do not use this for `elementwise`: the compiler selects what to keep (`compiler_backends`).
 """
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from truestep.model.handed import HandedAgain
 from truestep.weights.errors import ModelError
 
 FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"
@@ -41,10 +42,14 @@ def recompute_activations(model: Any, how: str = FULL) -> None:
 
 def checkpoint_options(how: str) -> dict[str, Any]:
     """Return the options of `torch.utils.checkpoint`."""
-    contexts: dict[str, Callable[[], Any]] = {}
-    if how != FULL:
-        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, how))}
-    return {"use_reentrant": False, **contexts}
+    return {"use_reentrant": False, "context_fn": partial(_contexts, how)}
+
+
+def _contexts(how: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Make the contexts in which a layer is computed and recomputed."""
+    plain = nullcontext(), nullcontext()
+    computed, again = plain if how == FULL else create_selective_checkpoint_contexts(partial(_policy, how))
+    return computed, HandedAgain(again)
 
 
 def _policy(how: str, context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -15,8 +15,8 @@ import torch
 
 from truestep.errors import TruestepError
 from truestep.head.logits import HeadSettings, scaled_logits
+from truestep.model import handed
 from truestep.model.cuts.stages import Stages, stages_of
-from truestep.model.mixers import handed
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.policy import packed_hidden, plain_attention, stage_hidden
 from truestep.ranks.exchange import gather_same

@@ -29,9 +29,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from truestep.model.handed import handed
 from truestep.model.mixers import flash
 from truestep.model.mixers.context_parallel import Context
-from truestep.model.mixers.handed import handed
 from truestep.model.mixers.paths import Paths, Span, make_paths
 from truestep.types import sent
 from truestep.weights.errors import ModelError

@@ -8,7 +8,7 @@ with our functions in place of these; transformers' modules are not changed. Cal
 - `paged` (the engine): `paged.step.recur(module, recurrence, call)` gives the output;
 - neither (a document alone): the model's own plain function runs.
 
-Hooks of the model's body and of its layers keep what was handed to them, because some layers do not hand it on.
+Both are asked of `handed`, because some models do not pass them on to their layers.
 """
 
 import functools
@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from truestep.model.handed import hand_on, handed
 from truestep.model.mixers.context_parallel import Context, check_share, heads_needed
 from truestep.model.mixers.paths import Paths
 from truestep.weights.errors import ModelError
@@ -108,15 +109,13 @@ def register(function_name: str, recurrence: Recurrence | None) -> None:
     _replaced_methods.cache_clear()
 
 
-class _Handed(threading.local):
-    """What the running model was handed, and the module that runs. The backward pass has threads of its own."""
+class _Running(threading.local):
+    """The module that runs. The backward pass has threads of its own."""
 
-    packed_layout: Any = None
-    paged: Any = None
     module: torch.nn.Module | None = None
 
 
-_handed = _Handed()
+_running = _Running()
 
 
 # Names in the code of layers that keep a state in transformers' caches.
@@ -125,9 +124,8 @@ _SIGNS = {"update_recurrent_state", "update_conv_state", "set_linear_cache", "re
 
 def put_in(model: Any) -> None:
     """Put the registered operations in a model. Refuse one with layers that keep a state and call none of them."""
-    modules = dict(model.named_modules())
-    above: set[str] = set()
-    for name, module in modules.items():
+    found = False
+    for name, module in model.named_modules():
         kind: Any = type(module)
         replaced = _replaced_methods(kind)
         if not replaced and _keeps_state(kind):
@@ -141,13 +139,9 @@ def put_in(model: Any) -> None:
             setattr(module, method, types.MethodType(function, module))
         module.register_forward_pre_hook(_enter)
         module.register_forward_hook(_leave)
-        parts = name.split(".")
-        above |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-    if not above:
-        return
-    for name in above:
-        modules[name].register_forward_pre_hook(_keep_given, with_kwargs=True, prepend=True)
-    model.base_model.register_forward_pre_hook(_keep, with_kwargs=True, prepend=True)
+        found = True
+    if found:
+        hand_on(model)
 
 
 _KERNELS = "_recurrent_kernels"  # a module's attribute: the names of functions for which kernels are used
@@ -224,19 +218,20 @@ def _in_place_of(recurrence: Recurrence | None, function: Any) -> Any:
     def dispatch(*arguments: Any, **named: Any) -> Any:
         for name in ("packed_layout", "paged"):
             named.pop(name, None)
-        if recurrence is None or (_handed.packed_layout is None and _handed.paged is None):
+        packed_layout, paged = handed("packed_layout"), handed("paged")
+        if recurrence is None or (packed_layout is None and paged is None):
             return plain(*arguments, **named)
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
         if rest is not None:
             del bound.arguments[rest]
-        kernels: Collection[str] = vars(_handed.module).get(_KERNELS, ()) if _handed.module is not None else ()
+        kernels: Collection[str] = vars(_running.module).get(_KERNELS, ()) if _running.module is not None else ()
         call = Call(plain, bound.arguments, plain.__name__ in kernels)
         if _seen is not None:
             _seen.append((recurrence, call))
-        if _handed.paged is not None:
-            return _handed.paged.step.recur(_handed.module, recurrence, call)
-        return run_packed(recurrence, call, _handed.packed_layout)
+        if paged is not None:
+            return paged.step.recur(_running.module, recurrence, call)
+        return run_packed(recurrence, call, packed_layout)
 
     return dispatch
 
@@ -298,28 +293,16 @@ def check_shares(recurrence: Recurrence, function: str) -> None:
     if not recurrence.tokens:
         raise ModelError(
             f"data.share_prefixes: the operation that is registered for {function} ({type(recurrence).__name__}) does "
-            "not say in `tokens` which arguments have a dimension of tokens; share_prefixes: off computes each document "
-            "alone"
+            "not say in `tokens` which arguments have a dimension of tokens. Use share_prefixes: off"
         )
-
-
-def _keep(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    _handed.packed_layout, _handed.paged = named.get("packed_layout"), named.get("paged")
-
-
-@torch.compiler.disable
-def _keep_given(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Keep what a layer is handed: the backward pass may recompute the layer without the model's body."""
-    if named.get("packed_layout") is not None or named.get("paged") is not None:
-        _keep(module, arguments, named)
 
 
 @torch.compiler.disable
 def _enter(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-    module.__dict__["_called_from"] = _handed.module
-    _handed.module = module
+    module.__dict__["_called_from"] = _running.module
+    _running.module = module
 
 
 @torch.compiler.disable
 def _leave(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    _handed.module = module.__dict__.pop("_called_from", None)
+    _running.module = module.__dict__.pop("_called_from", None)

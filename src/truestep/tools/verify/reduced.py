@@ -41,6 +41,9 @@ _SIZES: dict[str, int] = {
     "shared_expert_intermediate_size": 16,
     "num_hidden_layers": LAYERS,
     "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": LAYERS // 2,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -101,13 +104,9 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
         settings |= dict.fromkeys(settings.keys() & {"rms_norm_eps", "layer_norm_epsilon"}, 1e-2)
     sizes = _SIZES | heads | {"linear_num_key_heads": 2 if few_groups else 4}
     for name, size in sizes.items():
-        if isinstance(settings.get(name), int):
+        if isinstance(settings.get(name), int) and settings[name]:
             settings[name] = size
-    before = config.get_text_config().num_hidden_layers
-    for name, kinds in settings.items():
-        if isinstance(kinds, list) and len(kinds) == before and all(isinstance(kind, str) for kind in kinds):
-            different = list(dict.fromkeys(kinds))[:LAYERS]
-            settings[name] = (different * LAYERS)[:LAYERS]
+    _keep_few_layers(settings, config.get_text_config().num_hidden_layers, sizes)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(settings.get(name), list):
             settings[name] = [token % VOCABULARY for token in settings[name]]
@@ -126,8 +125,29 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
             scale = (0.15 if parameter.shape[-1] > _FEW else 0.5) if parameter.ndim >= 2 else 0.1
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
+        for module in model.modules():
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                module.q_norm.weight.mul_(0.25)  # scores are not scaled, and would be so large that rounding shows
     model.save_pretrained(directory)
     return directory
+
+
+def _keep_few_layers(settings: dict[str, Any], before: int, sizes: Mapping[str, int]) -> None:
+    """Keep what settings say by layer for `LAYERS` layers, with every kind of layer among them. A size that a layer has
+    for itself stays another than the model's."""
+    like = list(range(before))  # the layers that are kept
+    for name, kinds in settings.items():
+        if isinstance(kinds, list) and len(kinds) == before and all(isinstance(kind, str) for kind in kinds):
+            different = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:LAYERS]
+            like = (different * LAYERS)[:LAYERS]
+            settings[name] = [kinds[layer] for layer in like]
+    own = settings.get("per_layer_config") or {}
+    kept = {str(layer): own[str(old)] for layer, old in enumerate(like[:LAYERS]) if str(old) in own}
+    if own:
+        settings["per_layer_config"] = {
+            layer: {name: 2 * sizes[name] if name in sizes else value for name, value in values.items()}
+            for layer, values in kept.items()
+        }
 
 
 def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool) -> list[str]:

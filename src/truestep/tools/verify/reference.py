@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class _Float64(TorchFunctionMode):
+class Float64(TorchFunctionMode):
+    """Puts float64 in the place of float32."""
+
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if function is torch.Tensor.float:
             return torch.Tensor.double(*arguments)
@@ -105,6 +107,6 @@ class Reference:
                 module.inv_freq = exact
 
     def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:  # [T, V]
-        with _Float64():
+        with Float64():
             output = self._model(input_ids=torch.tensor([input_ids]), use_cache=False)
         return output.logits[0] / temperature
