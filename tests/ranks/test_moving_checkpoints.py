@@ -1,4 +1,4 @@
-"""A run that moves: four ranks sharded, then one, tensor and pipeline ranks, by each optimizer, held to the law."""
+"""A run that moves: replicas of shards, then one rank, tensor, context and pipeline ranks, held to the law."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
 from ranks.test_train_over_ranks import config
+from selection import in_tiers
 from small_runs import read_lines, write_rollouts
 from truestep.run.checkpoint.store import CheckpointStore
 
@@ -23,7 +24,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["adamw", *(pytest.param(n, marks=pytest.mark.long) for n in ("eight", "muon"))])
+@pytest.mark.parametrize("name", in_tiers(OPTIMIZERS, ["adamw"], ["eight"]))
 def test_from_four_ranks_to_one_to_tensor_and_to_pipeline(name: str, tiny_model: Model, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", 56)
     model, optimizer = tiny_model("qwen3_tied"), OPTIMIZERS[name]
@@ -37,7 +38,7 @@ def test_from_four_ranks_to_one_to_tensor_and_to_pipeline(name: str, tiny_model:
     sizes = [file.stat().st_size for file in parts]
     assert len(parts) == 4 and max(sizes) < 0.4 * sum(sizes), "each rank writes its own part"
     on_ranks(1, train_all, [given("moved", 3)])
-    on_ranks(2, train_all, [given("moved", 5, tensor=2), given("moved", 7, pipeline=2)])
+    on_ranks(2, train_all, [given("moved", 5, tensor=2), given("moved", 6, context=2), given("moved", 7, pipeline=2)])
     on_ranks(1, train_all, [given("moved", 8), given("still", 8)])
     moved, still = tmp_path / "moved", tmp_path / "still"
     assert read_lines(moved / "ledger.jsonl") == read_lines(still / "ledger.jsonl")

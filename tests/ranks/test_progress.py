@@ -34,7 +34,7 @@ from truestep.ranks.processes import Activity, Identity
 
 TIMEOUT = 0.7
 # Of runs that must not be ended: a busy machine may leave a process without a turn for some seconds.
-LONG_TIMEOUT = 6.0
+LONG_TIMEOUT = 4.0
 Model = Callable[[str], Path]
 
 
@@ -73,18 +73,17 @@ def slow_config(what: str, directory: Path, timeout: float) -> dict[str, Any]:
         write_lines(directory / "rollouts.jsonl", [record | {"id": str(n)} for n, record in enumerate(records)])
         sections |= {"evaluation": evaluation | {"every": 5, "batch_size": 1}}
     else:
-        model = make_model(directory / "model", "llama", num_hidden_layers=40)
-        sections |= {"data": {"tokens_per_microbatch": 400}}
+        model = make_model(directory / "model", "llama", num_hidden_layers=20)
     return config(model, directory / "rollouts.jsonl", directory / "run", **sections)
 
 
 # What is slowed, its phase, and the seconds of each of its pieces: a layer of one micro-batch, a forward pass of a
 # layer while a token is sampled, a page written, a tensor read.
 SLOW = [
-    ("step", "computing step 1", 1.6),
-    ("evaluation", "evaluating after step 0", 0.12),
-    ("save", "saving after step 1", 0.14),
-    ("load", "loading the model", 0.66),
+    ("step", "computing step 1", 2.1),
+    ("evaluation", "evaluating after step 0", 0.06),
+    ("save", "saving after step 1", 0.19),
+    ("load", "loading the model", 0.85),
 ]
 
 

@@ -91,22 +91,6 @@ def test_ranks_share_one_table_of_a_large_file(tiny_model: Model, tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_checkpoint_moves_between_layouts(tiny_model: Model, tmp_path: Path) -> None:
-    """Four steps on two ranks, two more on four replicas of two shards, the rest on one."""
-    write_rollouts(tmp_path / "rollouts.jsonl", 60)
-    model, moved, still = tiny_model("qwen3_tied"), tmp_path / "moved", tmp_path / "still"
-    for size, steps, parallel in ((2, 4, {}), (4, 6, {"data_replicate": 2}), (1, None, {})):
-        given = config(model, tmp_path / "rollouts.jsonl", moved, parallel=parallel, schedule={"steps": steps})
-        on_ranks(size, train_all, [given])
-    on_ranks(1, train_all, [config(model, tmp_path / "rollouts.jsonl", still)])
-    check_same_run(moved, still)
-    mine, theirs = optimizer_of(moved), optimizer_of(still)
-    assert set(mine) == set(theirs)
-    for name, value in theirs.items():
-        assert (mine[name] - value).norm() <= 1e-4 * value.norm(), name
-
-
-@pytest.mark.long
 def test_two_updates_of_a_batch_over_a_change_of_ranks(tiny_model: Model, tmp_path: Path) -> None:
     """The batch whose second update is still to come travels with the checkpoint, and is packed anew."""
     write_rollouts(tmp_path / "rollouts.jsonl", 21)
@@ -161,11 +145,11 @@ def test_a_part_that_goes_on_after_a_restart(tiny_model: Model, tmp_path: Path) 
 
 @pytest.mark.long
 def test_many_runs_of_random_shape(tiny_model: Model, tmp_path: Path) -> None:
-    """Thirty of them, over 2, 3 and 4 ranks: whole files or parts, either overshoot, targets that divide nothing."""
+    """Twelve of them, over 2, 3 and 4 ranks: whole files or parts, either overshoot, targets that divide nothing."""
     draw = random.Random(8)
     expected: dict[Path, list[str]] = {}
     runs: dict[int, list[dict[str, Any]]] = {2: [], 3: [], 4: []}
-    for number in range(30):
+    for number in range(12):
         size = (2, 3, 4)[number % 3]
         parted = draw.random() < 0.5
         names = []
@@ -215,10 +199,9 @@ def test_sampling_and_evaluation_are_shared_out(tmp_path: Path) -> None:
         # Of seeds 0 to 4 four differ by 2e-6 at most. Seed 0 has weights whose gradient is all but 0 (1.1e-5 on 4).
         return base | {"sampler": sampler, "evaluation": evaluation, "schedule": schedule, "seed": 1}
 
-    for size in (1, 2, 4):
+    for size in (1, 4):
         on_ranks(size, train_all, [given(f"on{size}")])
-    for size in (2, 4):
-        check_same_run(tmp_path / f"on{size}", tmp_path / "on1")
-        mine, theirs = (without_times(read_lines(tmp_path / run / "evaluation.jsonl")) for run in (f"on{size}", "on1"))
-        assert [line["greedy_reward"] for line in mine] == [line["greedy_reward"] for line in theirs]
-        assert [line["examples"] for line in mine] == [line["examples"] for line in theirs]
+    check_same_run(tmp_path / "on4", tmp_path / "on1")
+    mine, theirs = (without_times(read_lines(tmp_path / run / "evaluation.jsonl")) for run in ("on4", "on1"))
+    assert [line["greedy_reward"] for line in mine] == [line["greedy_reward"] for line in theirs]
+    assert [line["examples"] for line in mine] == [line["examples"] for line in theirs]

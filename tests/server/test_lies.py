@@ -178,7 +178,7 @@ def test_an_honest_evaluation_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.release),
         pytest.param({"pipeline": 2}, marks=pytest.mark.long),
         pytest.param({"tensor": 2}, marks=pytest.mark.release),
         pytest.param({"context": 2}, marks=pytest.mark.release),

@@ -45,7 +45,7 @@ def check_on_policy(run: Path, steps: int = 4) -> None:
     ("size", "parallel"),
     [
         (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.long),
+        pytest.param(2, {}, marks=pytest.mark.release),
         pytest.param(2, {"tensor": 2}, marks=pytest.mark.long),
         pytest.param(2, {"pipeline": 2}, marks=pytest.mark.long),
     ],

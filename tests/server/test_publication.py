@@ -143,7 +143,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "parallel"),
-    in_tiers(LAYOUTS, [(2, {}), (2, {"pipeline": 2})], [(4, {"tensor": 2}), (4, {"context": 2, "data_shard": 2})]),
+    in_tiers(LAYOUTS, [(2, {}), (2, {"pipeline": 2})], [(4, {"tensor": 2})]),
 )
 def test_a_run_trains_on_policy_under_every_layout(
     size: int, parallel: dict[str, int], served: Path, tmp_path: Path
