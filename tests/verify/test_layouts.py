@@ -57,9 +57,9 @@ SHORT = {
     "labels": (*ALONE, "shards", "replicas", "four shards", "tensor", "pipeline", "tensor beside data"),
     "documents": ("packing", "context", "context of four", "context and pipeline"),
 }
-# test_verify has every layout with a loss of labels, as a user types it. Here are those of several axes, with a tied head
-# and documents of several sequences. A rank that has whole documents makes nothing else of a loss of documents than of
-# a loss of labels.
+# A rank that has whole documents makes nothing else of a loss of documents than of a loss of labels. With the latter,
+# test_verify has every layout as a user types it; here are those of several axes, with a tied head and documents of
+# several sequences.
 LONG = {
     "labels": ("shards and replicas", "context beside data", "context and tensor", "tensor and pipeline"),
     "documents": ("context beside data", "context and tensor"),
