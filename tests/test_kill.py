@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from kill_driver import Driver, Kill
+from small_runs import kept_rows
 from tiny import make_records
 from truestep.environments import sorting
 from truestep.metrics.spent import of_the_machine
-from truestep.rollouts.kept.files import list_files, read_rows
 from truestep.tools.demo.model import make_model
 
 
@@ -103,7 +103,7 @@ def _result(run: Path) -> dict[str, Any]:
         "random": [file.read_bytes() for file in sorted((last / "truestep").glob("random-*"))],
         "ledger": (run / "ledger.jsonl").read_bytes(),
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
-        "rollouts": [_without_seconds(row) for file in list_files(run / "rollouts") for row in read_rows(file)],
+        "rollouts": [_without_seconds(row) for row in kept_rows(run)],
         **lines,
     }
 

@@ -12,10 +12,18 @@ import torch
 
 from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
-from small_runs import merged, read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
+from small_runs import (
+    kept_rows,
+    merged,
+    read_lines,
+    sort_prompts,
+    without_times,
+    word_model,
+    write_lines,
+    write_rollouts,
+)
 from tiny import make_records
 from truestep.metrics.spent import of_the_machine
-from truestep.rollouts.kept.files import list_files, read_rows
 
 Model = Callable[[str], Path]
 OF_THE_LAYOUT = ("num_micro_batches",)  # by its nature
@@ -49,7 +57,7 @@ def check_same_run(run: Path, reference: Path) -> None:
         assert {name for name in mine if not of_the_machine(name)} == compared
         for name in compared - set(OF_THE_LAYOUT):
             assert mine[name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (line["step"], name)
-    kept = [[row for file in list_files(one / "rollouts") for row in read_rows(file)] for one in (run, reference)]
+    kept = [kept_rows(one) for one in (run, reference)]
     for row, other in zip(*kept, strict=True):
         for name, value in other.items():
             numbers = name.startswith("token_") or isinstance(value, float)
