@@ -73,14 +73,15 @@ def slow_config(what: str, directory: Path, timeout: float) -> dict[str, Any]:
         write_lines(directory / "rollouts.jsonl", [record | {"id": str(n)} for n, record in enumerate(records)])
         sections |= {"evaluation": evaluation | {"every": 5, "batch_size": 1}}
     else:
-        model = make_model(directory / "model", "llama", num_hidden_layers=20)
+        model = make_model(directory / "model", "llama", num_hidden_layers=40 if what == "step" else 20)
+        sections |= {"data": {"tokens_per_microbatch": 400}}
     return config(model, directory / "rollouts.jsonl", directory / "run", **sections)
 
 
 # What is slowed, its phase, and the seconds of each of its pieces: a layer of one micro-batch, a forward pass of a
 # layer while a token is sampled, a page written, a tensor read.
 SLOW = [
-    ("step", "computing step 1", 2.1),
+    ("step", "computing step 1", 1.05),
     ("evaluation", "evaluating after step 0", 0.06),
     ("save", "saving after step 1", 0.19),
     ("load", "loading the model", 0.85),

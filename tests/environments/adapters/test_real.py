@@ -196,9 +196,8 @@ def test_mathematics_is_compared_as_mathematics(model: Path, tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """A real server of the package, in its own Python."""
-    started = subprocess.Popen(
-        [os.environ["TRUESTEP_ADAPTERS"], str(HERE / "openenv_server.py")], stdout=subprocess.PIPE, text=True
-    )
+    command = [os.environ["TRUESTEP_ADAPTERS"], str(HERE / "openenv_server.py")]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert started.stdout is not None
         yield f"http://127.0.0.1:{int(started.stdout.readline())}"
