@@ -34,7 +34,7 @@ from truestep.ranks.processes import Activity, Identity
 
 TIMEOUT = 0.7
 # Of runs that must not be ended: a busy machine may leave a process without a turn for some seconds.
-LONG_TIMEOUT = 4.0
+LONG_TIMEOUT = 6.0
 Model = Callable[[str], Path]
 
 
@@ -81,10 +81,10 @@ def slow_config(what: str, directory: Path, timeout: float) -> dict[str, Any]:
 # What is slowed, its phase, and the seconds of each of its pieces: a layer of one micro-batch, a forward pass of a
 # layer while a token is sampled, a page written, a tensor read.
 SLOW = [
-    ("step", "computing step 1", 1.05),
-    ("evaluation", "evaluating after step 0", 0.06),
-    ("save", "saving after step 1", 0.19),
-    ("load", "loading the model", 0.85),
+    ("step", "computing step 1", 1.6),
+    ("evaluation", "evaluating after step 0", 0.1),
+    ("save", "saving after step 1", 0.28),
+    ("load", "loading the model", 1.2),
 ]
 
 

@@ -14,11 +14,7 @@ import pytest
 def on_packages_of(variable: str) -> list[Any]:
     """Return the marks of tests on the packages of the Python that this variable names."""
     why = f"{variable} names no Python; `make adapters` makes and prints it"
-    return [
-        pytest.mark.nightly,
-        pytest.mark.skipif(not os.environ.get(variable), reason=why),
-        pytest.mark.usefixtures("packages"),
-    ]
+    return [pytest.mark.skipif(not os.environ.get(variable), reason=why), pytest.mark.usefixtures("packages")]
 
 
 def finding(variable: str) -> Any:

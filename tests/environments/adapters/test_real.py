@@ -22,7 +22,7 @@ from truestep.environments.rewards import RewardError
 from truestep.rollouts.source import SourceError
 from truestep.tools.demo.model import make_model
 
-pytestmark = on_packages_of("TRUESTEP_ADAPTERS")
+pytestmark = [pytest.mark.nightly, *on_packages_of("TRUESTEP_ADAPTERS")]
 packages = finding("TRUESTEP_ADAPTERS")
 HERE = Path(__file__).parent
 TASKS = {

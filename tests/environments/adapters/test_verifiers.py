@@ -31,7 +31,7 @@ from truestep.generate.generator import DrawOptions
 from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
 
-pytestmark = on_packages_of("TRUESTEP_VERIFIERS")
+pytestmark = [pytest.mark.nightly, *on_packages_of("TRUESTEP_VERIFIERS")]
 packages = finding("TRUESTEP_VERIFIERS")
 
 
