@@ -82,8 +82,8 @@ def _start(directory: Path, name: str, config: dict[str, Any], kills: list[Kill]
     with Driver(file, kills) as driver:
         outcome = driver.wait()
     assert outcome["final"] == 0, driver.log.read_text(encoding="utf-8")[-2000:]
-    # A kill may come after the end of a run; ten must not.
-    assert sum(outcome["killed"]) >= min(len(kills), 10), outcome
+    # Of many kills two may come after the end of a run.
+    assert sum(outcome["killed"]) >= len(kills) - 2 * (len(kills) > 4), outcome
     return run
 
 
