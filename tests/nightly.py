@@ -1,8 +1,10 @@
 """Say which groups of `make test-nightly` test what has changed. `.ci/run` runs these; every night runs all.
 
     python tests/nightly.py [REF]
+    python tests/nightly.py --vllm [REF]
 
-prints the files of tests of those groups, for `make test-nightly FILES="..."`. What has changed is what differs from
+prints the files of tests of those groups, for `make test-nightly FILES="..."`; with `--vllm` the files that a real vLLM
+is concerned by, and nothing where it is not. What has changed is what differs from
 the last commit that this branch has in common with REF (`origin/main`, if none is given), or, on that branch itself,
 from the commit before. In a clone that has no such commit, everything has changed.
 """
@@ -28,6 +30,17 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/test_examples_train.py",),
         ("examples/*", "src/truestep/config/*", "src/truestep/losses/*", "src/truestep/run/assemble/*"),
     ),
+    "programs": (
+        ("tests/api/test_examples.py", "tests/generate/endpoint/test_agents.py"),
+        (
+            *("examples/python*", "docs/agents.md", "src/truestep/__init__.py", "src/truestep/run/*"),
+            *("src/truestep/generate/endpoint/*", "src/truestep/generate/command.py"),
+        ),
+    ),
+    "families": (
+        ("tests/families/test_families.py",),
+        ("docs/families.md", "src/truestep/model/*", "src/truestep/generate/engine/*"),
+    ),
     "recipes": (
         ("tests/test_recipes.py",),
         ("examples/recipes*", "benchmarks/recipe*"),
@@ -46,13 +59,26 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+# What the tests with a real vLLM are about: how runs sample by servers, and how weights come to these.
+VLLM = (
+    *("requirements-vllm.txt", "tests/server/*", "src/truestep/generate/*", "src/truestep/publish/*"),
+    *("src/truestep/model/*", "src/truestep/weights/*", "src/truestep/ranks/*", "src/truestep/run/*"),
+    *("src/truestep/step/*", "src/truestep/environments/*", "src/truestep/tools/demo/*", "src/truestep/tools/parity/*"),
+)
+
+
+def concern(changed: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Return the files that one of the patterns stands for."""
+    patterns = list(patterns)
+    return [file for file in changed if any(fnmatch(file, pattern) for pattern in patterns)]
+
+
 def groups_of(changed: Iterable[str]) -> list[str]:
     """Name the groups that test one of these files, or are one of them."""
     files = list(changed)
 
     def concerned(tests: tuple[str, ...], about: tuple[str, ...]) -> bool:
-        patterns = (*tests, *(f"{test}/*" for test in tests), *about, *ALL)
-        return any(fnmatch(file, pattern) for file in files for pattern in patterns)
+        return bool(concern(files, (*tests, *(f"{test}/*" for test in tests), *about, *ALL)))
 
     return [name for name, (tests, about) in GROUPS.items() if concerned(tests, about)]
 
@@ -72,7 +98,10 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def main(arguments: list[str], root: Path = ROOT) -> str:
+    vllm, arguments = "--vllm" in arguments, [each for each in arguments if each != "--vllm"]
     changed = changed_files(root, arguments[0] if arguments else "origin/main")
+    if vllm:
+        return " ".join(["everything"] if changed is None else concern(changed, (*VLLM, *ALL)))
     names = list(GROUPS) if changed is None else groups_of(changed)
     return " ".join(test for name in names for test in GROUPS[name][0])
 

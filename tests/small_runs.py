@@ -21,6 +21,7 @@ from truestep.environments import sorting
 from truestep.metrics.observers import Observer
 from truestep.metrics.spent import of_the_machine
 from truestep.ranks.forks import fork_context
+from truestep.rollouts.kept.files import list_files, read_rows
 from truestep.run.train import make_trainer, train
 from truestep.run.trainer import Trainer
 from truestep.step.before.annotators import Annotator
@@ -131,6 +132,11 @@ def _command(arguments: list[str], console: str) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def kept_rows(run: Path) -> list[dict[str, Any]]:
+    """Read the rollouts that a run kept."""
+    return [row for file in list_files(run / "rollouts") for row in read_rows(file)]
 
 
 def without_times(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,11 +13,10 @@ import yaml
 
 from kill_driver import Driver, Kill
 from model.test_hybrids import make_hybrid
-from small_runs import WORDS
+from small_runs import WORDS, kept_rows
 from tiny import VOCABULARY, make_records
 from truestep.environments import sorting
 from truestep.metrics.spent import of_the_machine
-from truestep.rollouts.kept.files import list_files, read_rows
 from truestep.tools.demo.model import make_model, make_tokenizer
 
 
@@ -84,8 +83,8 @@ def _start(directory: Path, name: str, config: dict[str, Any], kills: list[Kill]
     with Driver(file, kills) as driver:
         outcome = driver.wait()
     assert outcome["final"] == 0, driver.log.read_text(encoding="utf-8")[-2000:]
-    # A kill may come after the end of a run; ten must not.
-    assert sum(outcome["killed"]) >= min(len(kills), 10), outcome
+    # Of many kills two may come after the end of a run.
+    assert sum(outcome["killed"]) >= len(kills) - 2 * (len(kills) > 4), outcome
     return run
 
 
@@ -105,7 +104,7 @@ def _result(run: Path) -> dict[str, Any]:
         "random": [file.read_bytes() for file in sorted((last / "truestep").glob("random-*"))],
         "ledger": (run / "ledger.jsonl").read_bytes(),
         "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
-        "rollouts": [_without_seconds(row) for file in list_files(run / "rollouts") for row in read_rows(file)],
+        "rollouts": [_without_seconds(row) for row in kept_rows(run)],
         **lines,
     }
 
@@ -182,8 +181,9 @@ def test_a_killed_run_ends_bitwise_like_one_that_was_not(
     config = kinds[kind]()
     whole = _start(tmp_path, "whole", config, [])
     generator = random.Random(kind)
-    at_files = [("event", generator.randint(5, 50)) for _ in range(9)]
-    at_times = [("seconds", generator.uniform(0.3, 0.8)) for _ in range(5)]
+    more = kind in ("files", "sampled")
+    at_files = [("event", generator.randint(5, 50)) for _ in range(8 if more else 4)]
+    at_times = [("seconds", generator.uniform(0.3, 0.8)) for _ in range(4 if more else 2)]
     kills = [*at_files, *at_times]
     generator.shuffle(kills)
     _compare(whole, _start(tmp_path, "killed", config, kills))

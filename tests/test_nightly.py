@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nightly import ALL, GROUPS, ROOT, changed_files, groups_of, main
+from nightly import ALL, GROUPS, ROOT, VLLM, changed_files, groups_of, main
 from pages import ROOT as PAGES_ROOT
 
 EVERYTHING = " ".join(test for tests, _ in GROUPS.values() for test in tests)
@@ -22,6 +22,8 @@ EVERYTHING = " ".join(test for tests, _ in GROUPS.values() for test in tests)
         (["examples/grpo.yaml"], ["examples"]),
         (["src/truestep/losses/label_losses.py"], ["examples", "peers"]),
         (["tests/peers/test_trl.py"], ["peers"]),
+        (["src/truestep/run/trainer.py"], ["programs"]),
+        (["src/truestep/model/loading/load.py"], ["families"]),
         (["src/truestep/environments/adapters/openenv.py"], ["adapters"]),
         (["requirements-adapters.txt"], ["adapters"]),
         (["requirements-verifiers.txt"], ["adapters"]),
@@ -45,6 +47,8 @@ def test_what_the_groups_name_is_there() -> None:
         named = [pattern for pattern in about if not (ROOT / pattern).exists()]
         assert [pattern for pattern in named if not any(fnmatch(file, pattern) for file in files)] == []
     assert all((ROOT / file).exists() for file in ALL)
+    files += [str(file.relative_to(ROOT)) for file in ROOT.glob("tests/server/*.py")]
+    assert all((ROOT / pattern).exists() or any(fnmatch(file, pattern) for file in files) for pattern in VLLM)
 
 
 def test_every_nightly_case_belongs_to_a_group() -> None:
@@ -80,6 +84,10 @@ def test_changes_are_those_since_the_branch_began(clone: Path) -> None:
     assert main(["main"], clone) == "tests/test_docs_run.py"
     (clone / "first.py").write_text("not committed")
     assert changed_files(clone, "main") == ["docs/second.md", "first.py"]
+    assert main(["--vllm", "main"], clone) == ""
+    (clone / "requirements-vllm.txt").write_text("another")
+    subprocess.run(["git", "-C", str(clone), "add", "."], check=True)
+    assert main(["--vllm", "main"], clone) == "requirements-vllm.txt"
 
 
 def test_on_the_branch_itself_they_are_those_of_the_last_commit(clone: Path) -> None:
@@ -91,6 +99,7 @@ def test_without_such_a_commit_all_has_changed(ref: str, clone: Path) -> None:
     assert changed_files(clone, ref) is None
     assert main([ref], clone) == EVERYTHING
     assert main([], clone) == EVERYTHING
+    assert main(["--vllm", ref], clone) == "everything"
 
 
 def test_the_first_commit_has_nothing_before_it(clone: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from selection import long_except
+from selection import nightly_except
 from truestep.ranks.forks import fork_context
 
 FOLDER = Path(__file__).parents[2] / "examples" / "python"
@@ -53,7 +53,7 @@ def run_program(name: str) -> None:
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", long_except(PROGRAMS, "own_source"))
+@pytest.mark.parametrize("name", nightly_except(PROGRAMS, "own_source"))
 def test_a_program_runs_as_it_is(name: str, tmp_path: Path) -> None:
     lines = in_a_process(run_program, name, folder=tmp_path)
     assert any(line.startswith(LAST_LINES[name]) for line in lines), lines
@@ -81,7 +81,7 @@ def run_cells(sources: list[str]) -> None:
             exec(compile(source, "<cell>", "exec"), names)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     lines = in_a_process(run_cells, cells(), folder=tmp_path)
     assert any(line.startswith("held out: ") for line in lines), lines

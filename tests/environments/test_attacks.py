@@ -22,7 +22,7 @@ import yaml
 import hostile_reward
 from doors.own_server import Process, serve
 from processes import mentioning
-from selection import in_tiers, long_except
+from selection import in_tiers
 from small_runs import merged, quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
 
 KINDS = ("in_process", "server", "evaluation")
@@ -190,8 +190,7 @@ train(load_config(Path(sys.argv[1])), Console(file=io.StringIO()))
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", long_except(KINDS, "in_process"))
+@pytest.mark.parametrize("kind", in_tiers(KINDS, [], ["in_process", "server"]))
 def test_a_run_whose_rewards_never_end_stops_when_it_is_asked_and_goes_on(
     kind: str, model: Path, tmp_path: Path
 ) -> None:

@@ -199,13 +199,10 @@ CASES = [
     *((kind, isolation, "quick") for kind in KINDS for isolation in ("auto", "off")),
     *(("evaluation", isolation, "slow") for isolation in ("auto", "off")),
 ]
-RELEASE = [("evaluation", "off", "quick"), ("server", "off", "quick")]
+IN_LONG = [("in_process", "auto", "quick"), ("in_process", "off", "quick"), ("server", "auto", "quick"), *CASES[-2:]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "isolation", "speed"), in_tiers(CASES, CASES[:1], [case for case in CASES[1:] if case not in RELEASE])
-)
-@pytest.mark.long
+@pytest.mark.parametrize(("kind", "isolation", "speed"), in_tiers(CASES, [], IN_LONG))
 def test_the_table_of_the_page_is_what_happens(
     kind: str, isolation: str, speed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

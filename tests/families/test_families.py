@@ -34,7 +34,7 @@ def test_families_do_what_the_page_says(family: str, tmp_path: Path) -> None:
     assert {name: found[name] == YES for name in tried} == {name: of_page(family)[name] == YES for name in tried}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["granite_swa", "gemma4_text", "qwen3_next"])
 def test_families_do_what_the_page_says_in_every_column(family: str, tmp_path: Path) -> None:
     found, page = try_family(family, tmp_path), of_page(family)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from small_runs import read_lines, said, sampled_config, sort_prompts, word_model, write_lines
+from small_runs import kept_rows, read_lines, said, sampled_config, sort_prompts, word_model, write_lines
 from truestep.config.load import ConfigError, config_of
 from truestep.environments.episodes.service import EpisodeService
 from truestep.environments.process import WorkerOptions
@@ -25,7 +25,6 @@ from truestep.generate.generator import DrawOptions, Generate
 from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
-from truestep.rollouts.kept.files import list_files, read_rows
 
 ENDS = ["=", "1", "2", "3"]  # texts that end a turn: few tokens of the tiny model's are its end of text
 
@@ -175,7 +174,7 @@ def test_a_run_trains_and_evaluates_on_episodes(tmp_path: Path) -> None:
     assert [line["num_documents"] for line in lines] == [8] * 3
     for line in lines:
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-6)
-    rows = [row for file in list_files(tmp_path / "run" / "rollouts") for row in read_rows(file)]
+    rows = kept_rows(tmp_path / "run")
     assert any("sort 3 1 =" in row["completion"] for row in rows)
     evaluated = read_lines(tmp_path / "run" / "evaluation.jsonl")
     assert all(line["greedy_reward"] is not None and line["num_unrated"] == 0 for line in evaluated)

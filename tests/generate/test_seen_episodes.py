@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from small_runs import read_lines, said, sampled_config, word_model, write_lines
+from small_runs import kept_rows, read_lines, said, sampled_config, word_model, write_lines
 from tool_models import BROKEN, CALL, LOOK, STOPS, STRANGE, tool_model
 from truestep.report import write_report
 from truestep.rollouts.episodes import ENDS
-from truestep.rollouts.kept.files import list_files, read_rows
 
 WORDS = {"calculate": CALL, "look": LOOK, "(other)": STRANGE}
 
@@ -34,16 +33,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [row for file in list_files(run / "rollouts") for row in read_rows(file)]
-
-
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
 def test_metrics_are_those_of_the_kept_rollouts(run: Path) -> None:
-    rows, lines = rows_of(run), read_lines(run / "metrics.jsonl")
+    rows, lines = kept_rows(run), read_lines(run / "metrics.jsonl")
     assert len(rows) == 32 and len({row["ended_by"] for row in rows}) > 1
     for line in lines:
         of_step = [row for row in rows if row["step"] == line["step"]]
@@ -86,7 +81,7 @@ def test_metrics_are_those_of_the_kept_rollouts(run: Path) -> None:
 
 
 def test_kept_turns_have_their_calls_and_rewards(run: Path) -> None:
-    rows = rows_of(run)
+    rows = kept_rows(run)
     assert any(row["turns"][-1]["sequence"] > 0 for row in rows), "the template rewrote the past"
     for row in rows:
         assert sum(block["tokens"] for block in row["turns"]) == row["tokens"]
@@ -111,7 +106,7 @@ def test_the_page_has_the_charts_and_the_conversations(run: Path) -> None:
         (text,) = re.findall(rf'data-part="{name}">([^<]*)</script>', page)
         return json.loads(zlib.decompress(base64.b64decode(text)))
 
-    rows, lines = rows_of(run), read_lines(run / "metrics.jsonl")
+    rows, lines = kept_rows(run), read_lines(run / "metrics.jsonl")
     charts = {chart["title"]: chart for chart in payload("charts")["charts"]}
     ends = {line["name"]: line["values"] for line in charts["How episodes end"]["lines"]}
     assert charts["How episodes end"]["stacked"]
@@ -138,7 +133,7 @@ def test_the_page_has_the_charts_and_the_conversations(run: Path) -> None:
 
 
 def test_what_episodes_print_has_their_names(run: Path) -> None:
-    asked = {row["id"] for row in rows_of(run) if any(block["environment_seconds"] for block in row["turns"])}
+    asked = {row["id"] for row in kept_rows(run) if any(block["environment_seconds"] for block in row["turns"])}
     lines = (run / "rewards.log").read_text().splitlines()
     named = [re.fullmatch(r"episodes-\d+: (\d+-\d+): turn \d", line) for line in lines]
     assert all(named), lines[:3]
@@ -150,6 +145,6 @@ def test_a_run_of_single_turns_has_none_of_this(tmp_path: Path) -> None:
     said(sampled_config(word_model(tmp_path / "m"), prompts, tmp_path / "run", schedule={"steps": 1}))
     (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert not [name for name in line if re.search("turn|tool|ended", name)]
-    assert all(row["turns"] is None and row["ended_by"] is None for row in rows_of(tmp_path / "run"))
+    assert all(row["turns"] is None and row["ended_by"] is None for row in kept_rows(tmp_path / "run"))
     page = write_report([tmp_path / "run"], tmp_path / "page.html").read_text()
     assert 'id="episodes"' not in page and "how episodes end" not in page.lower()

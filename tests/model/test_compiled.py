@@ -58,14 +58,7 @@ def off(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     long_except(
-        [
-            ("llama", True),
-            ("gemma2", False),
-            ("qwen3_tied", False),
-            ("llama", "selective"),
-            ("qwen3_tied", "elementwise"),
-        ],
-        ("llama", True),
+        [("llama", True), ("gemma2", False), ("llama", "selective"), ("qwen3_tied", "elementwise")], ("llama", True)
     ),
 )
 def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bool | str, tiny_model: Made) -> None:
@@ -84,7 +77,7 @@ def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "recompute"), [("qwen3_tied", False), ("gemma2", True), ("qwen2", "elementwise")])
+@pytest.mark.parametrize(("kind", "recompute"), [("gemma2", True), ("qwen2", "elementwise")])
 def test_products_add_the_gradients_of_half_precision_matrices(
     kind: str, recompute: bool | str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,13 +175,13 @@ def test_layers_share_what_is_compiled(tmp_path: Path) -> None:
     from tiny import make_model
 
     made = {}
-    for layers in (2, 10):
+    for layers in (2, 5):
         torch._dynamo.reset()
         counters.clear()
         policy = load_policy(make_model(tmp_path / str(layers), "llama", num_hidden_layers=layers), compiled=True)
         results(policy, DOCUMENTS)
         made[layers] = graphs()
-    assert made[2] == made[10] > 0
+    assert made[2] == made[5] > 0
 
 
 def test_the_option_compiles_and_the_step_is_the_oracles(tiny_model: Made, tmp_path: Path) -> None:

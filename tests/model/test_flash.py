@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
+from selection import in_tiers
 from truestep.model.fast.compiled import compile_layers
 from truestep.model.loading.load import load_policy
 from truestep.model.mixers import attention, flash
@@ -243,9 +244,7 @@ def gradients_of(policy: Any) -> dict[str, torch.Tensor]:
     return {name: gradient.float().clone() for name, gradient in policy.weights.gradients.items()}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("kind", "normed"), [("qwen3_tied", 0), pytest.param("gemma2", 1, marks=pytest.mark.release)])
-@pytest.mark.long
+@pytest.mark.parametrize(("kind", "normed"), in_tiers([("qwen3_tied", 0), ("gemma2", 1)], [], [("qwen3_tied", 0)]))
 def test_elementwise_recomputation_keeps_what_products_and_attention_give(
     kind: str, normed: int, tiny_model: Callable[[str], Path], package: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM
 
+from selection import in_tiers
 from truestep.generate.engine.forward import compiled_layers, probe, shapes_of
 from truestep.model.exact import exactly
 from truestep.model.fast import compiled, fused_attention, rope
@@ -157,11 +158,10 @@ def test_every_layer_of_a_model_is_replaced_and_its_names_stay(tiny_model: Made)
     assert policy.model.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "kind", ["qwen3_tied", *(pytest.param(k, marks=pytest.mark.release) for k in ("llama", "gemma2", "qwen2"))]
-)
+SAMPLING = [(kind, dtype) for kind in ("qwen3_tied", "llama", "gemma2", "qwen2") for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), in_tiers(SAMPLING, [], [("qwen3_tied", "float32")]))
 def test_models_that_sample_are_fused(kind: str, dtype: str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """And their hidden states are training's, which `probe` compares."""
     policy = load_policy(tiny_model(kind), dtype=dtype)

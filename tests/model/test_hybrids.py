@@ -15,7 +15,7 @@ from truestep.model.mixers.registered import put_in
 from truestep.model.no_dropout import no_noise
 from truestep.model.policy import packed_hidden
 from truestep.rollouts.packing import pack_tokens
-from truestep.tools.verify.reference import Reference, Float64
+from truestep.tools.verify.reference import Float64, Reference
 from truestep.weights.errors import ModelError
 
 LENGTHS = (5, 1, 130, 33, 16, 65)

@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch.distributed.fsdp import FSDPModule
 
+from ranks.cases import on_ranks
 from truestep.model.policy import ATTENTION_SLOWNESS, ModelFacts
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import join, leave
-from truestep.ranks.launch import run_ranks
 from truestep.weights.layers import active_weights, layers_of
 from truestep.weights.sharded import ShardedWeights
 
@@ -57,7 +57,7 @@ def test_layers_among_more_experts_and_among_as_many() -> None:
 
 
 def test_layers_are_sharded_and_their_experts_are_not() -> None:
-    run_ranks(2, _check_sharded)
+    on_ranks(2, _check_sharded)
 
 
 def _check_sharded() -> None:

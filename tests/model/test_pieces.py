@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from checkpoints import Held, optimizer_tensors
+from ranks.cases import on_ranks
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
-from truestep.ranks.launch import run_ranks
 from truestep.step.update.gradient_clipping import gradient_norm
 from truestep.step.update.optimizer import make_adamw, restore_optimizer, update
 from truestep.step.update.optimizers.adamw import AdamWOptions
@@ -37,7 +37,7 @@ def test_the_pieces_of_a_model_that_is_not_cut() -> None:
 
 
 def test_pieces_over_two_slices_and_two_stages() -> None:
-    run_ranks(4, _check_pieces)
+    on_ranks(4, _check_pieces)
 
 
 def _whole(scale: float = 1.0) -> dict[str, torch.Tensor]:

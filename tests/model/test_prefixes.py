@@ -8,15 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model.test_hybrids import make_hybrid
-from truestep.model.loading.load import load_policy
 from truestep.model.mixers import attention
-from truestep.model.mixers.paths import make_paths
-from truestep.model.mixers.recurrence import Recurrence
 from truestep.model.mixers.registered import put_in
 from truestep.model.policy import packed_hidden
 from truestep.rollouts.packing import pack

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from documents import make_documents, pack_all, same_bits
-from selection import long_except
+from selection import in_tiers
 from tiny import expert_model
 from truestep.model.fast.activation_checkpointing import ALL_PRODUCTS, is_kept
 from truestep.model.fast.activation_offload import ActivationOffload
@@ -32,11 +32,13 @@ class Attended(TorchDispatchMode):
         return function(*arguments, **(named or {}))
 
 
-@pytest.mark.parametrize("kind", long_except(["llama", "gemma2", "qwen3"], "qwen3"))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("on_host", [False, True])
+IN_SHORT = [("qwen3", dtype, on_host) for dtype in ("float32", "bfloat16") for on_host in (False, True)]
+IN_LONG = [("gemma2", "bfloat16", True), ("llama", "float32", False)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "on_host"), in_tiers([*IN_SHORT, *IN_LONG], IN_SHORT, IN_LONG))
 def test_selective_recomputation_keeps_what_is_dear_and_changes_no_bit(
-    on_host: bool, kind: str, dtype: str, tiny_model: Made
+    kind: str, dtype: str, on_host: bool, tiny_model: Made
 ) -> None:
     runs = {}
     for how in (False, "full", "selective", "elementwise"):

@@ -109,13 +109,15 @@ def run_ranks(
     arguments: Sequence[Any] = (),
     *,
     timeout: float = 600.0,
+    environment: dict[str, str] | None = None,
 ) -> None:
     """Run `target(*arguments)` as `truestep.ranks.launch.run_ranks` does, on the session's ranks.
 
-    A case whose arguments are functions gets ranks of its own: these may change what a later case finds.
+    A case whose arguments are functions gets ranks of its own, since these may change what a later case finds. So does
+    one with its own environment variables, which modules may read when they are imported.
     """
-    if any(callable(argument) for argument in arguments):
-        launch.run_ranks(size, target, arguments, timeout=timeout)
+    if environment or any(callable(argument) for argument in arguments):
+        launch.run_ranks(size, target, arguments, timeout=timeout, environment=environment)
         return
     pool = _pools.pop(size, None) or Pool(size)
     pool.run(target, arguments, timeout)

@@ -132,31 +132,16 @@ def test_more_ranks_than_labels(loss: str, tiny_model: Model, tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_recomputed_activations_and_half_precision(tiny_model: Model, tmp_path: Path) -> None:
+def test_half_precision_is_no_further_off_than_one_process(tiny_model: Model, tmp_path: Path) -> None:
     """In bfloat16 the error against float64 is at most 1.5 times the one process's."""
     loss = loss_of("gspo")
     model, rollouts, records = make_case("gemma2", loss, tiny_model, tmp_path)
-    alone = options(model, rollouts, loss, ({}, 1, 64))
-    plain = alone | {"parallel": {"context": 2}}
-    recomputed = plain | {"model": {**plain["model"], "activation_checkpointing": True}}
-    half = {"model": {**plain["model"], "dtype": "bfloat16", "head": {"fp32_lm_head": True}}}
-    on_ranks(2, score_all, [(recomputed, str(tmp_path / "recomputed")), (plain | half, str(tmp_path / "half"))])
-    on_ranks(1, score_all, [(alone | half, str(tmp_path / "one"))])
+    plain = options(model, rollouts, loss, ({}, 1, 64))
+    half = plain | {"model": {**plain["model"], "dtype": "bfloat16", "head": {"fp32_lm_head": True}}}
+    on_ranks(2, score_all, [(half | {"parallel": {"context": 2}}, str(tmp_path / "half"))])
+    on_ranks(1, score_all, [(half, str(tmp_path / "one"))])
     oracle = oracle_step(model, records, plain)
-    check_against_oracle(read(tmp_path / "recomputed"), oracle)
     assert 1e-4 < gradient_error(tmp_path / "half", oracle) <= 1.5 * gradient_error(tmp_path / "one", oracle)
-
-
-@pytest.mark.long
-def test_a_run_moves_between_layouts(tiny_model: Model, tmp_path: Path) -> None:
-    """Two steps on four context ranks, two more on two data ranks of two, the rest on one process."""
-    write_rollouts(tmp_path / "rollouts.jsonl", 40)
-    model, moved, still = tiny_model("qwen3_tied"), tmp_path / "moved", tmp_path / "still"
-    for size, steps, parallel in ((4, 2, {"context": 4}), (4, 4, {"context": 2}), (1, None, {})):
-        given = config(model, tmp_path / "rollouts.jsonl", moved, parallel=parallel, schedule={"steps": steps})
-        on_ranks(size, train_all, [given])
-    on_ranks(1, train_all, [config(model, tmp_path / "rollouts.jsonl", still)])
-    check_same_run(moved, still)
 
 
 @pytest.mark.long

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from ranks.cases import on_ranks, train_all
-from selection import long_except
 from small_runs import sampled_config, sort_prompts, word_model, write_lines
 
 
-@pytest.mark.parametrize(
-    "parallel", long_except([{"data_shard": 2}, {"context": 2}, {"data_shard": 1, "data_replicate": 2}])
-)
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [{"data_shard": 2}, {"context": 2}])
 def test_ratios_are_one_over_ranks(parallel: dict[str, Any], tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", sort_prompts(4))
     config = sampled_config(

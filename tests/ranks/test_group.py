@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranks.cases import on_ranks
 from truestep.ranks import launch
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.group import ALONE, Ranks, join, leave
@@ -92,7 +93,7 @@ def test_a_layout_that_does_not_make_up_the_ranks_is_refused(layout: RankLayout,
 def test_fellows_are_those_of_one_dimension(
     layout: RankLayout, fellows: dict[int, dict[str, list[int] | None]]
 ) -> None:
-    run_ranks(4, _check_fellows, (layout, fellows))
+    on_ranks(4, _check_fellows, layout, fellows)
 
 
 def _check_fellows(layout: RankLayout, fellows: dict[int, dict[str, list[int] | None]]) -> None:

@@ -20,10 +20,10 @@ from truestep.run.checkpoint.store import CheckpointStore
 
 Model = Callable[[str], Path]
 
-# A few for `make test`; the rest takes long, and four ranks longest.
+# A few for `make test`. One process that is killed at any instant: test_kill.py.
 CASES = [
     pytest.param(2, {}, ["staging", "writing", "manifest"], id="two"),
-    pytest.param(1, {}, [*MOMENTS], id="one", marks=pytest.mark.long),
+    pytest.param(1, {}, [*MOMENTS], id="one", marks=pytest.mark.release),
     pytest.param(2, {"tensor": 2}, [*MOMENTS], id="tensor", marks=pytest.mark.long),
     pytest.param(4, {"data_replicate": 2}, [*MOMENTS, "staging", "writing"], id="four", marks=pytest.mark.release),
     pytest.param(4, {"pipeline": 2}, [*MOMENTS], id="pipeline", marks=pytest.mark.release),

@@ -81,7 +81,7 @@ def check_parts(models: list[str], parallel: dict[str, int]) -> None:
             (4, {"tensor": 2}),
         ],
         [(4, {"tensor": 2, "pipeline": 2})],
-        [(2, {"tensor": 2}), (2, {"context": 2})],
+        [(2, {"context": 2})],
     ),
     ids=["data", "tensor", "pipeline", "context", "tensor x pipeline", "data x tensor"],
 )
@@ -158,7 +158,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, int]:
     in_tiers(
         [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {"context": 2}), (4, {"tensor": 2})],
         [],
-        [(2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})],
+        [(2, {}), (2, {"tensor": 2})],
     ),
     ids=["one", "data", "tensor", "pipeline", "context", "data x tensor"],
 )

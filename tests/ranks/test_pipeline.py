@@ -14,6 +14,7 @@ from ranks.cases import on_ranks, score_all, train_all, train_and_do
 from ranks.test_layouts import gradient_error, loss_of, options, read
 from ranks.test_train_over_ranks import check_same_run, config, optimizer_of, weights_of
 from scoring import check_against_oracle, write_records
+from selection import in_tiers
 from small_runs import read_lines, write_rollouts
 from tiny import make_model, make_records, set_old_logprobs
 from truestep.config.schema import Config
@@ -89,19 +90,16 @@ def check_files_are_those_of_one_process(run: Path, model: Path) -> None:
 
 
 @pytest.mark.long
-def test_half_precision_and_recomputed_activations(tmp_path: Path) -> None:
+def test_half_precision_is_no_further_off_than_one_process(tmp_path: Path) -> None:
     """In bfloat16 a layout's error against float64 is at most 1.5 times the one process's."""
     loss = {"type": "grpo", "metrics": "full"}
     model, rollouts, records = make_case("qwen3_tied", loss, tmp_path)
     plain, staged = (options(model, rollouts, loss, (parallel, 1, 40)) for parallel in ({}, {"pipeline": 2}))
-    recomputed = staged | {"model": {**staged["model"], "activation_checkpointing": True}}
     half = {"model": {**plain["model"], "dtype": "bfloat16", "head": {"fp32_lm_head": True}}}
-    runs = [(recomputed, str(tmp_path / "recomputed")), (staged | half, str(tmp_path / "half"))]
-    on_ranks(2, score_all, runs)
+    on_ranks(2, score_all, [(staged | half, str(tmp_path / "half"))])
     on_ranks(4, score_all, [(staged | half, str(tmp_path / "shards"))])
     on_ranks(1, score_all, [(plain | half, str(tmp_path / "one"))])
     oracle = oracle_step(model, records, plain)
-    check_against_oracle(read(tmp_path / "recomputed"), oracle)
     for name in ("half", "shards"):
         assert 1e-4 < gradient_error(tmp_path / name, oracle) <= 1.5 * gradient_error(tmp_path / "one", oracle)
 
@@ -145,7 +143,11 @@ def score_without_gradients(runs: list[tuple[dict[str, Any], str]]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [("kill", "rank 1 is gone"), ("raise", "rank 1 failed"), ("stall", "rank 1 has made no progress")],
+    in_tiers(
+        [("kill", "rank 1 is gone"), ("raise", "rank 1 failed"), ("stall", "rank 1 has made no progress")],
+        [],
+        [("kill", "rank 1 is gone"), ("stall", "rank 1 has made no progress")],
+    ),
 )
 def test_a_stage_that_is_lost_ends_the_run_by_name(what: str, expected: str, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", 40)

@@ -74,6 +74,7 @@ def test_key_heads_that_ranks_do_not_divide_and_biases(kind: str, traits: dict[s
 
 @pytest.mark.long
 def test_half_precision_is_no_further_off_than_one_process(tiny_model: Model, tmp_path: Path) -> None:
+    """Over four ranks; over two: verify/test_half_precision.py."""
     loss = loss_of("grpo")
     model, rollouts, records = make_case("qwen3_tied", loss, tiny_model, tmp_path)
     exact = options(model, rollouts, loss, tensor(1))
@@ -83,11 +84,10 @@ def test_half_precision_is_no_further_off_than_one_process(tiny_model: Model, tm
     def half(parallel: dict[str, Any]) -> dict[str, Any]:
         return exact | {"model": {**exact["model"], "dtype": "bfloat16", "head": head}, "parallel": parallel}
 
-    for size, parallel in ((1, {}), (2, {"tensor": 2}), (4, {"tensor": 4})):
+    for size, parallel in ((1, {}), (4, {"tensor": 4})):
         on_ranks(size, score_all, [(half(parallel), str(tmp_path / str(size)))])
 
-    one, two, four = (gradient_error(tmp_path / str(size), oracle) for size in (1, 2, 4))
-    assert 1e-4 < two <= 1.5 * one
+    one, four = (gradient_error(tmp_path / str(size), oracle) for size in (1, 4))
     assert 1e-4 < four <= 1.5 * one
 
 
@@ -181,24 +181,6 @@ def test_the_fused_kernels_serve_a_slice_of_the_vocabulary(tiny_model: Model, tm
     given["model"]["head"] = {"logits_chunk_size": 16}
     run_ranks(2, score_all, [[(given, str(tmp_path / "out"))]], environment={"TRITON_INTERPRET": "1"}, timeout=280)
     check_against_oracle(read(tmp_path / "out"), oracle_step(model, records, given))
-
-
-@pytest.mark.long
-def test_the_entropy_of_four_slices_of_the_vocabulary_is_the_whole_ones(tiny_model: Model, tmp_path: Path) -> None:
-    """Of every label, and no gradient nor metric is anything but the one process's."""
-    loss = {"type": "grpo", "metrics": "full", "entropy_bonus": 0.5}
-    model, rollouts, _ = make_case("qwen3_tied", loss, tiny_model, tmp_path)
-    on_ranks(4, score_all, [(options(model, rollouts, loss, tensor(4)), str(tmp_path / "four"))])
-    on_ranks(1, score_all, [(options(model, rollouts, loss, tensor(1)), str(tmp_path / "one"))])
-    four, one = read(tmp_path / "four"), read(tmp_path / "one")
-    pairs = [
-        (a, b)
-        for mine, theirs in zip(four.documents, one.documents, strict=True)
-        for a, b in zip(mine["entropy"], theirs["entropy"], strict=True)
-    ]
-    assert len(pairs) == one.step["num_labels"] and max(abs(a - b) for a, b in pairs) < 1e-5
-    for name in ("entropy", "entropy_bonus", "loss"):
-        assert four.step[name] == pytest.approx(one.step[name], rel=1e-5), name
 
 
 def test_what_cannot_be_cut_says_so_on_every_rank(tmp_path: Path) -> None:

@@ -12,10 +12,18 @@ import torch
 
 from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
-from small_runs import merged, read_lines, sort_prompts, without_times, word_model, write_lines, write_rollouts
+from small_runs import (
+    kept_rows,
+    merged,
+    read_lines,
+    sort_prompts,
+    without_times,
+    word_model,
+    write_lines,
+    write_rollouts,
+)
 from tiny import make_records
 from truestep.metrics.spent import of_the_machine
-from truestep.rollouts.kept.files import list_files, read_rows
 
 Model = Callable[[str], Path]
 OF_THE_LAYOUT = ("num_micro_batches",)  # by its nature
@@ -49,7 +57,7 @@ def check_same_run(run: Path, reference: Path) -> None:
         assert {name for name in mine if not of_the_machine(name)} == compared
         for name in compared - set(OF_THE_LAYOUT):
             assert mine[name] == pytest.approx(line[name], rel=1e-4, abs=1e-6), (line["step"], name)
-    kept = [[row for file in list_files(one / "rollouts") for row in read_rows(file)] for one in (run, reference)]
+    kept = [kept_rows(one) for one in (run, reference)]
     for row, other in zip(*kept, strict=True):
         for name, value in other.items():
             numbers = name.startswith("token_") or isinstance(value, float)
@@ -88,22 +96,6 @@ def test_ranks_share_one_table_of_a_large_file(tiny_model: Model, tmp_path: Path
     on_ranks(1, train_all, [given])
     check_same_run(tmp_path / "on2", tmp_path / "on1")
     assert len(list(tables.glob("*/table.json"))) == 1
-
-
-@pytest.mark.long
-def test_a_checkpoint_moves_between_layouts(tiny_model: Model, tmp_path: Path) -> None:
-    """Four steps on two ranks, two more on four replicas of two shards, the rest on one."""
-    write_rollouts(tmp_path / "rollouts.jsonl", 60)
-    model, moved, still = tiny_model("qwen3_tied"), tmp_path / "moved", tmp_path / "still"
-    for size, steps, parallel in ((2, 4, {}), (4, 6, {"data_replicate": 2}), (1, None, {})):
-        given = config(model, tmp_path / "rollouts.jsonl", moved, parallel=parallel, schedule={"steps": steps})
-        on_ranks(size, train_all, [given])
-    on_ranks(1, train_all, [config(model, tmp_path / "rollouts.jsonl", still)])
-    check_same_run(moved, still)
-    mine, theirs = optimizer_of(moved), optimizer_of(still)
-    assert set(mine) == set(theirs)
-    for name, value in theirs.items():
-        assert (mine[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
 @pytest.mark.long
@@ -161,11 +153,11 @@ def test_a_part_that_goes_on_after_a_restart(tiny_model: Model, tmp_path: Path) 
 
 @pytest.mark.long
 def test_many_runs_of_random_shape(tiny_model: Model, tmp_path: Path) -> None:
-    """Thirty of them, over 2, 3 and 4 ranks: whole files or parts, either overshoot, targets that divide nothing."""
+    """Twelve of them, over 2, 3 and 4 ranks: whole files or parts, either overshoot, targets that divide nothing."""
     draw = random.Random(8)
     expected: dict[Path, list[str]] = {}
     runs: dict[int, list[dict[str, Any]]] = {2: [], 3: [], 4: []}
-    for number in range(30):
+    for number in range(12):
         size = (2, 3, 4)[number % 3]
         parted = draw.random() < 0.5
         names = []
@@ -215,10 +207,9 @@ def test_sampling_and_evaluation_are_shared_out(tmp_path: Path) -> None:
         # Of seeds 0 to 4 four differ by 2e-6 at most. Seed 0 has weights whose gradient is all but 0 (1.1e-5 on 4).
         return base | {"sampler": sampler, "evaluation": evaluation, "schedule": schedule, "seed": 1}
 
-    for size in (1, 2, 4):
+    for size in (1, 4):
         on_ranks(size, train_all, [given(f"on{size}")])
-    for size in (2, 4):
-        check_same_run(tmp_path / f"on{size}", tmp_path / "on1")
-        mine, theirs = (without_times(read_lines(tmp_path / run / "evaluation.jsonl")) for run in (f"on{size}", "on1"))
-        assert [line["greedy_reward"] for line in mine] == [line["greedy_reward"] for line in theirs]
-        assert [line["examples"] for line in mine] == [line["examples"] for line in theirs]
+    check_same_run(tmp_path / "on4", tmp_path / "on1")
+    mine, theirs = (without_times(read_lines(tmp_path / run / "evaluation.jsonl")) for run in ("on4", "on1"))
+    assert [line["greedy_reward"] for line in mine] == [line["greedy_reward"] for line in theirs]
+    assert [line["examples"] for line in mine] == [line["examples"] for line in theirs]

@@ -178,7 +178,7 @@ def test_an_honest_evaluation_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.release),
         pytest.param({"pipeline": 2}, marks=pytest.mark.long),
         pytest.param({"tensor": 2}, marks=pytest.mark.release),
         pytest.param({"context": 2}, marks=pytest.mark.release),
@@ -215,12 +215,19 @@ def test_the_command_ends_with_an_error(tmp_path: Path) -> None:
 # ---- the liars themselves: a lie that is none would prove nothing
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("lies")
+    return make_model(folder / "served", seed=100), make_model(folder / "other", seed=101)
+
+
 @pytest.mark.parametrize("way", [way for way in LIES if way.weights != "older"], ids=lambda way: way.name)
-def test_a_lie_is_one(way: Any, tmp_path: Path) -> None:
+def test_a_lie_is_one(way: Any, models: tuple[Path, Path]) -> None:
     """Some log-prob is 0.005 or more from the model's own, or a completion is another one's."""
-    liar = Liar(make_model(tmp_path / "served", seed=100), NAME, Plan(way))
+    served, other = models
+    liar = Liar(served, NAME, Plan(way))
     if way.weights == "first":
-        liar._load(make_model(tmp_path / "other", seed=101))
+        liar._load(other)
     sampling = {"n": 6, "temperature": 0.8, "max_new_tokens": 16, "stop_token_ids": [0]}
     prompts = [[3, 4, 5, 6, 7], [7, 8, 9], [5, 5, 6, 7, 8, 9]]
     answers = [

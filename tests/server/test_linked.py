@@ -45,7 +45,7 @@ def check_on_policy(run: Path, steps: int = 4) -> None:
     ("size", "parallel"),
     [
         (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.long),
+        pytest.param(2, {}, marks=pytest.mark.release),
         pytest.param(2, {"tensor": 2}, marks=pytest.mark.long),
         pytest.param(2, {"pipeline": 2}, marks=pytest.mark.long),
     ],
@@ -65,7 +65,7 @@ def test_a_run_through_links_is_on_policy(size: int, parallel: dict[str, int], s
         assert all(torch.equal(has[name], value) for name, value in trained.items())
 
 
-@pytest.mark.parametrize("moment", ["before", "update", "middle"])
+@pytest.mark.parametrize("moment", ["before", pytest.param("update", marks=pytest.mark.release), "middle"])
 def test_a_server_that_restarts_joins_again(moment: str, served: Path, tmp_path: Path) -> None:
     """A restart before an update shows when the update has begun: the new process is in no group, and the trainer sees
     to it that it computes again."""
@@ -97,7 +97,6 @@ def test_a_server_that_restarts_joins_again(moment: str, served: Path, tmp_path:
     assert len(names) == len(set(names)) == 64
 
 
-@pytest.mark.long
 @pytest.mark.long
 def test_a_server_that_stands_still_is_left_and_asked_again(served: Path, tmp_path: Path) -> None:
     fake, chunks = FakeLinked(served, NAME), []

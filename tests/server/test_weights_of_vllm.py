@@ -47,7 +47,7 @@ def test_training_is_on_policy(way: Way, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("way", "parallel"),
-    [("directory", {}), ("directory", {"pipeline": 2}), ("nccl", {}), ("nccl", {"tensor": 2})],
+    [("directory", {"pipeline": 2}), ("nccl", {}), ("nccl", {"tensor": 2})],
     indirect=["way"],
 )
 def test_ranks_train(way: Way, parallel: dict[str, int], tmp_path: Path) -> None:

@@ -97,8 +97,10 @@ def test_without_a_fault_nothing_is_found(over: str, rate: float, judge_of: Call
         assert not said_of(judge_of(rate, OVERS[over]), layout, None)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["no clipping", "no weight decay", "norms decayed", "advantages of the wrong sign"])
+BY_COMMAND = ["no clipping", "no weight decay", "norms decayed", "advantages of the wrong sign"]
+
+
+@pytest.mark.parametrize("name", in_tiers(BY_COMMAND, [], ["norms decayed", "advantages of the wrong sign"]))
 def test_the_command_names_it_at_the_examples_own_rate(
     name: str, examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

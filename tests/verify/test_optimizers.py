@@ -37,13 +37,11 @@ def judge(
     return verify(config, folder / "out", only=lambda layout: layout.name in names, plant=plant)
 
 
-IN_SHORT = [("muon", "none"), ("adamw_8bit", "states"), ("adamw", "all")]
-IN_LONG = [("muon", "all"), ("adamw_8bit", "all"), ("muon_original", "none")]
-OTHERS = [("adamw", "none"), ("adamw", "states"), ("adamw_8bit", "none")]
+IN_LONG = [("adamw_8bit", "states"), ("adamw", "all"), ("muon", "all"), ("muon_original", "none")]
+OTHERS = [("adamw", "none"), ("adamw", "states"), ("adamw_8bit", "none"), ("adamw_8bit", "all"), ("muon", "none")]
 
 
-@pytest.mark.parametrize(("kind", "offload"), in_tiers([*IN_SHORT, *IN_LONG, *OTHERS], IN_SHORT, IN_LONG))
-@pytest.mark.long
+@pytest.mark.parametrize(("kind", "offload"), in_tiers([*IN_LONG, *OTHERS], [], IN_LONG))
 def test_each_passes(kind: str, offload: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     names = NAMES if (kind, offload) in [("adamw_8bit", "none"), ("muon", "all")] else SOME
     verdicts = judge(tiny_model("qwen3_tied"), tmp_path, OPTIMIZERS[kind] | {"offload": offload}, names)
@@ -94,25 +92,23 @@ def moments_that_begin_anew() -> None:
     by_weight.ByWeight.prepare = prepare  # type: ignore[method-assign]
 
 
-@pytest.mark.long
+ANEW = [
+    (kind, moments_that_begin_anew, "one process", {}, "bias correction by update 1, not 2")
+    for kind in ("adamw", "adamw_8bit", "muon")
+]
+FAULTS = [
+    ("muon", parts_alone, "FSDP 2", {}, "update is no multiple"),
+    ("adamw_8bit", blocks_of_the_part, "tensor 2", {}, "moment exp_avg"),
+    ("adamw", states_that_stay, "one process", {"offload": "states"}, "moment is that of before the update"),
+    ("adamw_8bit", turns_of_the_part, "FSDP 2", {}, "moment exp_avg"),
+    ANEW[0],
+]
+MORE_FAULTS = [*ANEW[1:], ("muon", parts_alone, "tensor 2", {}, "update is no multiple")]
+
+
 @pytest.mark.parametrize(
     ("kind", "plant", "layout", "over", "named"),
-    [
-        ("muon", parts_alone, "FSDP 2", {}, "update is no multiple"),
-        ("adamw_8bit", blocks_of_the_part, "tensor 2", {}, "moment exp_avg"),
-        ("adamw", states_that_stay, "one process", {"offload": "states"}, "moment is that of before the update"),
-        *(
-            pytest.param(*fault, marks=pytest.mark.long)
-            for fault in [
-                ("muon", parts_alone, "tensor 2", {}, "update is no multiple"),
-                ("adamw_8bit", turns_of_the_part, "FSDP 2", {}, "moment exp_avg"),
-                *(
-                    (kind, moments_that_begin_anew, "one process", {}, "bias correction by update 1, not 2")
-                    for kind in ("adamw", "adamw_8bit", "muon")
-                ),
-            ]
-        ),
-    ],
+    in_tiers([*FAULTS, *MORE_FAULTS], [], FAULTS),
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_fault_is_found_and_named(

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from truestep.run.assemble.step import make_objective
 from truestep.tools.verify.case import make_case
 from truestep.tools.verify.custom import document_labels
 from truestep.tools.verify.difference import Difference, worst_of_each_kind
-from truestep.tools.verify.judge import LayoutResult, verify
+from truestep.tools.verify.judge import Judge, LayoutResult, make_judge, verify
 from truestep.tools.verify.layouts import Layout, layouts_for
 from truestep.tools.verify.oracle.losses import LOSS_TYPES
 from truestep.tools.verify.oracle.records import read_document
@@ -246,14 +246,35 @@ FOUND_IN_MAKE_TEST = (
 )
 
 
-def judge(
-    examples: Path, layout: str, plant: Callable[[], None], name: str = "grpo", documents: int = 14, **over: Any
-) -> LayoutResult:
-    config = load_config(
-        examples / f"{name}.yaml", [f"--{key.replace('__', '.')}={value}" for key, value in over.items()]
-    )
-    (verdict,) = verify(config, Path("out"), documents=documents, only=lambda known: known.name == layout, plant=plant)
-    return verdict
+_judges: dict[str, Judge] = {}  # of this module: faults of one configuration share its case and the reference's steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("cases")
+    _judges.clear()
+
+
+@pytest.fixture
+def judge(examples: Path, scratch: Path) -> Callable[..., LayoutResult]:
+    """Give a function that judges one layout with a fault."""
+
+    def result(
+        layout: str, plant: Callable[[], None], name: str = "grpo", documents: int = 14, **over: Any
+    ) -> LayoutResult:
+        key = f"{name} {documents} {over}"
+        if key not in _judges:
+            given = [f"--{option.replace('__', '.')}={value}" for option, value in over.items()]
+            folder = scratch / str(len(_judges))
+            folder.mkdir()
+            _judges[key] = make_judge(load_config(examples / f"{name}.yaml", given), folder, documents, full=False)
+        made = _judges[key]
+        made.plant = plant
+        known = layouts_for(made.case.budget, made.case.longest, 4, kernels=False)
+        (verdict,) = made.judge([one for one in known if one.name == layout])
+        return verdict
+
+    return result
 
 
 @pytest.mark.parametrize(
@@ -282,9 +303,9 @@ def judge(
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_planted_fault_is_found_and_named(
-    plant: Callable[[], None], layout: str, kind: str, named: str, examples: Path
+    plant: Callable[[], None], layout: str, kind: str, named: str, judge: Callable[..., LayoutResult]
 ) -> None:
-    verdict = judge(examples, layout, plant)
+    verdict = judge(layout, plant)
     assert verdict.failure is None, verdict.failure
     found = {difference.kind: difference for difference in verdict.wrong}
     assert kind in found, complaints(verdict)
@@ -294,8 +315,8 @@ def test_a_planted_fault_is_found_and_named(
 
 # The part of a document's product that a rank has is taken for the whole: by a loss, and by a correction.
 @pytest.mark.parametrize("name", long_except(["gspo", "gmpo", "dppo"], "gspo"))
-def test_document_sums_of_one_rank_are_found_and_named(name: str, examples: Path) -> None:
-    verdict = judge(examples, "context 4", faults.document_sums_of_one_rank, name=name)
+def test_document_sums_of_one_rank_are_found_and_named(name: str, judge: Callable[..., LayoutResult]) -> None:
+    verdict = judge("context 4", faults.document_sums_of_one_rank, name=name)
     assert verdict.failure is None, verdict.failure
     found = {difference.kind: difference.value for difference in verdict.wrong}
     assert "gradient" in found, complaints(verdict)
@@ -313,9 +334,9 @@ def test_document_sums_of_one_rank_are_found_and_named(name: str, examples: Path
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_fault_in_a_correction_is_found_and_named(
-    plant: Callable[[], None], kind: str, named: str, examples: Path
+    plant: Callable[[], None], kind: str, named: str, judge: Callable[..., LayoutResult]
 ) -> None:
-    verdict = judge(examples, "smallest micro-batches", plant, name="dppo")
+    verdict = judge("smallest micro-batches", plant, name="dppo")
     assert verdict.failure is None, verdict.failure
     found = {difference.kind: difference for difference in verdict.wrong}
     assert kind in found, complaints(verdict)
@@ -332,10 +353,10 @@ def test_a_fault_in_a_correction_is_found_and_named(
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_fault_before_the_update_is_found_and_named(
-    plant: Callable[[], None], named: str, over: dict[str, Any], examples: Path
+    plant: Callable[[], None], named: str, over: dict[str, Any], judge: Callable[..., LayoutResult]
 ) -> None:
     over = over | {"optimizer__learning_rate": 0.01, "model__dtype": "float32"}
-    verdict = judge(examples, "smallest micro-batches", plant, name="gmpo", **over)
+    verdict = judge("smallest micro-batches", plant, name="gmpo", **over)
     assert verdict.failure is None, verdict.failure
     found = {difference.kind: difference for difference in verdict.wrong}
     assert named in found["metric"].name, complaints(verdict)
@@ -397,18 +418,18 @@ def test_labels_held_back_and_a_steered_entropy_pass_under_layouts_of_every_kind
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_fault_in_exploration_is_found_and_named(
-    plant: Callable[[], None], option: str, named: str, examples: Path
+    plant: Callable[[], None], option: str, named: str, judge: Callable[..., LayoutResult]
 ) -> None:
     over = {key.replace(".", "__"): value for key, value in EXPLORATION[option].items()}
-    verdict = judge(examples, "smallest micro-batches", plant, model__dtype="float32", **over)
+    verdict = judge("smallest micro-batches", plant, model__dtype="float32", **over)
     assert verdict.failure is None, verdict.failure
     assert any(named in complaint for complaint in complaints(verdict)), complaints(verdict)
 
 
 @pytest.mark.long
-def test_ranks_that_hang_are_a_failure_with_a_reason(examples: Path) -> None:
+def test_ranks_that_hang_are_a_failure_with_a_reason(judge: Callable[..., LayoutResult]) -> None:
     # Two documents a step over four ranks.
-    verdict = judge(examples, "FSDP 4, ragged ranks", faults.ragged_ranks_hang, documents=4, schedule__stall_timeout=3)
+    verdict = judge("FSDP 4, ragged ranks", faults.ragged_ranks_hang, documents=4, schedule__stall_timeout=3)
     assert not verdict.passed
     # Each waits for the others, and the message says where: half of them in the model, half behind it.
     assert "in packed_hidden" in (verdict.failure or "") and "in accumulate" in (verdict.failure or ""), verdict.failure

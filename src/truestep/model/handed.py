@@ -16,7 +16,7 @@ import torch
 class _Handed(threading.local):
     """What the running model was given. The backward pass has threads of its own."""
 
-    named: Mapping[str, Any] = {}  # noqa: RUF012  replaced, never changed
+    named: Mapping[str, Any] = {}
 
 
 _handed = _Handed()

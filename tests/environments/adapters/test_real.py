@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from small_runs import quiet_trainer, read_lines, said, sampled_config, without_times, write_lines
+from environments.adapters.packages import finding, on_packages_of
+from small_runs import kept_rows, quiet_trainer, read_lines, said, sampled_config, without_times, write_lines
 from truestep.environments.episodes.environment import Answer, End, ToolCall
 from truestep.environments.episodes.service import EpisodeService, Said, check_environment
 from truestep.environments.process import WorkerOptions
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rater
 from truestep.environments.rewards import RewardError
-from truestep.rollouts.kept.files import list_files, read_rows
 from truestep.rollouts.source import SourceError
 from truestep.tools.demo.model import make_model
 
-PYTHON = os.environ.get("TRUESTEP_ADAPTERS", "")
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(not PYTHON, reason="TRUESTEP_ADAPTERS names no Python; `make adapters` makes and prints it"),
-]
+pytestmark = [pytest.mark.nightly, *on_packages_of("TRUESTEP_ADAPTERS")]
+packages = finding("TRUESTEP_ADAPTERS")
 HERE = Path(__file__).parent
 TASKS = {
     "leg_counting": {"weight": 2, "config": {"min_animals": 1, "max_animals": 2, "max_instances": 3}},
@@ -38,21 +34,6 @@ OPTIONS = {"tasks": TASKS, "size": 24, "held_out": 6, "seed": 3, "system": None,
 GYM = "truestep.environments.adapters.reasoning_gym:ReasoningGym"
 # Words of the tiny model: it answers at times, and at times rightly.
 WORDS = ["<answer>", "</answer>", *map(str, range(10)), *map(str, range(10, 40, 2)), "sort", "="]
-
-
-@pytest.fixture(autouse=True)
-def _packages() -> Iterator[None]:
-    """Find the packages behind those of this environment, as the run's processes do, which get this path."""
-    asked = subprocess.run(
-        [PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    before = list(sys.path)
-    sys.path.append(asked.stdout.strip())
-    yield
-    sys.path[:] = before
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +53,6 @@ def gym_config(model: Path, run: Path, options: dict[str, Any] | None = None, **
     base: dict[str, Any] = {"sampler": sampler, "data": {"tokens_per_microbatch": 256}, "deterministic": True}
     base["logging"] = {"rollouts": {"documents": 1000}}
     return sampled_config(model, Path(), run, **base, **sections)
-
-
-def kept(run: Path) -> list[dict[str, Any]]:
-    return [row for file in list_files(run / "rollouts") for row in read_rows(file)]
 
 
 def package_items(size: int) -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -101,7 +78,7 @@ def test_three_tasks_are_trained_on_with_the_packages_own_scores(model: Path, tm
     evaluation = {"every": 2, "stop": ["</answer>"]}
     said(gym_config(model, tmp_path / "run", evaluation=evaluation, schedule={"steps": 3, "docs_per_step": 48}))
     assert [line["num_documents"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [48] * 3
-    asked, rows = package_items(30), kept(tmp_path / "run")
+    asked, rows = package_items(30), kept_rows(tmp_path / "run")
     assert len(rows) == 3 * 48
     names = list(asked)[:24]
     asked_of = {row["group_id"]: names[_place(int(row["group_id"]), len(names))] for row in rows}
@@ -219,7 +196,8 @@ def test_mathematics_is_compared_as_mathematics(model: Path, tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """A real server of the package, in its own Python."""
-    started = subprocess.Popen([PYTHON, str(HERE / "openenv_server.py")], stdout=subprocess.PIPE, text=True)
+    command = [os.environ["TRUESTEP_ADAPTERS"], str(HERE / "openenv_server.py")]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert started.stdout is not None
         yield f"http://127.0.0.1:{int(started.stdout.readline())}"
@@ -245,7 +223,7 @@ def test_a_run_trains_and_evaluates_on_a_real_server(server: str, model: Path, t
         ).run()
     first, other = (without_times(read_lines(run / "metrics.jsonl")) for run in runs)
     assert first == other and [line["num_documents"] for line in first] == [8, 8]
-    rows = kept(runs[0])
+    rows = kept_rows(runs[0])
     assert len(rows) == 16 and any(row["reward"] for row in rows)
     for row in rows:
         words = row["completion"].replace("sort 2 =", "").split()

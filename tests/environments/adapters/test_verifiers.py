@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +15,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from environments.adapters.packages import finding, on_packages_of
 from pages import ROOT
-from small_runs import read_lines, said, sampled_config
+from small_runs import kept_rows, read_lines, said, sampled_config
 from tool_models import CALL, STOPS, tool_model
 from truestep.config.custom import CustomError
 from truestep.environments.adapters import ADAPTERS
@@ -32,28 +30,9 @@ from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import DrawOptions
 from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
-from truestep.rollouts.kept.files import list_files, read_rows
 
-PYTHON = os.environ.get("TRUESTEP_VERIFIERS", "")
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(not PYTHON, reason="TRUESTEP_VERIFIERS names no Python; `make adapters` makes and prints it"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _packages() -> Iterator[None]:
-    """Find the packages behind those of this environment, as the run's processes do, which get this path."""
-    asked = subprocess.run(
-        [PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    before = list(sys.path)
-    sys.path.append(asked.stdout.strip())
-    yield
-    sys.path[:] = before
+pytestmark = [pytest.mark.nightly, *on_packages_of("TRUESTEP_VERIFIERS")]
+packages = finding("TRUESTEP_VERIFIERS")
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +61,6 @@ def config(model: Path, run: Path, env: Any, *, size: int = 8, steps: int = 1, *
     return sampled_config(model, Path(), run, **base)
 
 
-def kept(run: Path) -> list[dict[str, Any]]:
-    return [row for file in list_files(run / "rollouts") for row in read_rows(file)]
-
-
 def turns_of(row: dict[str, Any]) -> list[str]:
     """What the policy wrote in each turn, tool calls included."""
     return [turn["text"] for turn in row["turns"] if turn["label"]]
@@ -97,7 +72,7 @@ def test_a_taskset_of_one_turn_is_trained_with_its_own_rewards(model: Path, tmp_
     for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert line["num_documents"] == 8
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-5)
-    rows = kept(tmp_path / "run")
+    rows = kept_rows(tmp_path / "run")
     assert len(rows) == 16
     for row in rows:
         assert row["reward"] == pytest.approx(0.05 * turns_of(row)[-1].split().count("3")), row
@@ -113,7 +88,7 @@ def test_a_taskset_with_tools_is_trained_over_several_turns(model: Path, tmp_pat
     for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert line["num_documents"] == line["num_sequences"] == 8
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-5)
-    rows = kept(tmp_path / "run")
+    rows = kept_rows(tmp_path / "run")
     assert len(rows) == 16
     for row in rows:
         turns = turns_of(row)
@@ -130,7 +105,7 @@ def test_an_environment_that_talks_is_trained_on_the_whole_talk(model: Path, tmp
     for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert line["num_documents"] == line["num_sequences"] == 8
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-5)
-    for row in kept(tmp_path / "run"):
+    for row in kept_rows(tmp_path / "run"):
         shown = " ".join(turn["text"] for turn in row["turns"] if not turn["label"])
         assert all(each in shown for each in SAID)
         words = " ".join(turns_of(row)).split()
@@ -146,7 +121,7 @@ def test_the_taskset_of_the_page_is_trained_as_it_stands_there(
     monkeypatch.syspath_prepend(tmp_path)
     off = {"reward_isolation": "off"}  # isolated processes do not see /tmp
     said(config(model, tmp_path / "run", {"taskset": {"id": "three"}}, sampler=off))
-    rows = kept(tmp_path / "run")
+    rows = kept_rows(tmp_path / "run")
     assert len(rows) == 8
     for row in rows:
         assert row["reward"] == float("3" in turns_of(row)[-1].split()), row

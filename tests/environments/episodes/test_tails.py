@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from selection import in_tiers
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", in_tiers([0, 2], [], [2]))
 def test_each_failure_costs_its_document_alone_and_is_named(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))  # the processes of episodes get this path
     tails = importlib.import_module("tails")

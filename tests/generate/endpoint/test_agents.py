@@ -31,7 +31,7 @@ def of_page(tmp_path: Path) -> Path:
     return program
 
 
-@pytest.mark.long  # each episode imports OpenAI's package
+@pytest.mark.nightly
 def test_a_script_with_openais_package_is_trained_as_it_is(tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": f"Say {x}", "answer": x} for x in "abcd"])
     run = [sys.executable, str(of_page(tmp_path))]

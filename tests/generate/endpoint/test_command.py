@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from small_runs import read_lines, said, sampled_config, sort_prompts, word_model, write_lines
+from small_runs import kept_rows, read_lines, said, sampled_config, sort_prompts, word_model, write_lines
 from truestep.config.load import ConfigError, config_of
 from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService
@@ -21,7 +21,6 @@ from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import DrawOptions
 from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
-from truestep.rollouts.kept.files import list_files, read_rows
 
 PROGRAM = Path(__file__).with_name("sorts.py")
 
@@ -43,10 +42,6 @@ def trained(model: Path, tmp_path: Path, how: str, *, steps: int = 1, name: str 
     return said(sampled_config(model, prompts, tmp_path / name, sampler=sampler, **sections))
 
 
-def kept(run: Path) -> list[dict[str, Any]]:
-    return [row for file in list_files(run / "rollouts") for row in read_rows(file)]
-
-
 def test_a_run_trains_on_what_programs_write(model: Path, tmp_path: Path) -> None:
     console = trained(model, tmp_path, "ends", steps=2)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -54,7 +49,7 @@ def test_a_run_trains_on_what_programs_write(model: Path, tmp_path: Path) -> Non
     for line in lines:
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-6)
     assert "a program asked for temperature 0.3, and what is trained on is drawn as" in console
-    rows = kept(tmp_path / "run")
+    rows = kept_rows(tmp_path / "run")
     assert len(rows) == 16
     for row in rows:
         assert row["reward"] == pytest.approx(sum(dict(row["rewards"]).values())) and not row["truncated"]

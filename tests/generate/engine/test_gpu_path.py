@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 from completing import Asked, How, decode
 from interpreted import use
-from selection import long_except
+from selection import in_tiers, long_except
 from tiny import VOCABULARY
 from truestep.generate.engine import attend as attend_module
 from truestep.generate.engine import engine as engine_module
@@ -125,9 +125,7 @@ def test_kernels_and_replays_draw_the_same(
     assert replays == first
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", long_except(["qwen3", "mistral"], "mistral"))
-@pytest.mark.long
+@pytest.mark.parametrize("kind", in_tiers(["qwen3", "mistral"], [], ["mistral"]))
 def test_prompts_that_are_replayed_draw_the_same(
     kind: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,8 +162,7 @@ def test_prompts_that_are_replayed_draw_the_same(
     assert all(size in (128, 256, 512) for _, size, _, _ in prompts)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+@pytest.mark.parametrize("kind", in_tiers(["qwen3", "mistral"], [], ["mistral"]))
 def test_chunks_behind_earlier_tokens_are_replayed(
     kind: str, tiny_model: Model, replays: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +238,7 @@ def test_exact_kernels_and_replays_find_trainings_logprobs(
     assert isinstance(found, Engine)
     as_on_a_gpu(found)
     for _ in range(2):  # a second phase has its cache elsewhere
-        answers = decode(policy, asked, How(1.0, 1.0, 5, 2, frozenset(range(6)), exact=True))
+        answers = decode(policy, asked, How(1.0, 1.0, 4, 2, frozenset(range(6)), exact=True))
         documents = []
         for number, (one, answer) in enumerate(zip(asked, answers, strict=True)):
             ids = np.array([*one.input_ids, *answer.token_ids])

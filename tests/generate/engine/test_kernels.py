@@ -129,14 +129,13 @@ def test_a_wrong_exchange_of_slices_is_noticed() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("vocabulary", "ranks"), [(5001, 2), (5023, 2), (61, 4), (57, 4)])
-@pytest.mark.long
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(521, 2), (543, 2), (61, 4), (57, 4)])
 def test_draws_from_slices_are_those_of_the_whole(vocabulary: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last rank has less, where a rank's slice is several parts, and where two ranks share a block."""
     from truestep.generate.engine import draw_kernels
 
-    monkeypatch.setattr(draw_kernels, "_PART", 2048)
-    count = 15 if vocabulary < 100 else 5
+    monkeypatch.setattr(draw_kernels, "_PART", 256)
+    count = 10 if vocabulary < 100 else 5
     raw = (3 * torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(2))).to(DEVICE)
     raw[4] = -torch.inf
     raw[4, vocabulary - 1] = 1.0  # all that can be drawn is the last rank's

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from completing import Asked, Completion, How, decode
 from generate.engine.recurrent_models import FAMILIES, made
 from generate.engine.test_gpu_path import as_on_a_gpu, replay
-from selection import long_except
+from selection import in_tiers
 from tiny import VOCABULARY
 from truestep.generate.engine.engine import Engine, engine_of
 from truestep.model.fast import compiled
@@ -42,8 +42,15 @@ def same(found: list[Completion], expected: list[Completion]) -> None:
         np.testing.assert_allclose(mine.logprobs, right.logprobs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("addressed", [True, False])
-@pytest.mark.parametrize("family", long_except(FAMILIES, "qwen3_5_text"))
+# A family of each kind of state; what is done where states are not found by address does not depend on the kind.
+KINDS = ("lfm2", "falcon_h1", "kimi_linear")
+CASES = [(family, addressed) for family in FAMILIES for addressed in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("family", "addressed"),
+    in_tiers(CASES, [case for case in CASES if case[0] == "qwen3_5_text"], [(kind, True) for kind in KINDS]),
+)
 def test_kernels_and_replays_draw_the_same(
     family: str, addressed: bool, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,8 +97,7 @@ class PagedStates:
         monkeypatch.setattr(PagedCache, "make", staticmethod(keeping))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_tiers(FAMILIES, [], [*KINDS, "qwen3_next"]))
 def test_compiled_layers_draw_the_same(
     family: str, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

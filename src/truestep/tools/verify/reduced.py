@@ -115,6 +115,7 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     small = type(config).from_dict(settings)
     small.architectures = config.architectures
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # some families draw biases too
         loader: Any = AutoModelForCausalLM
         model = loader.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     generator = torch.Generator().manual_seed(seed)
