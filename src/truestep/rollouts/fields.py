@@ -1,6 +1,6 @@
 """The fields of a document, one entry of `TABLE` each.
 
-Records, JSON, Parquet, streams, packing, masking, tables of large files, `data check` and `verify` loop over `TABLE`,
+Records, JSON, Parquet, streams, packing, masking, stored documents, `data check` and `verify` loop over `TABLE`,
 so a new field needs only an entry. Some fields are attributes of `Rollout` and `PackedLabels`. The rest are in their
 mappings, by level: `fields` (label), `token_fields` (token), `document_fields` (document). Imports no torch.
 """
@@ -116,16 +116,6 @@ def packed(declared: Iterable[Field] = ()) -> list[Field]:
 def names_in_has(declared: Iterable[Field] = ()) -> list[str]:
     """Return the names of the fields in `PackedLabels.has`."""
     return [field.name for field in packed(declared) if field.has]
-
-
-def number_lists(declared: Iterable[Field] = ()) -> dict[str, Any]:
-    """Return the record names of fields that are flat lists of numbers, with their dtypes."""
-    plain = [
-        field
-        for field in (*TABLE, *declared)
-        if field.source == "record" and field.numeric and field.level != "document" and not field.shape
-    ]
-    return {field.in_record: field.dtype for field in plain}
 
 
 # ---- fields declared by the user
