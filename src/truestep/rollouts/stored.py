@@ -64,7 +64,11 @@ def can_be_stored(checks: Checks) -> bool:
 def load_stored(paths: Sequence[Path], checks: Checks, cache: Path) -> Documents:
     """Return the same documents as `load_documents`, without holding them in memory."""
     try:
-        facts = {"format": _FORMAT, "files": [_identity_of(path) for path in paths], "checks": _demands(checks)}
+        facts: dict[str, Any] = {
+            "format": _FORMAT,
+            "files": [_identity_of(path) for path in paths],
+            "checks": _demands(checks),
+        }
     except OSError as error:
         raise DataError(f"{printable(error.filename)} cannot be read: {printable(error.strerror or error)}") from error
     directory = cache / hashlib.sha256(json.dumps([file["path"] for file in facts["files"]]).encode()).hexdigest()[:24]
@@ -194,8 +198,8 @@ def _write_documents(paths: Sequence[Path], checks: Checks, work: Path) -> dict[
     rows = [(one.end, one.checksum, place, one.digest) for one, place in zip(kept, group, strict=True)]
     np.save(work / _INDEX, np.array(rows, _ENTRY))
     rejected = [dataclasses.astuple(item) for item in items if isinstance(item, Rejected)]
-    members = Counter(item.group_id for item in items if item.group_id is not None)
-    return {"ids": [one.id for one in kept], "rejected": rejected, "group_members": list(members.values())}
+    sizes = Counter(item.group_id for item in items if item.group_id is not None)
+    return {"ids": [one.id for one in kept], "rejected": rejected, "group_members": list(sizes.values())}
 
 
 def _write(document: Rollout, file: BinaryIO) -> _Written:
