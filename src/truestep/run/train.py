@@ -60,8 +60,7 @@ from truestep.types import Rejected
 from truestep.weights.errors import ModelError
 from truestep.weights.tensor_parts import StoredTensors
 
-# The exceptions that a damaged checkpoint can raise when it is read. Only a checkpoint without checksums, written by an
-# earlier version, is read without being compared first.
+# The exceptions that a damaged checkpoint can raise when it is read.
 _ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
