@@ -56,7 +56,7 @@ def test_a_plan_that_does_not_fit(config: Path, tmp_path: Path) -> None:
     assert "It does not fit 80 GiB" in outcome.output
     assert "--model.activation_checkpointing full" in outcome.output
     assert "Together these fit, with the same numbers (" in outcome.output
-    assert "context: 2" in outcome.output
+    assert "  model: {activation_checkpointing: elementwise}" in outcome.output
     assert "pipeline:" not in outcome.output, "pipelines would fit, and cannot sample in process"
     assert all(len(line) <= 110 for line in outcome.output.splitlines())
     values = json.loads((tmp_path / "out" / "plan.json").read_text())

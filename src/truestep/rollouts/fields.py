@@ -152,12 +152,6 @@ def _declare(name: str, given: Mapping[str, Any], taken: Collection[str]) -> Fie
     return Field(name, given["level"], dtype, check, required=default is None, default=default)
 
 
-def declarations(fields: Iterable[Field]) -> dict[str, dict[str, str]]:
-    """Return the user's fields as JSON values, without `required` and `default`."""
-    names = {dtype: name for name, (dtype, _) in _CHECKS.items()}
-    return {field.name: {"level": field.level, "dtype": names[field.dtype]} for field in fields}
-
-
 def optional(fields: Iterable[Field]) -> tuple[Field, ...]:
     """Return the fields, none of them required and all without a default."""
     return tuple(dataclasses.replace(field, required=False, default=None) for field in fields)
