@@ -54,7 +54,6 @@ def test_the_bytes_are_those_of_safetensors(
     assert all(
         torch.equal(read[name].double(), value.double()) for name, value in theirs.items() if value.is_floating_point()
     )
-    assert progress.amounts()["bytes read"] - before.get("bytes read", 0) == sum(v.nbytes for v in read.values())
 
 
 def image_of(given: dict[str, torch.Tensor], shift: int = 0) -> torch.Tensor:

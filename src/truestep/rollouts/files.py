@@ -77,7 +77,7 @@ def read_records(paths: Iterable[Path], declared: Sequence[Field] = ()) -> Itera
     for path in paths:
         try:
             is_parquet = path.suffix.lower() == ".parquet"
-            for line, record in read_parquet(path, declared=declared) if is_parquet else _read_jsonl(path):
+            for line, record in read_parquet(path, declared) if is_parquet else _read_jsonl(path):
                 progress.made("records read")
                 yield path, line, record
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # column names may be invalid UTF-8
