@@ -48,11 +48,11 @@ def generate(path: Path, documents: int) -> None:
 def open_once(path: Path, cache: Path) -> None:
     """Open the files as a run does, in this process, and print figures."""
     from truestep.rollouts.source import FileSource
-    from truestep.rollouts.table.documents import load_tables
+    from truestep.rollouts.stored import load_stored
 
     needs = Needs(logprobs=True, advantages=True, advantage_rule="group_normalized")
     start = time.perf_counter()
-    documents = load_tables([path], Checks(needs, 151_936, 1.0, 16384, group_size=GROUP), cache)
+    documents = load_stored([path], Checks(needs, 151_936, 1.0, 16384, group_size=GROUP), cache)
     opened = time.perf_counter() - start
     used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     processor = sum(one.ru_utime + one.ru_stime for one in used)

@@ -246,4 +246,3 @@ def test_a_publication_names_what_has_no_room(limit: int, tmp_path: Path) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert directory.write(policy, 0, torch.float32).is_dir(), "once there is room"
-    directory.let_go()

@@ -5,31 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from checkpoints import latest, read_states, read_weights
+from checkpoints import latest, read_weights
 from documents import same_bits
-from small_runs import file_config, quiet_trainer, read_lines, without_times, write_rollouts
+from small_runs import file_config, quiet_trainer, write_rollouts
 from truestep.files.tensors import write_image
 from truestep.model.loading.load import load_policy
 from truestep.model.loading.read import read_model
 from truestep.model.policy import Policy
-from truestep.model.save import save_policy
 from truestep.process import progress
-from truestep.process.randomness import random_state, random_tensors
 from truestep.run.checkpoint.checksums import RunningChecksums, find_damage, write_checksums
 from truestep.run.checkpoint.staging import Staging
 from truestep.weights.lazy import Unread
 from truestep.weights.tensor_parts import (
     FOLDER,
-    STATE,
     WEIGHT,
     Box,
     StoredTensors,
@@ -278,32 +273,3 @@ def test_every_nth_checkpoint_is_a_hugging_face_directory(tiny_model: Model, tmp
     assert len(found) == 4 and find_damage(found[1]) is None
     theirs = AutoModelForCausalLM.from_pretrained(found[1]).state_dict()
     assert all(same_bits(theirs[name], value) for name, value in read_weights(found[1]).items())
-
-
-def make_whole(checkpoint: Path, directory: Path) -> None:
-    """Write a checkpoint as version 0.1 did before: whole weights and states, and one random state."""
-    save_policy(load_policy(checkpoint, device="cpu"), directory)
-    folder = directory / FOLDER
-    folder.mkdir()
-    save_file(read_states(checkpoint), folder / "optimizer.safetensors")
-    save_file(random_tensors(), folder / "random.safetensors")
-    state = json.loads((checkpoint / FOLDER / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"random": random_state()}))
-    shutil.copy(checkpoint / FOLDER / "carried.jsonl", folder)
-    write_checksums(directory)
-
-
-def test_a_run_goes_on_from_a_whole_checkpoint_of_before(tiny_model: Model, tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "r.jsonl", 30)
-    config = file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "new", schedule={"steps": 3})
-    quiet_trainer(config).run()
-    shutil.copytree(tmp_path / "new", tmp_path / "old")
-    shutil.rmtree(latest(tmp_path / "old"))
-    make_whole(latest(tmp_path / "new"), tmp_path / "old" / "checkpoints" / "step-00000003")
-    for name in ("new", "old"):
-        quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / name)).run()
-    lines = [without_times(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("new", "old")]
-    assert lines[0] == lines[1] and len(lines[0]) == 6
-    files = [(latest(tmp_path / name) / FOLDER / part_name(0)).read_bytes() for name in ("new", "old")]
-    assert files[0] == files[1]
-    assert set(StoredTensors(latest(tmp_path / "old")).named(STATE)) == set(read_states(latest(tmp_path / "new")))

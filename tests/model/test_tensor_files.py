@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from truestep.files import tensors as tensor_files
-from truestep.files.tensors import lay_out, read_tensors, write_image, write_tensors
+from truestep.files.tensors import lay_out, write_image, write_tensors
 from truestep.gpu.pinned import mapped
 from truestep.process import progress
 
@@ -47,14 +47,13 @@ def test_the_bytes_are_those_of_safetensors(
     size = (tmp_path / "ours").stat().st_size
     for kind in ("bytes written", "bytes on the disk"):
         assert progress.amounts()[kind] - before.get(kind, 0) == size
-    read, theirs = read_tensors(tmp_path / "ours"), load_file(tmp_path / "theirs")
+    read, theirs = load_file(tmp_path / "ours"), load_file(tmp_path / "theirs")
     assert {name: (value.dtype, value.shape) for name, value in read.items()} == {
         name: (value.dtype, value.shape) for name, value in theirs.items()
     }
     assert all(
         torch.equal(read[name].double(), value.double()) for name, value in theirs.items() if value.is_floating_point()
     )
-    assert progress.amounts()["bytes read"] - before.get("bytes read", 0) == sum(v.nbytes for v in read.values())
 
 
 def image_of(given: dict[str, torch.Tensor], shift: int = 0) -> torch.Tensor:

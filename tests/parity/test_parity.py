@@ -156,7 +156,8 @@ def test_stale_weights_are_recognised_by_the_runs_own_checkpoints(model: Path, o
         made = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
         shutil.copytree(path, made)
         (made / "truestep").mkdir()
-        (made / "truestep" / "state.json").write_text("{}", encoding="utf-8")
+        for name in ("state.json", "checksums.json"):
+            (made / "truestep" / name).write_text("{}", encoding="utf-8")
     engine = load(old)
     records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))
     result = look(model, records, tmp_path, checkpoint={"directory": str(tmp_path / "run")})

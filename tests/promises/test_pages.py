@@ -47,12 +47,11 @@ from truestep.plan import activations, search
 from truestep.publish import link
 from truestep.report import rollouts as page_rollouts
 from truestep.report import series
-from truestep.rollouts import advantages
+from truestep.rollouts import advantages, stored
 from truestep.rollouts.fields import record_names
 from truestep.rollouts.files import Checks
 from truestep.rollouts.kept.files import list_files, read_rows
 from truestep.rollouts.stream import ids, intake, reading
-from truestep.rollouts.table import documents as tables
 from truestep.run.terminal import run as terminal_run
 from truestep.step.update.optimizers import by_weight
 from truestep.tools.score import score
@@ -195,14 +194,14 @@ def test_score_has_the_numbers_of_a_step_and_updates_nothing(config: truestep.Co
         assert scored[name] == pytest.approx(line[name], rel=1e-6, abs=1e-9), name
 
 
-@pytest.mark.parametrize(("kind", "as_table"), [("keep", True), ("mask", False), ("drop", False)])
+@pytest.mark.parametrize(("kind", "in_a_file"), [("keep", True), ("mask", False), ("drop", False)])
 def test_what_is_read_into_memory_whatever_its_size(
-    kind: str, as_table: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, in_a_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rollouts(tmp_path / "r.jsonl", 4)
-    monkeypatch.setattr(tables, "LARGE_BYTES", 1)
-    found = tables.open_documents([tmp_path / "r.jsonl"], Checks(NEEDS, truncated=kind), tmp_path / "cache").rollouts
-    assert isinstance(found, tables.TableDocuments) == as_table == (tmp_path / "cache").exists()
+    monkeypatch.setattr(stored, "LARGE_BYTES", 1)
+    found = stored.open_documents([tmp_path / "r.jsonl"], Checks(NEEDS, truncated=kind), tmp_path / "cache").rollouts
+    assert isinstance(found, stored.StoredDocuments) == in_a_file == (tmp_path / "cache").exists()
 
 
 def test_documents_of_several_updates_are_kept_once(config: truestep.Config) -> None:
@@ -376,7 +375,7 @@ def test_ctrl_c_in_a_program(config: truestep.Config) -> None:
 MIB, GIB = 2**20, 2**30
 WORDS = {4: "four", 8: "eight"}
 FIGURES = [
-    ("rollouts", f"Files of {tables.LARGE_BYTES // MIB} MiB or more together are converted"),
+    ("rollouts", f"Of files of {stored.LARGE_BYTES // MIB} MiB or more together"),
     ("rollouts", f"at most {reading.MOST_MESSAGES:,}, or {reading.MOST_BYTES // MIB} MiB of them"),
     ("rollouts", f"A message of more than {bounded.RECORD // MIB} MiB is rejected unread"),
     ("rollouts", f"Open groups take at most {intake.MOST_OPEN_BYTES // GIB} GiB"),

@@ -11,7 +11,7 @@ import pytest
 
 from truestep.rollouts.files import DataError, Documents, load_documents
 from truestep.rollouts.record import BadRecord, Checks, Needs, parse_record
-from truestep.rollouts.table.documents import load_tables, tables_hold
+from truestep.rollouts.stored import can_be_stored, load_stored
 from truestep.types import Rollout
 
 EVERYTHING = Needs(logprobs=True, advantages=True, advantage_rule="group_normalized")
@@ -95,19 +95,19 @@ def write(path: Path, *lines) -> Path:
 
 
 def load(*paths, **options):
-    """Load the files in memory and, where tables may hold them, by way of tables, which must not differ in anything."""
+    """Load the files in memory and, where they may be stored, by way of a file, which must not differ in anything."""
     defaults = {"needs": NEEDS, "vocabulary_size": 100, "max_tokens": 16}
     checks = Checks(**(defaults | options))
-    if not tables_hold(checks):
+    if not can_be_stored(checks):
         return load_documents(list(paths), checks)
     with tempfile.TemporaryDirectory() as cache:
         try:
             documents = load_documents(list(paths), checks)
         except DataError as error:
             with pytest.raises(DataError, match=f"^{re.escape(str(error))}$"):
-                load_tables(list(paths), checks, Path(cache))
+                load_stored(list(paths), checks, Path(cache))
             raise
-        assert_same(load_tables(list(paths), checks, Path(cache)), documents)
+        assert_same(load_stored(list(paths), checks, Path(cache)), documents)
     return documents
 
 

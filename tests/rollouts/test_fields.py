@@ -33,9 +33,9 @@ from truestep.rollouts.packing import pack
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.rollouts.rows import encode
 from truestep.rollouts.selection import choose_truncated
+from truestep.rollouts.stored import load_stored
 from truestep.rollouts.stream.reading import parse_message
 from truestep.rollouts.stream.transport import Message
-from truestep.rollouts.table.documents import load_tables
 from truestep.rollouts.values import BadRecord
 from truestep.tools.verify.oracle import advantages as oracle_advantages
 from truestep.tools.verify.reduced import record_of, reduce_record
@@ -98,7 +98,7 @@ def test_a_new_line_of_the_table_acts_everywhere(wider_table: list[Field], tmp_p
     }
     checks = checks_of()
 
-    # JSON, Parquet, tables of large files, streams
+    # JSON, Parquet, large files, streams
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = tmp_path / "a.parquet"
@@ -107,12 +107,12 @@ def test_a_new_line_of_the_table_acts_everywhere(wider_table: list[Field], tmp_p
     found = [
         load_documents([lines], checks).rollouts[0],
         load_documents([rows], checks).rollouts[0],
-        load_tables([lines], checks, tmp_path / "cache").rollouts[0],
-        load_tables([rows], checks, tmp_path / "cache").rollouts[0],
+        load_stored([lines], checks, tmp_path / "cache").rollouts[0],
+        load_stored([rows], checks, tmp_path / "cache").rollouts[0],
         message,
     ]
     assert [fields_in(document) for document in found] == [expected] * 5
-    assert not fields_in(load_tables([lines], checks, tmp_path / "cache").rollouts[1])
+    assert not fields_in(load_stored([lines], checks, tmp_path / "cache").rollouts[1])
 
     # checks, and their messages
     for name, value, said in (
@@ -260,14 +260,14 @@ def test_tables_give_what_memory_gives(suffix: str, tmp_path: Path) -> None:
                 record["liked"] = [record["liked"]] * 2
         pq.write_table(pa.Table.from_pylist(records), path)
     checks = checks_of(DECLARED)
-    in_memory, of_table = load_documents([path], checks), load_tables([path], checks, tmp_path / "cache")
+    in_memory, of_table = load_documents([path], checks), load_stored([path], checks, tmp_path / "cache")
     assert [item.id for item in in_memory.rollouts] == ["a", "b", "d"]
     assert in_memory.rejected == of_table.rejected
     for first, second in zip(in_memory.rollouts, of_table.rollouts, strict=True):
         assert fields_in(first) == fields_in(second)
     # The same files without the declaration, and with another one, have tables of their own.
-    assert all(not fields_in(item) for item in load_tables([path], checks_of(), tmp_path / "cache").rollouts)
-    fewer = load_tables([path], checks_of({"difficulty": {"level": "document"}}), tmp_path / "cache")
+    assert all(not fields_in(item) for item in load_stored([path], checks_of(), tmp_path / "cache").rollouts)
+    fewer = load_stored([path], checks_of({"difficulty": {"level": "document"}}), tmp_path / "cache")
     assert [item.id for item in fewer.rollouts] == [
         item["id"] for item in records if item.get("difficulty") is not None
     ]
@@ -278,7 +278,7 @@ def test_a_table_rejects_records_without_the_references_log_probs(tmp_path: Path
     records = [GOOD, GOOD | {"id": "b", "reference_logprobs": [-1.0, -2.0]}]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     checks = checks_of(needs=replace(NOTHING, reference_logprobs=True))
-    made: list[Documents] = [load_documents([path], checks), load_tables([path], checks, tmp_path / "cache")]
+    made: list[Documents] = [load_documents([path], checks), load_stored([path], checks, tmp_path / "cache")]
     assert made[0].rejected == made[1].rejected
     assert [item.id for item in made[1].rollouts] == ["b"]
 
@@ -345,7 +345,7 @@ def test_experts_are_read_however_they_are_written(kind: str, rows: int, tmp_pat
         pq.write_table(pa.Table.from_pylist([GOOD | {"routed_experts": form}]), path)
         (document,) = load_documents([path], checks_of()).rollouts
         found.append(document.token_fields["routed_experts"])
-        (document,) = load_tables([path], checks_of(), tmp_path / "cache").rollouts
+        (document,) = load_stored([path], checks_of(), tmp_path / "cache").rollouts
         found.append(document.token_fields["routed_experts"])
     for experts_read in found:
         assert experts_read.dtype == kind

@@ -18,7 +18,7 @@ from truestep.rollouts.kept.reader import Reader
 from truestep.rollouts.kept.rows import row_of
 from truestep.rollouts.packing import pack
 from truestep.rollouts.record import Checks
-from truestep.rollouts.table.documents import load_tables
+from truestep.rollouts.stored import load_stored
 from truestep.types import Membership, Turn
 
 
@@ -206,7 +206,7 @@ def test_a_document_is_the_same_behind_a_checkpoint_and_by_way_of_tables(tmp_pat
         again = read_document(json.loads(json.dumps(document_line(document))))
         assert same_document(document, again)
         assert (again.starts, again.record_ids, again.turns) == (document.starts, document.record_ids, document.turns)
-    tables = load_tables([tmp_path / "r.jsonl"], Checks(NEEDS), tmp_path / "cache")
+    tables = load_stored([tmp_path / "r.jsonl"], Checks(NEEDS), tmp_path / "cache")
     assert [document.record_ids for document in tables.rollouts] == [(), ("a", "b")]
 
 

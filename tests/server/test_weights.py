@@ -41,7 +41,7 @@ def test_the_newest_weights_and_those_before_stay(tiny_model: Models, tmp_path: 
     for version in (8, 16, 4):  # the last after a start that went back
         written.append(directory.write(policy, version, torch.float32))
         os.utime(written[-1], ns=(len(written), len(written)))
-    assert {path for path in shared.iterdir() if not path.name.startswith(".truestep-run-")} == set(written[1:])
+    assert set(shared.iterdir()) == set(written[1:])
     assert len({path.name for path in written}) == 3 and written[2].is_absolute()
     directory.clear()
     assert not shared.exists()
@@ -66,27 +66,6 @@ def test_runs_that_share_a_directory_leave_one_another_s_weights(tiny_model: Mod
     assert all((path / "config.json").is_file() for path in kept) and not others.exists()
     first.clear()
     assert not shared.exists()
-
-
-def test_what_a_run_that_is_gone_has_left_is_removed_and_another_machine_s_is_not(
-    tiny_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, shared = load_policy(tiny_model("llama")), tmp_path / "shared"
-    gone, living = (WeightsDirectory(shared, run=tmp_path / run) for run in ("gone", "living"))
-    with monkeypatch.context() as patch:
-        patch.setattr("socket.gethostname", lambda: "elsewhere")
-        elsewhere = WeightsDirectory(shared, run=tmp_path / "gone")
-    left, theirs = gone.write(policy, 8, torch.float32), elsewhere.write(policy, 8, torch.float32)
-    (shared / f".{left.name}.partial").mkdir()
-    for directory in (gone, elsewhere):
-        directory.let_go()  # as the end of its process does
-    own = living.write(policy, 0, torch.float32)
-    assert set(shared.glob("*truestep-weights*")) == {own, theirs}
-    again = WeightsDirectory(shared, run=tmp_path / "living")  # in another process that is the same run, by its names
-    assert again.write(policy, 0, torch.float32).is_dir() and own.is_dir()
-    again.clear()
-    assert own.is_dir()
-    living.let_go()
 
 
 def test_a_tied_head_has_a_file_of_its_own(tiny_model: Models, tmp_path: Path) -> None:

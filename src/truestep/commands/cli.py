@@ -145,15 +145,8 @@ _output = click.option("--output", required=True, type=click.Path(path_type=Path
 
 
 @_config_command
-@click.option("--explain", is_flag=True, help="Only print the objective of CONFIG as formulas.")
-def train(config: "Config", explain: bool) -> None:
+def train(config: "Config") -> None:
     """Train as CONFIG says. A run with checkpoints continues from the last one."""
-    if explain:
-        from truestep.config.explain import explain as write_out
-
-        if not int(os.environ.get("RANK", "0")):
-            _print(write_out(config))
-        return
     with _display():
         from truestep.ranks.group import leave
         from truestep.run.notes import longer_by, what_next

@@ -9,6 +9,5 @@ yaml_tree         reads YAML with the line of every option
 presets           published recipes as sets of options
 custom            imports users' own functions and classes, and checks their options
 foreign           translates option names of other trainers in error messages
-explain           writes the objective as formulas (`--explain`)
 describe          `--help`, docs/configuration.md and the types in error messages
 """

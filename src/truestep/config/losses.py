@@ -3,7 +3,6 @@
 Imports no torch.
 """
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,21 +14,6 @@ from truestep.config.section import Count, NotNegative, Positive, Section, by_ty
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NormalizeBy = Literal["labels", "documents", "document_means", "constant"]
-
-
-Line = tuple[str, str]
-"""A formula or a name, and its meaning; either may be empty. Symbols are as in docs/contract.md, section 6."""
-
-_RATIO = ("ρ = exp(logπ - logπ_old)", "log ρ is clamped to ±20, without a gradient beyond")
-_DOCUMENT_RATIO = (
-    "R = exp(mean of logπ - logπ_old over the document's labels)",
-    "the mean is clamped to ±20, without a gradient beyond",
-)
-
-
-def short(value: float) -> str:
-    """Write a number for a formula. Example: 0.9997."""
-    return f"{value:.10g}"
 
 
 class EntropyTargetConfig(Section):
@@ -91,10 +75,6 @@ class LossBase(Section):
     metrics: Literal["none", "basic", "full"] = "basic"
     """Which metrics are logged. none: only those of every run. basic: also ratios, advantages, rewards and staleness.
     full: also percentiles of the log-ratio."""
-
-    def formulas(self) -> Iterator[Line]:
-        """Write out the loss l of a label, with all bounds that are set."""
-        yield from ()
 
     @model_validator(mode="after")
     def _constant_needs_its_constant(self) -> "LossBase":
@@ -228,29 +208,16 @@ class Clipped(PolicyLoss):
     epsilon_high: NotNegative = 0.2
     """The ratio is clipped above 1 + epsilon_high (gmpo: the log-ratio above epsilon_high)."""
 
-    def _clip(self, ratio: str) -> str:
-        return f"clip({ratio}, {short(1 - self.epsilon_low)}, {short(1 + self.epsilon_high)})"
-
 
 class DualClipped(Clipped):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Dual clipping: the largest ratio, above 1, for labels with negative advantage. Their loss is at most -dual_clip x
     advantage. null: none."""
 
-    def _surrogate(self, ratio: str) -> Iterator[Line]:
-        yield f"l = -min({ratio} · A, {self._clip(ratio)} · A)", ""
-        if self.dual_clip is not None:
-            most = short(self.dual_clip)
-            yield f"if A < 0: l is at most -{most} · A", f"without a gradient if {ratio} > {most}"
-
 
 class GrpoLoss(DualClipped):
     type: Literal["grpo"] = "grpo"
     """Clips the importance ratio of each label."""
-
-    def formulas(self) -> Iterator[Line]:
-        yield from self._surrogate("ρ")
-        yield _RATIO
 
 
 class GspoLoss(DualClipped):
@@ -260,10 +227,6 @@ class GspoLoss(DualClipped):
     epsilon_low: NotNegative = 3e-4
     epsilon_high: NotNegative = 4e-4
 
-    def formulas(self) -> Iterator[Line]:
-        yield from self._surrogate("R")
-        yield _DOCUMENT_RATIO
-
 
 class ReinforceLoss(PolicyLoss):
     type: Literal["reinforce"]
@@ -271,21 +234,12 @@ class ReinforceLoss(PolicyLoss):
     ratio_cap: Positive | None = None
     """The largest importance ratio. null: no cap."""
 
-    def formulas(self) -> Iterator[Line]:
-        ratio = "ρ" if self.ratio_cap is None else f"min(ρ, {short(self.ratio_cap)})"
-        yield f"l = -{ratio} · A · logπ", f"no gradient through {ratio}"
-        yield _RATIO
-
 
 class CispoLoss(Clipped):
     type: Literal["cispo"]
     """Policy gradient weighted by the clipped importance ratio, which has no gradient: all labels keep theirs."""
     epsilon_low: NotNegative = 1.0
     epsilon_high: NotNegative = 4.0
-
-    def formulas(self) -> Iterator[Line]:
-        yield f"l = -{self._clip('ρ')} · A · logπ", f"no gradient through {self._clip('ρ')}"
-        yield _RATIO
 
 
 class SapoLoss(PolicyLoss):
@@ -296,11 +250,6 @@ class SapoLoss(PolicyLoss):
     tau_negative: Positive = 1.05
     """How fast the gradient decreases for labels with negative advantages."""
 
-    def formulas(self) -> Iterator[Line]:
-        tau = f"τ = {short(self.tau_positive)} if A ≥ 0, and {short(self.tau_negative)} if A < 0"
-        yield "l = -(4/τ) · σ(τ · (ρ - 1)) · A", tau
-        yield _RATIO
-
 
 class GmpoLoss(Clipped):
     type: Literal["gmpo"]
@@ -308,12 +257,6 @@ class GmpoLoss(Clipped):
     normalize_by: NormalizeBy = "document_means"
     epsilon_low: NotNegative = 0.4
     epsilon_high: NotNegative = 0.4
-
-    def formulas(self) -> Iterator[Line]:
-        yield "l = -G · A", "log G is clamped to ±20, without a gradient beyond"
-        clip = f"clip(Δ, {short(-self.epsilon_low)}, {short(self.epsilon_high)})"
-        yield f"G = exp(mean of s · min(s · Δ, s · {clip}) over the document's labels)", "s: the sign of A"
-        yield "Δ = logπ - logπ_old", "a label whose own Δ is clipped has no gradient"
 
 
 class DppoLoss(PolicyLoss):
@@ -325,21 +268,11 @@ class DppoLoss(PolicyLoss):
     threshold: Positive = 0.2
     """Labels with a larger divergence are masked."""
 
-    def formulas(self) -> Iterator[Line]:
-        moved = "|π - π_old|" if self.divergence == "tv" else "KL(π_old ‖ π) (the label against all other tokens)"
-        yield "l = -m · ρ · A", ""
-        yield f"m = 0 if {moved} is above {short(self.threshold)} and the label moves outward, else 1", ""
-        yield "outward", "A > 0 and ρ > 1, or A < 0 and ρ < 1"
-        yield _RATIO
-
 
 class CrossEntropyLoss(LossBase):
     type: Literal["cross_entropy"]
     """Supervised learning, without advantages or the sampler's log-probs."""
     supervised: ClassVar[bool] = True
-
-    def formulas(self) -> Iterator[Line]:
-        yield "l = -logπ", "supervised: no advantages, no old log-probs"
 
 
 class CustomLoss(PolicyLoss):
@@ -355,10 +288,6 @@ class CustomLoss(PolicyLoss):
     def custom(self) -> Any:
         """Make the loss from its options. This imports the user's module."""
         return make_custom("loss.function", self.function, self.options or {})
-
-    def formulas(self) -> Iterator[Line]:
-        options = ", ".join(f"{name}: {value}" for name, value in (self.options or {}).items())
-        yield f"l = {self.function}", f"a loss of your own{f', with {options}' if options else ''}"
 
     @property
     def supervised(self) -> bool:  # type: ignore[override]

@@ -136,16 +136,6 @@ def _options_of(preset: str, sampled: bool) -> Iterator[tuple[str, Any]]:
         yield from PRESETS[preset].sampled.items()
 
 
-def overridden(options: dict[str, Any], preset: str) -> dict[str, tuple[Any, Any]]:
-    """Return the preset's options that the user set to other values: by dotted name, the user's and the preset's."""
-    found = {}
-    for dotted, value in _options_of(preset, options.get("sampler") is not None):
-        given = _given(options, tuple(dotted.split(".")))
-        if given != value:
-            found[dotted] = (None if given is _ABSENT else given, value)
-    return found
-
-
 _ABSENT: Any = object()
 
 

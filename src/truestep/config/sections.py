@@ -150,9 +150,9 @@ class DataConfig(Section):
     source: SourceConfig | None = None
     """Rollouts that your own sampler sends during the run."""
     cache_directory: str | None = None
-    """The directory for converted copies of large rollout files. Each file is converted once for all ranks and runs of
-    the machine, and takes about half of its size. null: truestep/data in $XDG_CACHE_HOME or ~/.cache. Files of less
-    than 16 MiB together are read into memory."""
+    """The directory for copies of the documents of large rollout files. They are made once for all ranks and runs of
+    the machine, and take about half of the size. null: truestep/data in $XDG_CACHE_HOME or ~/.cache. Files of less than
+    16 MiB together are read into memory."""
     temperature: Positive = 1.0
     """The sampling temperature of records that have no `temperature` of their own."""
     advantages: (

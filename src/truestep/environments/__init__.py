@@ -4,9 +4,7 @@ prompts           prompts of a JSONL file or a Hugging Face dataset, tokenised o
 rewards           loading and calling a reward function, with checks of its signature and result
 rater             the reward service: a pool of worker processes that rate completions
 process           a worker process as the run sees it
-batch_size        the number of completions to send to a worker at a time
 supervisor        the worker's parent process: enforces limits and kills all processes below it (imports no torch)
-valve             the supervisor's relay, which gives the worker one request at a time
 worker            the process that imports and calls the user's reward (imports no torch)
 isolation         Linux namespaces for supervisor and worker
 memory            the memory that a group of processes takes
@@ -14,7 +12,7 @@ descendants       finding and killing a process's descendants
 frames            the messages between run and worker: JSON, which cannot carry code
 episodes          environments of several turns, and conversations token for token
 adapters          other people's environments, by name
-relay             passes messages between the run and the process that forks episodes
+relay             passes messages between the run and the worker
 forked            what a forked process sets: seeds, signals, limits
 limits            the limits that a supervisor enforces
 printed           the log of the output that rewards print

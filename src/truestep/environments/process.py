@@ -9,15 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar
 
 from truestep.config.custom import user_directories
 from truestep.environments import frames, isolation
-from truestep.environments.batch_size import BatchSizer
 from truestep.environments.descendants import kill_below, started
 from truestep.environments.rewards import LONGEST_TRACEBACK, Rating, RewardError
 from truestep.process import progress
@@ -48,13 +46,6 @@ class LostError(Exception):
 
 class LateRewardError(LostError):
     """A worker that exceeded the time limit of a completion."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    index: int
-    number: int
-    nonce: str
 
 
 @dataclass(frozen=True)
@@ -171,15 +162,15 @@ class Supervised:
                 f"the {self._what} wrote to the connection of its process while it was imported: {error}"
             ) from None
 
-    def _wait(self, deadline: float, sends: bool = False) -> None:
-        """Wait for input or, with `sends`, for room to send, and read what came."""
+    def _wait(self, deadline: float) -> None:
+        """Wait for input, and read what came."""
         if self._ended is not None:
             raise frames.EndOfFramesError
         left = deadline - time.monotonic()
         if left <= 0:
             raise frames.LateError
         poll = select.poll()
-        poll.register(self._channel, select.POLLIN | (select.POLLOUT if sends else 0))
+        poll.register(self._channel, select.POLLIN)
         poll.register(self._control, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(min(left, _HEALTHY_SECONDS) * 1000 + 1)}
         progress.made(f"waits for {self._what}s")  # every request has a deadline, so waiting is not a stall
@@ -277,41 +268,26 @@ class Supervised:
 class Worker(Supervised):
     """A worker process and its supervisor. After a LostError of any method both are unusable."""
 
-    def __init__(
-        self, options: WorkerOptions, sizer: BatchSizer | None = None, printed: Callable[[str], None] | None = None
-    ):
-        """`sizer` is shared by all workers; `printed` is called with the reward's output."""
-        super().__init__(options, printed)
-        self._sizer = sizer or BatchSizer()
-        self.num_rated = 0
-        self._number = 0
-        self._returned: list[tuple[int, int]] = []  # (first, last) number of requests that the worker did not get
+    num_rated = 0
+    _number = 0  # of the last request
 
     def start(self, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
         """Wait until the reward is imported. Raises RewardError if the import fails."""
         self._begin({"reward": self._options.reward, "fields": fields}, self._answer)
 
-    def rate(self, requests: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Rating | Exception | None]]:
-        """Rate completions one after another. Yields (index of the request, rating or exception) as answers come.
-
-        None instead of a rating means that the request was not begun because an earlier one is slow. A LostError
-        belongs to the first request without an answer; later requests were not begun.
-        """
-        asked: deque[_Asked] = deque()
-        sent = bytearray()
-        for index, request in enumerate(requests):
-            question = _Asked(index, self._number + 1, secrets.token_hex(16))
-            try:
-                sent += frames.encode({"number": question.number, "nonce": question.nonce, **request})
-            except frames.FrameError as error:
-                yield index, RewardError(f"the prompt and its completion are too long for a reward: {error}")
-            except (TypeError, ValueError, RecursionError) as error:  # a field that JSON cannot hold
-                yield index, error
-            else:
-                self._number += 1
-                asked.append(question)
+    def rate(self, request: dict[str, Any]) -> Rating:
+        """Rate a completion. Raises RewardError or what JSON raises for a request that it cannot hold, and LostError if
+        the worker is lost."""
+        nonce = secrets.token_hex(16)
         try:
-            yield from self._answers(asked, memoryview(sent))
+            frame = frames.encode({"number": self._number + 1, "nonce": nonce, **request})
+        except frames.FrameError as error:
+            raise RewardError(f"the prompt and its completion are too long for a reward: {error}") from None
+        self._number += 1
+        deadline = time.monotonic() + self._options.timeout
+        try:
+            self._channel.send(frame, deadline)
+            return fit(self._answer(nonce, deadline))
         except frames.LateError:
             option = f"{self._options.section}.reward_timeout: {self._options.timeout:g} s"
             raise LateRewardError(f"the reward took longer than {option}") from None
@@ -319,25 +295,6 @@ class Worker(Supervised):
             raise self._lost("ended its process") from None
         except frames.FrameError as error:
             raise LostError(f"the reward wrote to the connection that carries rewards: {error}") from None
-
-    def _answers(self, asked: deque["_Asked"], unsent: memoryview) -> Iterator[tuple[int, Rating | Exception | None]]:
-        """Send requests and yield their answers. The time limit starts anew with each answer."""
-        deadline = time.monotonic() + self._options.timeout
-        while asked:
-            unsent = self._channel.send_some(unsent)
-            answer = self._take_or_wait(deadline, bool(unsent))
-            while self._returned:
-                first, last = self._returned.pop()
-                yield from ((one.index, None) for one in reversed(asked) if first <= one.number <= last)
-                asked = deque(one for one in asked if not first <= one.number <= last)
-            if answer is None:
-                continue
-            try:
-                value: Rating | Exception = fit(self._read(answer, asked[0].number, asked[0].nonce))
-            except RewardError as error:
-                value = error
-            deadline = time.monotonic() + self._options.timeout
-            yield asked.popleft().index, value
 
     def usable(self) -> bool:
         """Return whether the worker is alive and idle, without unexpected messages."""
@@ -349,16 +306,9 @@ class Worker(Supervised):
 
     def _answer(self, nonce: str, deadline: float) -> Rating:
         """Wait for the answer to the current request. Raises FrameError for an answer with another number or nonce."""
-        while (answer := self._take_or_wait(deadline)) is None:
-            pass
+        while (answer := self._channel.take()) is None:
+            self._wait(deadline)
         return self._read(answer, self._number, nonce)
-
-    def _take_or_wait(self, deadline: float, sends: bool = False) -> dict[str, Any] | None:
-        """Return an answer, or None after a wait for input or, with `sends`, for room to send."""
-        if (answer := self._channel.take()) is not None:
-            return answer
-        self._wait(deadline, sends)
-        return self._channel.take()
 
     def _read(self, answer: dict[str, Any], number: int, nonce: str) -> Rating:
         if answer.get("number") != number or answer.get("nonce") != nonce or len(answer) != 4:
@@ -373,10 +323,3 @@ class Worker(Supervised):
             raise frames.FrameError("a part that is not a number")
         self.num_rated += number > 0
         return Rating.of(value, parts)
-
-    def _heard(self, message: dict[str, Any]) -> None:
-        if "returned" in message:
-            first, last = message["returned"]
-            self._returned.append((first, last))
-        elif "rated" in message:
-            self._sizer.note(message["rated"], message["seconds"])

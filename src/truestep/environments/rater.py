@@ -6,13 +6,12 @@ the future. A failed process is replaced.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-from truestep.environments.batch_size import MOST, BatchSizer
 from truestep.environments.printed import PrintedLog
 from truestep.environments.process import LateRewardError, LostError, Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
@@ -44,29 +43,18 @@ class _Task:
     completion: str
     seed: str
     future: Future[Rating]
-    begun: bool = False  # presumably in a worker; can no longer be cancelled
 
-
-def _wanted(task: _Task) -> bool:
-    if task.future.cancelled():
-        _begin(task)
-        return False
-    return True
-
-
-def _begin(task: _Task) -> None:
-    if not task.begun:
-        task.begun = True
-        task.future.set_running_or_notify_cancel()
+    @property
+    def request(self) -> dict[str, Any]:
+        prompt = self.prompt
+        return {"prompt": prompt.prompt, "completion": self.completion, "fields": prompt.fields, "seed": self.seed}
 
 
 def _settle(task: _Task, rating: Rating | BaseException) -> None:
-    _begin(task)
-    if not task.future.cancelled():
-        if isinstance(rating, BaseException):
-            task.future.set_exception(rating)
-        else:
-            task.future.set_result(rating)
+    if isinstance(rating, BaseException):
+        task.future.set_exception(rating)
+    else:
+        task.future.set_result(rating)
     progress.made("rewards")
 
 
@@ -105,7 +93,7 @@ def _kind(reason: str) -> str:
 
 
 class Rater:
-    """A pool of workers that each rate one completion at a time. Fast rewards get many requests ahead.
+    """A pool of workers that each rate one completion at a time.
 
     A worker is started only when all others are busy. The first completion of the run is rated alone, so that a failing
     reward is reported once, before it fails many times.
@@ -127,9 +115,7 @@ class Rater:
         self._tasks: deque[_Task] = deque()
         self._threads: list[threading.Thread] = []
         self._workers: set[Worker] = set()
-        self._sizer = BatchSizer()
-        self._idle = 0  # waiting threads
-        self._called = 0  # threads that were woken or started and have not yet taken tasks
+        self._idle = 0  # waiting threads, and those that were woken and have not yet taken a task
         self._closed = False
 
     def submit(self, prompt: Prompt, completion: str, seed: str) -> Future[Rating]:
@@ -154,11 +140,11 @@ class Rater:
             self._say(explain_failing(error))
         with self._changed:
             held, self._held = self._held or [], None
-            self._tasks.extend(held)
+            for task in held:
+                self._tasks.append(task)
+                self._call()
             if self._closed:
                 self._cancel()
-            for _ in held:
-                self._call()
 
     def close(self) -> None:
         """End all workers and cancel tasks that are not begun."""
@@ -177,119 +163,65 @@ class Rater:
             self._tasks.popleft().future.cancel()
 
     def _call(self) -> None:
-        """Wake or start a thread, unless the threads already called can take all tasks."""
-        if len(self._tasks) <= self._called * self._sizer.batch:
-            return
-        if self._idle > self._called:
-            self._called += 1
+        """Wake or start a thread for a task that was added."""
+        if self._idle >= len(self._tasks):
             self._changed.notify()
         elif len(self._threads) < self._most:
-            self._called += 1
             thread = threading.Thread(target=self._work, name=f"rewards-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _next(self, called: bool, most: int) -> list[_Task]:
-        """Wait for tasks and take some. Returns an empty list when the rater is closed."""
+    def _next(self) -> _Task | None:
+        """Wait for a task and take it. Returns None when the rater is closed."""
         with self._changed:
-            self._called -= called
             while not self._tasks and not self._closed:
                 self._idle += 1
                 self._changed.wait()
                 self._idle -= 1
-                self._called -= 1
-            taken = [self._tasks.popleft() for _ in range(min(len(self._tasks), most, self._sizer.batch))]
-            if self._tasks:
-                self._call()
-            return taken
-
-    def _put_back(self, tasks: Collection[_Task]) -> None:
-        """Put tasks at the front of the queue."""
-        with self._changed:
-            self._tasks.extendleft(reversed(list(tasks)))
-            if self._closed:
-                self._cancel()
-            for _ in tasks:
-                self._call()
-
-    def _put_back_all_but_first(self, tasks: deque[_Task]) -> None:
-        self._put_back(list(tasks)[1:])
-        while len(tasks) > 1:
-            tasks.pop()
+            return self._tasks.popleft() if self._tasks else None
 
     def _work(self) -> None:
         """Run a thread of the pool: take tasks and rate them with the thread's own worker."""
         worker: Worker | None = None
-        called = True
         try:
-            # A new worker gets a single task: if the worker is lost, that task is the cause.
-            while tasks := self._next(called, MOST if worker is not None and worker.num_rated else 1):
-                called = False
-                worker = self._rate(worker, deque(task for task in tasks if _wanted(task)))
+            while (task := self._next()) is not None:
+                if task.future.set_running_or_notify_cancel():
+                    worker = self._rate(worker, task)
         finally:
             self._end(worker)
 
-    def _rate(self, worker: Worker | None, tasks: deque[_Task]) -> Worker | None:
-        """Rate tasks with a worker, replacing it if it is lost. Returns the usable worker, if any.
+    def _rate(self, worker: Worker | None, task: _Task) -> Worker | None:
+        """Rate a completion with a worker, replacing it if it is lost. Returns the usable worker, if any.
 
         A worker may be lost because of state that earlier completions left in it. The task is then retried in a new
         worker and fails only if that worker is lost too. A timeout fails the task immediately, since a retry would take
-        as long again. Tasks behind it, which no worker has begun, are put back.
+        as long again.
         """
-        try:
-            while tasks:
-                if worker is not None and not worker.usable():
-                    self._end(worker)
-                    worker = None
-                if worker is None:
-                    self._put_back_all_but_first(tasks)
-                try:
-                    worker = worker or self._start()
-                    self._rate_by(worker, tasks)
-                except LostError as error:
-                    final = worker is None or worker.num_rated == 0 or isinstance(error, LateRewardError)
-                    self._end(worker)
-                    worker = None
-                    if tasks and (final or self._closed):
-                        _settle(tasks.popleft(), self._first_ones.judge(RewardError(str(error))))
-                    elif tasks:
-                        self._put_back_all_but_first(tasks)
-                        continue
-                    self._put_back(tasks)
-                    tasks.clear()
-        except BaseException as error:  # passed on to the futures' callers
+        rating: Rating | BaseException
+        if worker is not None and not worker.usable():
             self._end(worker)
             worker = None
-            for task in tasks:
-                _settle(task, error)
+        try:
+            worker = worker or self._start()
+            rating = worker.rate(task.request)
+        except LostError as error:
+            rated = 0 if worker is None else worker.num_rated
+            self._end(worker)
+            if rated and not self._closed and not isinstance(error, LateRewardError):
+                return self._rate(None, task)
+            worker, rating = None, RewardError(str(error))
+        except (RewardError, TypeError, ValueError, RecursionError) as error:  # JSON cannot hold a field
+            rating = error
+        except BaseException as error:  # passed on to the futures' callers
+            self._end(worker)
+            worker, rating = None, error
+        _settle(task, self._first_ones.judge(rating))
         return worker
-
-    def _rate_by(self, worker: Worker, tasks: deque[_Task]) -> None:
-        """Rate tasks with one worker and remove them. If the worker is lost, its current task is first in `tasks`."""
-        requests = [
-            {
-                "prompt": task.prompt.prompt,
-                "completion": task.completion,
-                "fields": task.prompt.fields,
-                "seed": task.seed,
-            }
-            for task in tasks
-        ]
-        given = list(tasks)
-        _begin(given[0])
-        for index, rating in worker.rate(requests):
-            tasks.remove(given[index])
-            if rating is None:
-                self._put_back([given[index]])
-                continue
-            _settle(given[index], self._first_ones.judge(rating))
-            if tasks:
-                _begin(tasks[0])
 
     def _start(self) -> Worker:
         try:
             log, name = self._printed, threading.current_thread().name
-            worker = Worker(self._options, self._sizer, None if log is None else partial(log.add, name))
+            worker = Worker(self._options, None if log is None else partial(log.add, name))
         except OSError as error:
             raise LostError(f"no process could be started for the reward: {error}") from None
         with self._changed:

@@ -1,4 +1,4 @@
-"""The supervisor's relay of bytes, both ways, between the run and the process that forks episodes."""
+"""The supervisor's relay of bytes, both ways, between the run and the worker. The run checks all that it gets."""
 
 import contextlib
 import select
@@ -12,14 +12,21 @@ _SAYS_EVERY = 0.2  # seconds
 
 
 class Relay:
-    """A relay with the interface of a valve. `say_printed` is called now and then, while there is something to do."""
+    """`answered` is called when the worker has sent something, before the run gets it. `say_printed` is called now and
+    then, while there is something to do."""
 
-    def __init__(self, run: socket.socket, worker: socket.socket, say_printed: Callable[[], None]):
-        self._run, self._worker, self._say_printed = run, worker, say_printed
+    def __init__(
+        self,
+        run: socket.socket,
+        worker: socket.socket,
+        say_printed: Callable[[], None],
+        answered: Callable[[], None] = lambda: None,
+    ):
+        self._run, self._worker, self._say_printed, self._answered = run, worker, say_printed, answered
         run.setblocking(False)
         worker.setblocking(False)
         self._to_worker, self._to_run = bytearray(), bytearray()
-        self.started = False  # the worker has imported the environment
+        self.started = False  # the worker has imported the reward or the environment
         self._broken = False  # the worker has exited, or closed its connection
         self._shut = False
         self._said = 0.0
@@ -40,15 +47,14 @@ class Relay:
                 poll.unregister(connection)
         self._wanted = wanted
 
-    def wait_at_most(self, seconds: float) -> float:
-        return seconds
-
     def turn(self, ready: set[int]) -> bool:
         """Process ready connections. Returns False if the run is gone."""
         if self._run.fileno() in ready and not self._read(self._run, self._to_worker):
             return False
         if self._worker.fileno() in ready and not self._broken:
             self._broken = not self._read(self._worker, self._to_run)
+            if self.started:
+                self._answered()
             self.started = True
         if self._broken:
             self._to_worker.clear()

@@ -23,7 +23,6 @@ from truestep.environments.descendants import Children, kill_below, reap
 from truestep.environments.forked import adopt_orphans
 from truestep.environments.limits import EpisodeLimits, Limits
 from truestep.environments.relay import Relay
-from truestep.environments.valve import Valve
 
 _TICK = 0.1  # longest wait in seconds, so that limits are checked
 _KEPT_OUTPUT = 2000  # last bytes of a reward's output that are kept
@@ -81,18 +80,16 @@ class _Supervisor:
         self._run, self._worker, self._control, self._output = run, worker, control, output
         private = None if start["room"] is None else isolation.PRIVATE
         limits = start["what"], start["memory"], private
-        self._limits, self._valve = self._made(limits, channel, connection, start.get("environment") is not None)
+        if start.get("environment") is None:
+            self._limits = Limits(*limits)
+            self._relay = Relay(channel, connection, self._say_printed, self._end_orphans)
+        else:
+            self._limits = EpisodeLimits(*limits, worker, self._say)
+            self._relay = Relay(channel, connection, self._say_printed)
         self._children = Children(os.getpid())
         self._printed, self._new = b"", b""  # the last output, and the output not yet sent to the run
         self._status: int | None = None  # wait status of the worker, once it has exited
         os.set_blocking(output, False)
-
-    def _made(
-        self, limits: tuple[str, int, str | None], channel: socket.socket, connection: socket.socket, episodes: bool
-    ) -> tuple[Limits, Valve | Relay]:
-        if episodes:
-            return EpisodeLimits(*limits, self._worker, self._say), Relay(channel, connection, self._say_printed)
-        return Limits(*limits), Valve(channel, connection, self._end_orphans, self._say_with_output)
 
     def serve(self) -> None:
         """Serve until the worker exits or exceeds a limit, or the run asks for the end or is gone."""
@@ -105,19 +102,19 @@ class _Supervisor:
         poll = select.poll()
         for descriptor in (self._control.fileno(), self._output, woken):
             poll.register(descriptor, select.POLLIN)
-        breach, wanted = None, True
+        breach, wanted = None, self._hear()  # the end may have come with the start
         while wanted and breach is None and self._status is None:
-            self._valve.register(poll)
-            ready = {descriptor for descriptor, _ in poll.poll(self._valve.wait_at_most(_TICK) * 1000)}
+            self._relay.register(poll)
+            ready = {descriptor for descriptor, _ in poll.poll(_TICK * 1000)}
             if self._output in ready and not self._read_output():
                 poll.unregister(self._output)
             if woken in ready:
                 os.read(woken, 1000)
             if self._control.fileno() in ready:
                 wanted = self._hear()
-            wanted = self._valve.turn(ready) and wanted
+            wanted = self._relay.turn(ready) and wanted
             self._status = reap().get(self._worker, self._status)
-            breach = self._limits.breach(self._valve.started)
+            breach = self._limits.breach(self._relay.started)
             wanted = wanted and os.getppid() == self._run
         self._end(breach)
 
@@ -160,7 +157,7 @@ class _Supervisor:
     def _end(self, breach: str | None) -> None:
         ended = kill_below(os.getpid())
         self._status = ended.get(self._worker, self._status)
-        self._valve.drain()
+        self._relay.drain()
         with contextlib.suppress(OSError):
             for _ in range(64):
                 if not self._read_output():

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from truestep.files.bounded import TooLargeError, load_json
 from truestep.files.disks import writing
@@ -179,16 +178,6 @@ def _direct(handle: int) -> Iterator[bool]:
     finally:
         if flag:
             fcntl.fcntl(handle, fcntl.F_SETFL, before)
-
-
-def read_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Read a safetensors file into memory."""
-    found = {}
-    with progress.waiting_for(f"the disk to read {file}"), safe_open(file, "pt") as stored:
-        for name in stored.keys():  # noqa: SIM118 - it is no dictionary
-            found[name] = stored.get_tensor(name).clone()  # `clone` reads it: the file is only mapped
-            progress.made("bytes read", found[name].nbytes)
-    return found
 
 
 def _read_header(file: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:

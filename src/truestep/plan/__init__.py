@@ -3,8 +3,7 @@
 shape             the sizes of the weights, from config.json
 activations       bytes that a layer saves for its backward pass, from its code on meta tensors
 memory, cost      bytes and seconds by part; rates: the measured speed of the machine
-search, advice    the fastest layout that fits, the values of `auto`, and options that need less memory
+search, advice    options that fit, the values of `auto`, and options that need less memory
 report            the plan as `truestep plan` prints it
 room, exhausted   messages when the plan exceeds the memory, and when a run ran out of memory
-beside            a sink that compares a run with its plan
 """

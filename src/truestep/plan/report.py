@@ -25,11 +25,10 @@ from truestep.plan.memory import (
 )
 from truestep.plan.rates import Rates
 from truestep.plan.room import too_small
-from truestep.plan.search import ROOM, Way, fastest, settle
+from truestep.plan.search import ROOM, first_that_fits, settle
 from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
-_SHOWN = 3
 _FLOAT32 = 4
 
 
@@ -37,8 +36,7 @@ _FLOAT32 = 4
 class PlanReport:
     """The planned memory and time of a configuration on a number of ranks."""
 
-    given: Config
-    config: Config  # `given` with values for the options that say `auto`
+    config: Config  # with values for the options that say `auto`
     shape: ModelShape
     layout: RankLayout
     ranks: int
@@ -53,10 +51,10 @@ class PlanReport:
     ) -> "PlanReport":
         shape, layout = read_shape(config), layout_of(config, ranks)
         rates = None if rates is None else rates.among(ranks)
-        given, switched_on = config, dict[str, Any]()
+        switched_on = dict[str, Any]()
         if memory is not None:
             config, switched_on = settle(config, shape, layout, memory * GIB * ROOM, rates)
-        return PlanReport(given, config, shape, layout, ranks, memory, rates, length, switched_on)
+        return PlanReport(config, shape, layout, ranks, memory, rates, length, switched_on)
 
     @property
     def planned(self) -> list[RankMemory]:
@@ -122,31 +120,13 @@ class PlanReport:
             if helpful:
                 lines.append("Options that need less, each alone:")
                 lines += [f"  {saving.option:<45} {saving.saved / GIB:>7.2f} GiB less" for saving in helpful]
-        if most > memory or self.rates is not None:
-            lines += self._ways()
+            way = first_that_fits(self.config, self.shape, self.layout, self.memory * GIB * ROOM)
+            if way is None:
+                lines.append("No combination of options fits: use more GPUs (--ranks, parallel), or a smaller model.")
+            else:
+                lines += [f"Together these fit, with the same numbers ({way.memory / GIB:.1f} GiB):"]
+                lines += [f"  {line}" for line in way.as_yaml()]
         return lines
-
-    def _ways(self) -> list[str]:
-        """Return the fastest ways to run the same steps, as lines of a configuration."""
-        assert self.memory is not None
-        ranks = f"{self.ranks} GPU" + ("s" if self.ranks > 1 else "")
-        room = self.memory * GIB * ROOM
-        found = fastest(self.given, self.shape, self.ranks, room, self.rates, self.length)
-        if not found:
-            return [f"No layout of {ranks} fits: use more (--ranks), or a smaller model."]
-        same = "with the same numbers" if self.given.schedule.docs_per_step else "with a step's micro-batches a rank"
-        first = "Those that exchange least of all that" if self.rates is None else "The fastest that"
-        lines = [f"{first} fit {ranks}, {same}:"]
-        for way in found[:_SHOWN]:
-            lines += ["", f"  # {_said(way)}", *(f"  {line}" for line in way.as_yaml() or ["# as it is"])]
-        return lines
-
-
-def _said(way: Way) -> str:
-    memory = f"{way.memory / GIB:.1f} GiB"
-    if way.time is None:
-        return memory
-    return f"{way.time.total:.2f} s a step, {way.time.tokens_per_second:,.0f} tokens/s, {memory}"
 
 
 def make_plan_report(

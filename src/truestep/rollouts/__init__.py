@@ -4,7 +4,7 @@ fields            the table of a document's fields
 record, values    the checks of a record and its values; rows: fields with a row per token
 documents         lossless conversion of a document to JSON and back
 files, parquet    reading of JSONL and Parquet files; pages: limits on Parquet files, checked before decoding
-table             large files as memory-mapped tables
+stored            documents of large files in a memory-mapped file
 check, rejects    `truestep data check`; the file rejected.jsonl
 source            the interface of document sources, and the source of files
 parts, shared     sources for several ranks: one part of the files per data rank; one rank that reads for all

@@ -3,8 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -248,32 +248,42 @@ def assign_advantages(
     Every record with a readable `group_id` counts as a member, but rejected records and records that carry an advantage
     are not part of the baseline. Rollouts without a reward or a group are unchanged, as are all with the rule `none`.
     """
-    rule = as_rule(rule)
-    rollouts: list[Rollout] = []
-    open_groups: dict[str, _Group] = {}
-    for item in items:
-        if isinstance(item, Rollout):
-            rollouts.append(item)
-        if not rule.from_rewards or item.group_id is None:
-            continue
-        group = open_groups.setdefault(item.group_id, _Group())
-        group.members += 1
-        if isinstance(item, Rollout) and item.advantages is None and item.reward is not None:
-            group.scored.append(len(rollouts) - 1)
-        if group.members == group_size:
-            _close(open_groups.pop(item.group_id), rollouts, rule)
-    for group in open_groups.values():
-        _close(group, rollouts, rule)
+    rule, items = as_rule(rule), list(items)
+    rollouts = [item for item in items if isinstance(item, Rollout)]
+    for scored in groups_of(items, group_size) if rule.from_rewards else ():
+        with_advantages = with_group_advantages([rollouts[index] for index in scored], rule)
+        for index, rollout in zip(scored, with_advantages, strict=True):
+            rollouts[index] = rollout
     return rollouts
 
 
-@dataclass
-class _Group:
-    members: int = 0
-    scored: list[int] = field(default_factory=list)  # indices of the rollouts that share the baseline
+class Grouped(Protocol):
+    """What decides to which group a document belongs, and whether its reward counts there."""
+
+    @property
+    def group_id(self) -> str | None: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def advantages(self) -> Any: ...
 
 
-def _close(group: _Group, rollouts: list[Rollout], rule: AdvantageRule) -> None:
-    scored = with_group_advantages([rollouts[index] for index in group.scored], rule)
-    for index, rollout in zip(group.scored, scored, strict=True):
-        rollouts[index] = rollout
+def groups_of(items: Iterable[Grouped | Rejected], group_size: int | None) -> list[list[int]]:
+    """Return the numbers, among the documents, of those that share a baseline, for each group. `assign_advantages` says
+    which they are."""
+    found: list[list[int]] = []
+    open_groups: dict[str, tuple[list[int], list[None]]] = {}  # documents that share the baseline, and all members
+    number = 0
+    for item in items:
+        if item.group_id is not None:
+            if item.group_id not in open_groups:
+                open_groups[item.group_id] = ([], [])
+                found.append(open_groups[item.group_id][0])
+            scored, members = open_groups[item.group_id]
+            members.append(None)
+            if not isinstance(item, Rejected) and item.advantages is None and item.reward is not None:
+                scored.append(number)
+            if len(members) == group_size:
+                del open_groups[item.group_id]
+        number += not isinstance(item, Rejected)
+    return found

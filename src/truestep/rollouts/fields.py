@@ -1,6 +1,6 @@
 """The fields of a document, one entry of `TABLE` each.
 
-Records, JSON, Parquet, streams, packing, masking, tables of large files, `data check` and `verify` loop over `TABLE`,
+Records, JSON, Parquet, streams, packing, masking, stored documents, `data check` and `verify` loop over `TABLE`,
 so a new field needs only an entry. Some fields are attributes of `Rollout` and `PackedLabels`. The rest are in their
 mappings, by level: `fields` (label), `token_fields` (token), `document_fields` (document). Imports no torch.
 """
@@ -118,16 +118,6 @@ def names_in_has(declared: Iterable[Field] = ()) -> list[str]:
     return [field.name for field in packed(declared) if field.has]
 
 
-def number_lists(declared: Iterable[Field] = ()) -> dict[str, Any]:
-    """Return the record names of fields that are flat lists of numbers, with their dtypes."""
-    plain = [
-        field
-        for field in (*TABLE, *declared)
-        if field.source == "record" and field.numeric and field.level != "document" and not field.shape
-    ]
-    return {field.in_record: field.dtype for field in plain}
-
-
 # ---- fields declared by the user
 
 _CHECKS: Mapping[str, tuple[Any, Check]] = {
@@ -160,12 +150,6 @@ def _declare(name: str, given: Mapping[str, Any], taken: Collection[str]) -> Fie
         except UnfitError as expected:
             raise FieldError(f"{where}.default is {describe(default)}: {expected}") from None
     return Field(name, given["level"], dtype, check, required=default is None, default=default)
-
-
-def declarations(fields: Iterable[Field]) -> dict[str, dict[str, str]]:
-    """Return the user's fields as JSON values, without `required` and `default`."""
-    names = {dtype: name for name, (dtype, _) in _CHECKS.items()}
-    return {field.name: {"level": field.level, "dtype": names[field.dtype]} for field in fields}
 
 
 def optional(fields: Iterable[Field]) -> tuple[Field, ...]:

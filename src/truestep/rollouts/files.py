@@ -3,15 +3,15 @@
 import glob
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 
 from truestep.errors import TruestepError
-from truestep.files.bounded import TooLargeError, check_json, read_line, read_lines, too_long
+from truestep.files.bounded import TooLargeError, check_json, read_lines, too_long
 from truestep.files.disks import no_file
 from truestep.process import progress
 from truestep.rollouts.advantages import assign_advantages
@@ -77,7 +77,7 @@ def read_records(paths: Iterable[Path], declared: Sequence[Field] = ()) -> Itera
     for path in paths:
         try:
             is_parquet = path.suffix.lower() == ".parquet"
-            for line, record in read_parquet(path, declared=declared) if is_parquet else _read_jsonl(path):
+            for line, record in read_parquet(path, declared) if is_parquet else _read_jsonl(path):
                 progress.made("records read")
                 yield path, line, record
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # column names may be invalid UTF-8
@@ -89,15 +89,7 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
 
     Of records with the same id the first valid one is kept. If the loss needs no advantages, rewards are only logged.
     """
-    names = short_names(paths)
-    collected = _Collected(checks)
-    for file, line, record in read_records(paths, checks.fields):
-        try:
-            rollout = parse_record(readable(record), f"{names[file]}:{line}", checks)
-            collected.add(rollout, (str(file), line))
-        except BadRecord as error:
-            collected.add_bad(error, (str(file), line))
-    items = collected.finish()
+    items: list[Rollout | Rejected] = collect(paths, checks, lambda rollout: rollout)
     rule = checks.needs.advantage_rule if checks.needs.advantages else "none"
     rejected = tuple(item for item in items if isinstance(item, Rejected))
     rollouts = assign_advantages(items, rule=rule, group_size=checks.group_size)
@@ -105,11 +97,25 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
     return Documents(tuple(chosen), rejected, tuple(put_aside))
 
 
+def collect(paths: Sequence[Path], checks: Checks, keep: Callable[[Rollout], Any]) -> list[Any]:
+    """Read and check all records. Returns what `keep` makes of each document, and the rejected records, in order."""
+    names = short_names(paths)
+    collected = _Collected(checks, keep)
+    for file, line, record in read_records(paths, checks.fields):
+        try:
+            rollout = parse_record(readable(record), f"{names[file]}:{line}", checks)
+            collected.add(rollout, (str(file), line))
+        except BadRecord as error:
+            collected.add_bad(error, (str(file), line))
+    return collected.finish()
+
+
 class _Collected:
     """The documents and rejected records of files. A document of several sequences stands where its last record is."""
 
-    def __init__(self, checks: Checks) -> None:
-        self._items: list[Rollout | Rejected] = []
+    def __init__(self, checks: Checks, keep: Callable[[Rollout], Any]) -> None:
+        self._items: list[Any] = []
+        self._keep = keep
         self._first_places: dict[str, str] = {}  # of records, by their ids
         self._closed: set[str] = set()  # ids of documents of several sequences
         self._stop, self._joiner = checks.stop_at_rejected, Joiner(self._closed.__contains__, checks.fields)
@@ -120,7 +126,7 @@ class _Collected:
             raise BadRecord(problem, id=rollout.id)
         _check_new(rollout, self._first_places, ":".join(map(str, place)))
         if rollout.document_id is None:
-            self._items.append(rollout)
+            self._items.append(self._keep(rollout))
         else:
             self._end(rollout.document_id, self._joiner.add(rollout, place))
 
@@ -139,7 +145,7 @@ class _Collected:
         self._closed.add(name)
         joined, refused = self._joiner.close(document)
         if joined is not None:
-            self._items.append(joined)
+            self._items.append(self._keep(joined))
         for rollout, place, reason, group_id in refused:
             self._reject(reason, place, rollout.id, group_id)
 
@@ -149,7 +155,7 @@ class _Collected:
             raise DataError(f"{file}:{line}: {reason}")
         self._items.append(Rejected(file, line, reason, id, group_id))
 
-    def finish(self) -> list[Rollout | Rejected]:
+    def finish(self) -> list[Any]:
         for name, document in self._joiner.finish():
             self._end(name, document)
         return self._items
@@ -198,12 +204,6 @@ def line_content(line: bytes, first: bool) -> bytes | None:
     if first:
         line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark, which some editors write
     return line if line.strip() else None
-
-
-def read_record(file: BinaryIO, first: bool) -> Any:
-    """Read the record of the line at the file's position."""
-    line, _, _ = read_line(file)
-    return _long_line() if line is None else parse_json(line_content(line, first) or b"")
 
 
 def _long_line() -> BadRecord:

@@ -56,10 +56,11 @@ class Group:
         return max(1, min(BATCH_ROWS, _BATCH_BYTES * self.rows // max(self.bytes, 1)))
 
 
-def checked_groups(path: Path, metadata: Any, columns: Sequence[str], groups: Sequence[int]) -> list[Group]:
+def checked_groups(path: Path, metadata: Any, columns: Sequence[str]) -> list[Group]:
     """Measure row groups from their page headers; raise `ParquetError` for a file that exceeds a limit."""
     with path.open("rb") as file:
-        found = [_measured(file, metadata.row_group(number), number, columns) for number in groups]
+        numbers = range(metadata.num_row_groups)
+        found = [_measured(file, metadata.row_group(number), number, columns) for number in numbers]
     stored = min(sum(group.stored for group in found), path.stat().st_size)
     for what, count, (some, each) in (
         ("values", sum(group.values for group in found), _MOST_VALUES),

@@ -16,13 +16,8 @@ from truestep.rollouts.record import identified
 from truestep.rollouts.values import BadRecord, describe
 
 
-def read_parquet(
-    path: Path, groups: Sequence[int] | None = None, declared: Sequence[Field] = ()
-) -> Iterator[tuple[int, Any]]:
-    """Yield (row number from 1, the record or a `BadRecord`).
-
-    With `groups`, only these row groups are read, and rows are numbered within them. `declared` are the user's fields.
-    """
+def read_parquet(path: Path, declared: Sequence[Field] = ()) -> Iterator[tuple[int, Any]]:
+    """Yield (row number from 1, the record or a `BadRecord`). `declared` are the user's fields."""
     wanted = record_names(declared)
     with pq.ParquetFile(path, pre_buffer=False) as file:
         columns = [name for name in file.schema_arrow.names if name in wanted]
@@ -30,13 +25,11 @@ def read_parquet(
         if repeated is not None or not columns:
             # Every row is bad: reject each of them, as each line of the same JSONL would be.
             row: Any = BadRecord(f"the column {repeated!r} is given twice") if repeated is not None else {}
-            chosen = range(file.metadata.num_row_groups) if groups is None else groups
-            rows = sum(group.rows for group in checked_groups(path, file.metadata, (), chosen))
+            rows = sum(group.rows for group in checked_groups(path, file.metadata, ()))
             yield from ((number, row) for number in range(1, rows + 1))
             return
-        chosen = range(file.metadata.num_row_groups) if groups is None else groups
         number = 0
-        for group in checked_groups(path, file.metadata, columns, chosen):
+        for group in checked_groups(path, file.metadata, columns):
             for batch in batches(file, columns, group):
                 small = batch.nbytes <= bounded.RECORD
                 for index in range(batch.num_rows):

@@ -11,8 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from truestep.errors import TruestepError
-from truestep.rollouts.table.documents import TableDocuments
-from truestep.rollouts.table.layout import content_digest
+from truestep.rollouts.stored import StoredDocuments, content_digest
 from truestep.types import PutAside, Rejected, Rollout
 
 _AT_A_TIME = 1 << 16  # documents per update of the fingerprint
@@ -178,7 +177,7 @@ class FileSource(StillSource):
 
     def peek(self, count: int) -> list[Rollout]:
         end = min(self.position + count, self.total)
-        # Peeked documents are kept until they are taken, since reading a document from a table costs time.
+        # Peeked documents are kept until they are taken, since reading a document from a file costs time.
         read = {at: self._peeked[at] if at in self._peeked else self._at(at) for at in range(self.position, end)}
         self._peeked |= read
         return list(read.values())
@@ -195,13 +194,13 @@ class FileSource(StillSource):
         return aside
 
     def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
-        if isinstance(self.documents, TableDocuments):
+        if isinstance(self.documents, StoredDocuments):
             return self.documents.ids(start, stop)
         return [document.id for document in self.documents[start:stop]]
 
     def _contents(self, start: int, stop: int) -> list[bytes]:
         """Return the digest of each document's tokens and labels."""
-        if isinstance(self.documents, TableDocuments):
+        if isinstance(self.documents, StoredDocuments):
             return self.documents.digests(start, stop)
         return [content_digest(document.input_ids, document.loss_mask) for document in self.documents[start:stop]]
 

@@ -14,7 +14,6 @@ from truestep.environments.printed import PrintedLog
 from truestep.generate.evaluate import Evaluator
 from truestep.metrics.sinks import Sink
 from truestep.model.policy import Policy
-from truestep.plan.beside import planned_beside
 from truestep.plan.exhausted import exhaustion_explained
 from truestep.plan.rates import Rates, rates_here
 from truestep.plan.room import too_small
@@ -61,8 +60,7 @@ from truestep.types import Rejected
 from truestep.weights.errors import ModelError
 from truestep.weights.tensor_parts import StoredTensors
 
-# The exceptions that a damaged checkpoint can raise when it is read. Only a checkpoint without checksums, written by an
-# earlier version, is read without being compared first.
+# The exceptions that a damaged checkpoint can raise when it is read.
 _ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
@@ -93,9 +91,6 @@ def train(
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
-        if config.logging.console and ranks.first and trainer.policy.device.type == "cuda":
-            beside = planned_beside(running, ranks.size, display.say, rates)
-            trainer.sinks.extend([beside] if beside else [])
         trainer.run()
     shows = [sink.sentence for sink in trainer.sinks if isinstance(sink, Watching) and sink.sentence]
     display.say(". ".join([f"{trainer.ended}; the run is in {shown(trainer.directory.path)}", *shows]))

@@ -26,7 +26,6 @@ from truestep.weights.protocol import Weights
 FOLDER = "truestep"
 INDEX = "tensors.json"
 WEIGHT, BUFFER, STATE = "weight/", "buffer/", "optimizer/"  # prefixes of keys in a checkpoint
-_WHOLE_STATE = "optimizer.safetensors"  # the optimizer's state in checkpoints of version 0.1, in whole tensors
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,7 @@ class StoredTensors(Tensors):
 
     def __init__(self, checkpoint: Path):
         self._folder = checkpoint / FOLDER
-        index = self._folder / INDEX
-        self._entries = _read_index(index) if index.is_file() else _of_whole_state(self._folder / _WHOLE_STATE)
+        self._entries = _read_index(self._folder / INDEX)
 
     @staticmethod
     def has_weights(directory: Path) -> bool:
@@ -241,13 +239,4 @@ def _read_index(index: Path) -> dict[str, _Entry]:
             for file, byte, start, shape in entry["parts"]
         ]
         entries[key] = _Entry(TYPES_BY_NAME[entry["type"]], torch.Size(entry["shape"]), tuple(places))
-    return entries
-
-
-def _of_whole_state(file: Path) -> dict[str, _Entry]:
-    """Return the entries of an old checkpoint's optimizer state, which has whole tensors."""
-    entries = {}
-    for name, (kind, byte, shape) in tensor_places(file).items():
-        box = Box((0,) * len(shape), tuple(shape))
-        entries[STATE + name] = _Entry(TYPES_BY_NAME[kind], torch.Size(shape), (_Place(file, byte, box),))
     return entries

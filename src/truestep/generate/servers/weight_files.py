@@ -1,7 +1,6 @@
 """Writes new weights where servers read them: to a new directory, or to the trainer's host memory."""
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
@@ -18,14 +17,13 @@ from truestep.model.save import save_adapter, stream_policy
 from truestep.model.tensor_stream import TensorStream
 
 _PREFIX = "truestep-weights-"
-_LOCK = ".truestep-run-"  # prefix of the names of lock files
 _DIGITS = 8  # a run's name has so many hex digits for its machine, and as many for its directory
 _KEPT = 2  # the newest version, and the one before, which a recovered server may still ask for
 
 
 class WeightsDirectory:
     """A directory on a disk that the servers see too. Several runs may write to it: each run's name is part of the
-    names of its weights, and it holds a lock while it lives. Leftovers of this machine's dead runs are removed."""
+    names of its weights. What a killed run has left is removed when the run is started again."""
 
     def __init__(self, path: Path, *, run: Path | None = None, adapter_alone: bool = False):
         """`run`: the run's own directory; its name is derived from it. `adapter_alone`: write the adapter alone, for
@@ -33,7 +31,6 @@ class WeightsDirectory:
         self.path = path.absolute()  # a server has another working directory
         self._run = f"{_digest(socket.gethostname())}{_digest(str((run or path).resolve()))}"
         self._adapter_alone = adapter_alone
-        self._lock: int | None = None
 
     def write(self, policy: Policy, version: int, dtype: torch.dtype) -> Path:
         """Write weights under a new name, since a server may cache files by their names. All ranks call this, each with
@@ -50,23 +47,7 @@ class WeightsDirectory:
     def _new_name(self, version: int) -> str:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            while self._lock is None:
-                self._lock = _hold(_lock_of(self.path, self._run), anyway=True)
-                if self._lock is None:  # another process has the same name of its run
-                    self._run = f"{self._run[:_DIGITS]}{secrets.token_hex(_DIGITS // 2)}"
-        self._remove_abandoned()
         return f"{_PREFIX}{version:012d}-{self._run}-{secrets.token_hex(4)}"
-
-    def _remove_abandoned(self) -> None:
-        """Remove the weights of this machine's runs that were killed. On a network disk a lock may be visible to its
-        own machine alone, so the weights of other machines are kept."""
-        for lock in self.path.glob(f"{_LOCK}{self._run[:_DIGITS]}*"):
-            run = lock.name.removeprefix(_LOCK)
-            if run != self._run and (held := _hold(lock, anyway=False)) is not None:
-                for path in (*self._weights_of(run), *self._partials_of(run)):
-                    shutil.rmtree(path, ignore_errors=True)
-                lock.unlink(missing_ok=True)
-                os.close(held)
 
     def _weights_of(self, run: str) -> list[Path]:
         return list(self.path.glob(f"{_PREFIX}*-{run}-*"))
@@ -92,43 +73,12 @@ class WeightsDirectory:
         """Remove all weights of the run; its checkpoints have them."""
         for path in self._weights_of(self._run):
             shutil.rmtree(path, ignore_errors=True)
-        if self._lock is not None:
-            _lock_of(self.path, self._run).unlink(missing_ok=True)
-        self.let_go()
         with contextlib.suppress(OSError):  # the directory has other files
             self.path.rmdir()
-
-    def let_go(self) -> None:
-        """Release the lock, so that another start of the run, or another run of this machine, may remove the
-        weights."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:_DIGITS]
-
-
-def _lock_of(directory: Path, run: str) -> Path:
-    return directory / f"{_LOCK}{run}"
-
-
-def _hold(lock: Path, *, anyway: bool) -> int | None:
-    """Take a run's lock, and return its open file: the lock is held until the file is closed. None: another process has
-    it. `anyway`: return the file, too, if the file system has no locks."""
-    while True:
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if not isinstance(error, BlockingIOError) and anyway:
-                return file
-            os.close(file)
-            return None
-        if os.fstat(file).st_nlink:
-            return file
-        os.close(file)  # it was removed meanwhile
 
 
 class Publisher:
@@ -147,7 +97,8 @@ class Publisher:
 
     def close(self, finished: bool) -> None:
         """Remove the weights on disk if the run has finished, since its checkpoints have them."""
-        self._directory.clear() if finished else self._directory.let_go()
+        if finished:
+            self._directory.clear()
 
     def _copy(self, policy: Policy, version: int) -> HostWeights | None:
         ranks = policy.weights.ranks

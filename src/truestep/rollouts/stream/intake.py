@@ -14,7 +14,6 @@ from truestep.rollouts.files import DataError
 from truestep.rollouts.record import BadRecord, Checks, with_defaults
 from truestep.rollouts.selection import choose_truncated
 from truestep.rollouts.sequences import Joiner, Unfinished, missing_sequences
-from truestep.rollouts.source import SourceError
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.transport import Message
 from truestep.rollouts.values import describe
@@ -245,12 +244,6 @@ class Intake:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        if not isinstance(state["ids"], dict):
-            raise SourceError(
-                "data.source: this run's checkpoint is of an older version of truestep, which kept the ids of "
-                "documents in it; begin a new run: another checkpoint.directory, with this run's last checkpoint as "
-                "model.path"
-            )
         self.ready = deque(read_document(line) for line in state["ready"])
         self._groups = {group_id: _read_group(group) for group_id, group in state["open"].items()}
         fields, unfinished = self._checks.fields, state.get("unfinished", {})

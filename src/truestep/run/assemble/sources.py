@@ -48,13 +48,13 @@ from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.record import Checks, Needs
 from truestep.rollouts.shared import SharedPeekableSource
 from truestep.rollouts.source import FileSource, Source, SourceError
+from truestep.rollouts.stored import StoredDocuments, open_documents
 from truestep.rollouts.stream.announcements import Announcements
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.given import GivenTransport
 from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
-from truestep.rollouts.table.documents import TableDocuments, open_documents
 from truestep.run.assemble.rewards import Raters, check_rewards, longest_conversation, made_rows, make_plays
 from truestep.run.assemble.step import needs_logprobs, takes_reference_of_records, tolerance_of
 from truestep.text import keep_secret
@@ -130,7 +130,7 @@ def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
 def _check_group_size(config: Config, documents: Documents) -> None:
     if config.loss.supervised or not advantage_rule(config).from_rewards:
         return
-    if isinstance(documents.rollouts, TableDocuments):
+    if isinstance(documents.rollouts, StoredDocuments):
         members = documents.rollouts.group_members
     else:
         items: list[Rollout | Rejected | PutAside] = [*documents.rollouts, *documents.rejected, *documents.put_aside]

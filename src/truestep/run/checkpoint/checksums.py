@@ -79,7 +79,7 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     """Compare the files with their checksums; describe the first damage found, or return None. With several ranks, each
     checks part `part` of `parts`.
 
-    A checkpoint without checksums was written by an earlier version and is not checked.
+    A directory without checksums is not checked.
     """
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from truestep.files.disks import writing
-from truestep.files.tensors import read_tensors, write_image
+from truestep.files.tensors import write_image
 from truestep.files.whole import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
 from truestep.model import towers
 from truestep.model.adapter import Adapter, is_adapters
@@ -31,7 +31,7 @@ from truestep.model.adapter_files import write_adapter
 from truestep.model.policy import Policy
 from truestep.model.save import model_files, saved_buffers, write_weights
 from truestep.process.progress import working
-from truestep.process.randomness import restore_encoded, restore_random
+from truestep.process.randomness import restore_encoded
 from truestep.rollouts.documents import document_line, read_document
 from truestep.run.checkpoint.checksums import MANIFEST, RunningChecksums, write_checksums
 from truestep.run.checkpoint.staging import Staged
@@ -59,9 +59,9 @@ class Progress:
     queue: dict[str, Any]
     carried: Sequence[Rollout]
     rejected_bytes: int  # the size of rejected.jsonl
-    ledger_bytes: int | None = None  # the size of ledger.jsonl; None in a checkpoint of an older version
+    ledger_bytes: int | None = None  # the size of ledger.jsonl
     callbacks: dict[str, Any] = field(default_factory=dict)  # the states of callbacks and the learning rate factor
-    entropy_bonus: float | None = None  # the weight in the next step; None in a checkpoint of an older version
+    entropy_bonus: float | None = None  # the weight in the next step
 
 
 @dataclass(frozen=True)
@@ -191,10 +191,7 @@ def policy_parts(policy: Policy) -> Iterator[TensorPart]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Tell whether a directory is a complete checkpoint. Version 0.1 wrote no manifest, but files of weights."""
-    if not (path / FOLDER / "state.json").is_file():
-        return False
-    return (path / MANIFEST).is_file() or any(path.glob("*.safetensors"))
+    return (path / FOLDER / "state.json").is_file() and (path / MANIFEST).is_file()
 
 
 def _random_name(rank: int) -> str:
@@ -219,22 +216,15 @@ def read_progress(checkpoint: Path, rank: int = 0) -> Progress:
     """Read a checkpoint's progress, and restore a rank's random state."""
     folder = checkpoint / FOLDER
     state = exact_object((folder / "state.json").read_bytes())
-    _restore_random(folder, state, rank)
+    own = folder / _random_name(rank)
+    # A rank that the checkpoint's run did not have takes the random state of the first rank.
+    restore_encoded(exact_object((own if own.is_file() else folder / _random_name(0)).read_bytes()))
     return Progress(
         step=state["step"],
         queue=state["queue"],
         carried=[read_document(line) for line in read_exact_lines(folder / "carried.jsonl")],
         rejected_bytes=state["rejected_bytes"],
-        ledger_bytes=state.get("ledger_bytes"),
+        ledger_bytes=state["ledger_bytes"],
         callbacks=state.get("callbacks", {}),
-        entropy_bonus=state.get("entropy_bonus"),
+        entropy_bonus=state["entropy_bonus"],
     )
-
-
-def _restore_random(folder: Path, state: Mapping[str, Any], rank: int) -> None:
-    if "random" in state:  # a checkpoint of version 0.1
-        restore_random(state["random"], read_tensors(folder / "random.safetensors"))
-        return
-    own = folder / _random_name(rank)
-    # A rank that the checkpoint's run did not have takes the random state of the first rank.
-    restore_encoded(exact_object((own if own.is_file() else folder / _random_name(0)).read_bytes()))

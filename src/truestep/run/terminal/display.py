@@ -5,20 +5,16 @@ error of the terminal nothing more is written to it, and the run goes on. If the
 plain lines, and a line says what the run does only after a long silence.
 """
 
-import contextlib
 import signal
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TextIO, cast
+from typing import Any, Self
 
 from rich.console import Console, Group
-from rich.control import Control
 from rich.live import Live
-from rich.segment import ControlType
 from rich.text import Text
 
 from truestep.process import progress
@@ -77,12 +73,12 @@ class Display:
         self.asked_to_stop: Callable[[], int | None] = lambda: None  # returns the number of the stop signal
         self._live = console.is_interactive and not console.quiet
         self._messages: deque[Message] = deque()
-        self._screen = _Screen(console)
+        # Live also prints what `print` writes, in any thread, above the lines.
+        self._screen = Live(console=console, auto_refresh=False, vertical_overflow="crop")
         self._tokens: deque[tuple[float, float]] = deque()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._answered = self._broken = False
-        self._streams = contextlib.ExitStack()
 
     @property
     def live(self) -> bool:
@@ -106,8 +102,6 @@ class Display:
             self._broken = True
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._streams.enter_context(self._screen.shared_with_prints())
         self._thread = threading.Thread(target=self._work, daemon=True, name="display")
         self._thread.start()
         return self
@@ -122,9 +116,10 @@ class Display:
         blocked = thread is not None and thread.is_alive()
         broken = self._broken
         self._broken = broken or blocked
-        self._guarded(self._streams.close)
         if self._live and not blocked:  # a write to a blocked terminal would block this thread too
-            self._guarded(lambda: self._screen.leave(self._drain(), [] if broken else self.lines(self._width)))
+            if not broken:
+                self._guarded(lambda: self._draw(self.lines(self._width)))
+            self._guarded(self._screen.stop)
 
     @property
     def _width(self) -> int:
@@ -149,7 +144,7 @@ class Display:
             self._answered = True
             self._answer(number)
         if self._live:
-            self._screen.draw(self._drain(), self._frame(self._width))
+            self._draw(self._frame(self._width))
         elif self._silence.due(self._clock()) and (doing := self._doing(_PLAIN_WIDTH)):
             self._print(doing)
 
@@ -163,11 +158,14 @@ class Display:
         else:
             self._print(message)
 
-    def _drain(self) -> list[Message]:
-        messages = []
+    def _draw(self, lines: list[Text]) -> None:
+        """Print the messages, and draw the lines below them."""
+        if not self._screen.is_started:
+            self._screen.start()
+            self.console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
+        self._screen.update(Group(*lines), refresh=not self._messages)
         while self._messages:
-            messages.append(self._messages.popleft())
-        return messages
+            self.console.print(self._messages.popleft(), **_AS_IT_IS)
 
     def _frame(self, width: int) -> list[Text]:
         lines = self.lines(width)
@@ -189,102 +187,3 @@ class Display:
             self._tokens.popleft()
         start, before = self._tokens[0]
         return (made - before) / (now - start) if now > start else 0.0
-
-
-class _Screen:
-    """Draws the changing lines with rich's Live, and prints all other output above them."""
-
-    def __init__(self, console: Console):
-        self._console = console
-        self._lock = threading.RLock()
-        # Live's own redirection of stdout prints an unfinished line, such as a tqdm bar, again at each flush.
-        self._live = Live(
-            console=console,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            vertical_overflow="crop",
-        )
-        self._lines: list[Text] = []  # the lines on the screen now
-
-    def draw(self, messages: list[Message], lines: list[Text]) -> None:
-        """Print messages, and draw the lines below them."""
-        with self._lock:
-            if not self._live.is_started:
-                self._live.start()
-                self._console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
-            if messages or lines != self._lines:
-                self._erase_wrapped_rows()
-                self._live.update(Group(*lines))
-                self._lines = lines
-                if messages:
-                    self._console.print(*messages, sep="\n", **_AS_IT_IS)
-                else:
-                    self._live.refresh()
-
-    def leave(self, messages: list[Message], lines: list[Text]) -> None:
-        """Print messages, draw the lines a last time, and stop drawing."""
-        with self._lock:
-            try:
-                self.draw(messages, lines)
-            finally:
-                self._live.stop()
-
-    def print_above(self, text: str) -> None:
-        """Print the output of other code, which may have ANSI colours, above the lines."""
-        with self._lock:
-            self._erase_wrapped_rows()
-            self._console.print(Text.from_ansi(text.replace("\r\n", "\n")), **_AS_IT_IS)
-
-    def _erase_wrapped_rows(self) -> None:
-        """Erase the extra rows of lines that wrapped when the terminal became narrower. Live does not erase them."""
-        width = max(1, self._console.size.width)
-        wrapped = sum((line.cell_len - 1) // width for line in self._lines if line.cell_len)
-        if wrapped:
-            self._console.control(Control(*[(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * wrapped))
-
-    @contextlib.contextmanager
-    def shared_with_prints(self) -> Iterator[None]:
-        """Print the output of `print`, in any thread, above the lines, if stdout or stderr is a terminal."""
-        before = sys.stdout, sys.stderr
-        above = [_Above(self, stream) if _is_terminal(stream) else stream for stream in before]
-        sys.stdout, sys.stderr = cast("list[TextIO]", above)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before
-            for stream in above:
-                if isinstance(stream, _Above):
-                    stream.end_line()
-
-
-def _is_terminal(stream: Any) -> bool:
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):
-        return False
-
-
-class _Above:
-    """A stream that prints complete lines above a screen's lines, and buffers an unfinished line."""
-
-    def __init__(self, screen: _Screen, stream: TextIO):
-        self._screen, self._unfinished = screen, ""
-        self.rich_proxied_file = stream  # rich looks up this name, and writes to the stream it holds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rich_proxied_file, name)
-
-    def write(self, text: str) -> int:
-        complete, end, unfinished = (self._unfinished + text).rpartition("\n")
-        self._unfinished = unfinished.rpartition("\r")[2]  # a progress bar overwrites itself: keep its last state
-        if end:
-            self._screen.print_above(complete)
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
-
-    def end_line(self) -> None:
-        if self._unfinished:
-            self.write("\n")

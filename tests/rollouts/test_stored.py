@@ -1,4 +1,4 @@
-"""Tables of rollout files: the same documents as from memory, made once, and never half or stale."""
+"""Documents of large files that are kept in a file: the same as from memory, read once, and never half or stale."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,11 @@ from hypothesis import strategies as st
 
 from rollouts.rollout_records import NEEDS, NOTHING, assert_same, record, write
 from truestep.config.schema import Config
-from truestep.rollouts.files import DataError, load_documents
+from truestep.rollouts import stored
+from truestep.rollouts.files import DataError, collect, load_documents
 from truestep.rollouts.record import Checks
 from truestep.rollouts.source import FileSource, SourceError
-from truestep.rollouts.table import cache, convert
-from truestep.rollouts.table.documents import TableDocuments, load_tables, open_documents
+from truestep.rollouts.stored import StoredDocuments, load_stored, open_documents
 from truestep.run.assemble.sources import read_documents
 
 CHECKS = Checks(NEEDS, 100, 1.0, 16)
@@ -60,47 +61,49 @@ def records(draw: st.DrawFn) -> object:
     st.sampled_from([NEEDS, NOTHING]),
     st.sampled_from([None, 2]),
 )
-def test_tables_and_memory_agree(lines, most, vocabulary, needs, group_size) -> None:
+def test_both_ways_agree(lines, most, vocabulary, needs, group_size) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "r.jsonl", *lines)
         checks = Checks(needs, vocabulary, 0.75, most, group_size)
         expected = load_documents([path], checks)
         for _ in range(2):  # made, and opened
-            assert_same(load_tables([path], checks, Path(folder) / "cache"), expected)
+            assert_same(load_stored([path], checks, Path(folder) / "cache"), expected)
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"", b"\r\n\n\n"])
-@pytest.mark.parametrize("size", [1, 300, 1000])
-def test_parts_of_any_size_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending, size) -> None:
-    monkeypatch.setattr(convert, "PART_BYTES", size)
-    monkeypatch.setattr(convert.os, "sched_getaffinity", lambda _: {0}, raising=False)
+def test_lines_are_counted_as_in_memory(tmp_path: Path, ending: bytes) -> None:
     lines = [json.dumps(line).encode() for line in some(12)]
     lines[3:3] = [b"", b"{", b"  "]
     path = tmp_path / "r.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines) + ending)
     expected = load_documents([path], CHECKS)
     assert len(expected.rollouts) == 12 and [item.line for item in expected.rejected] == [5]
-    assert_same(load_tables([path], CHECKS, tmp_path / "cache"), expected)
+    assert_same(load_stored([path], CHECKS, tmp_path / "cache"), expected)
 
 
-def test_worker_processes_make_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "PART_BYTES", 2000)
-    monkeypatch.setattr(convert.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+def test_several_files_are_kept_in_one(tmp_path: Path) -> None:
     lines = [{name: value for name, value in line.items() if name != "id"} for line in some(40)]
     paths = [write(tmp_path / f"r{number}.jsonl", *lines, b"[") for number in range(2)]
-    assert_same(load_tables(paths, CHECKS, tmp_path / "cache"), load_documents(paths, CHECKS))
+    assert_same(load_stored(paths, CHECKS, tmp_path / "cache"), load_documents(paths, CHECKS))
+    assert len([item for item in (tmp_path / "cache").iterdir() if item.is_dir()]) == 1
+
+
+def test_other_checks_read_the_files_again(tmp_path: Path) -> None:
+    path, folder = write(tmp_path / "r.jsonl", *some(8)), tmp_path / "cache"
+    for checks in (CHECKS, replace(CHECKS, max_tokens=2), CHECKS, replace(CHECKS, group_size=2, vocabulary_size=3)):
+        assert_same(load_stored([path], checks, folder), load_documents([path], checks))
 
 
 def made(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Open the file's table; count the conversions that this took."""
+    """Open the file's documents; count how often it was read for that."""
     calls = []
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "convert", lambda *given: calls.append(1) or convert.convert(*given))
-        assert_same(load_tables([path], CHECKS, folder), load_documents([path], CHECKS))
+        patch.setattr(stored, "collect", lambda *given: calls.append(1) or collect(*given))
+        assert_same(load_stored([path], CHECKS, folder), load_documents([path], CHECKS))
     return len(calls)
 
 
-def test_a_changed_file_is_converted_again_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = write(tmp_path / "r.jsonl", *some(4)), tmp_path / "cache"
     assert [made(path, folder, monkeypatch) for _ in range(3)] == [1, 0, 0]
     times = path.stat()
@@ -113,9 +116,9 @@ def test_a_changed_file_is_converted_again_and_no_other(tmp_path: Path, monkeypa
     assert len([item for item in folder.iterdir() if item.is_dir()]) == 1, "the old one is gone"
 
 
-@pytest.mark.parametrize("name", ["rows.arrow", "table.json", "000000.values"])
+@pytest.mark.parametrize("name", ["index.npy", "facts.json", "documents"])
 @pytest.mark.parametrize("harm", ["cut", "empty", "gone"])
-def test_a_damaged_table_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, harm: str) -> None:
+def test_a_damaged_copy_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, harm: str) -> None:
     path, folder = write(tmp_path / "r.jsonl", *some(4)), tmp_path / "cache"
     made(path, folder, monkeypatch)
     (victim,) = folder.glob(f"*/{name}")
@@ -126,27 +129,16 @@ def test_a_damaged_table_is_made_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert made(path, folder, monkeypatch) == 1
 
 
-def test_a_flipped_value_ends_the_run_and_the_next_one_converts_again(tmp_path, monkeypatch) -> None:
+def test_a_flipped_value_ends_the_run_and_the_next_one_reads_again(tmp_path, monkeypatch) -> None:
     path, folder = write(tmp_path / "r.jsonl", *some(4, advantage=[0.125, 0.25])), tmp_path / "cache"
     made(path, folder, monkeypatch)
-    (victim,) = folder.glob("*/000000.values")
+    (victim,) = folder.glob("*/documents")
     content = victim.read_bytes()
-    at = content.index(np.array([-0.5, -0.25, -0.5, -0.25], np.float32).tobytes())
+    at = content.index(np.array([-0.5, -0.25], np.float32).tobytes())
     victim.write_bytes(content[:at] + b"\x01" + content[at + 1 :])
-    with pytest.raises(DataError, match=r"data\.cache_directory: the converted copy of .*r\.jsonl .* is damaged"):
-        load_tables([path], CHECKS, folder).rollouts[0]
+    with pytest.raises(DataError, match=r"data\.cache_directory: .* is damaged \(document r0\)"):
+        load_stored([path], CHECKS, folder).rollouts[0]
     assert made(path, folder, monkeypatch) == 1
-
-
-def test_a_flipped_row_or_refusal_is_made_again(tmp_path, monkeypatch) -> None:
-    path, folder = write(tmp_path / "r.jsonl", *some(4), b"{"), tmp_path / "cache"
-    made(path, folder, monkeypatch)
-    for pattern, conversions in (("*/rows.arrow", 1), ("*/refused-*", 0)):
-        (victim,) = folder.glob(pattern)
-        content = bytearray(victim.read_bytes())
-        content[len(content) // 2] ^= 4
-        victim.write_bytes(content)
-        assert made(path, folder, monkeypatch) == conversions
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,12 +148,12 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("truestep.rollouts.table.layout.write_arrow", full)
+        patch.setattr(stored.np, "save", full)
         with pytest.raises(DataError, match=r"data\.cache_directory: the disk of .* is full"):
-            load_tables([path], CHECKS, tmp_path / "cache")
+            load_stored([path], CHECKS, tmp_path / "cache")
     assert not [item for item in (tmp_path / "cache").iterdir() if item.is_dir()], "nothing half is left"
     with pytest.raises(DataError, match=r"data\.cache_directory: .* cannot be used"):
-        load_tables([path], CHECKS, path / "cache")
+        load_stored([path], CHECKS, path / "cache")
 
 
 def test_a_file_that_changes_meanwhile_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,24 +162,24 @@ def test_a_file_that_changes_meanwhile_is_not_believed(tmp_path: Path, monkeypat
     def changing(*given: object) -> list:
         with path.open("ab") as file:
             file.write(b"{}\n")
-        return convert.convert(*given)
+        return collect(*given)
 
-    monkeypatch.setattr(cache, "convert", changing)
-    with pytest.raises(DataError, match="was changed while it was read"):
-        load_tables([path], CHECKS, tmp_path / "cache")
+    monkeypatch.setattr(stored, "collect", changing)
+    with pytest.raises(DataError, match="changed while it was read"):
+        load_stored([path], CHECKS, tmp_path / "cache")
 
 
 OPENS = """
 import sys
 from pathlib import Path
 from truestep.rollouts.record import Checks, Needs
-from truestep.rollouts.table import cache, convert
-from truestep.rollouts.table.documents import load_tables
-convert.PART_BYTES = 4000
+from truestep.rollouts import stored
+from truestep.rollouts.files import collect
+from truestep.rollouts.stored import load_stored
 calls = []
-cache.convert = lambda *given: calls.append(1) or convert.convert(*given)
+stored.collect = lambda *given: calls.append(1) or collect(*given)
 checks = Checks(Needs(True, True, "group_mean"), 100, 1.0, 16)
-documents = load_tables([Path(sys.argv[1])], checks, Path(sys.argv[2]))
+documents = load_stored([Path(sys.argv[1])], checks, Path(sys.argv[2]))
 print(len(calls), len(documents.rollouts))
 """
 
@@ -197,7 +189,7 @@ def opening(path: Path, folder: Path) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_processes_share_one_conversion(tmp_path: Path) -> None:
+def test_processes_share_one_reading(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", *some(200))
     processes = [opening(path, tmp_path / "cache") for _ in range(2)]
     answers = sorted(process.communicate(timeout=300)[0].split() for process in processes)
@@ -208,23 +200,23 @@ def test_a_kill_leaves_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path, folder = write(tmp_path / "r.jsonl", *some(3000)), tmp_path / "cache"
     process = opening(path, folder)
     try:
-        while process.poll() is None and not list(folder.glob(".*/*.values")):
+        while process.poll() is None and not list(folder.glob(".*/documents")):
             time.sleep(0.01)
     finally:
         process.kill()
         process.communicate()
-    conversions = made(path, folder, monkeypatch)
-    assert conversions == 1 or process.returncode == 0
+    readings = made(path, folder, monkeypatch)
+    assert readings == 1 or process.returncode == 0
     assert [item.suffix for item in folder.iterdir() if item.is_file()] == [".lock"]
     tables = [item for item in folder.iterdir() if item.is_dir() and not item.name.startswith(".")]
     assert len(tables) == 1
 
 
-def test_a_source_of_tables_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_source_goes_on_exactly(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", *some(20))
-    rollouts = load_tables([path], CHECKS, tmp_path / "cache").rollouts
+    rollouts = load_stored([path], CHECKS, tmp_path / "cache").rollouts
     in_memory = load_documents([path], CHECKS).rollouts
-    assert isinstance(rollouts, TableDocuments)
+    assert isinstance(rollouts, StoredDocuments)
     expected = FileSource(in_memory, epochs=2, shuffle_seed=3)
     ids = [document.id for document in expected.take(40, 0).documents]
     source = FileSource(rollouts, epochs=2, shuffle_seed=3)
@@ -234,34 +226,29 @@ def test_a_source_of_tables_goes_on_exactly(tmp_path: Path) -> None:
         resumed = FileSource(documents, epochs=2, shuffle_seed=3)
         resumed.restore(state)
         assert taken + [document.id for document in resumed.take(40, 0).documents] == ids
-    other = load_tables([write(tmp_path / "r.jsonl", *some(20, input_ids=[1, 2, 4]))], CHECKS, tmp_path / "cache")
+    other = load_stored([write(tmp_path / "r.jsonl", *some(20, input_ids=[1, 2, 4]))], CHECKS, tmp_path / "cache")
     with pytest.raises(SourceError, match="no longer those in the files"):
         FileSource(other.rollouts, epochs=2, shuffle_seed=3).restore(state)
 
 
-def test_only_large_files_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_files_are_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "r.jsonl", *some(4))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert isinstance(open_documents([path], CHECKS).rollouts, tuple)
     assert not (tmp_path / "home").exists()
-    monkeypatch.setattr("truestep.rollouts.table.documents.LARGE_BYTES", 1)
-    assert isinstance(open_documents([path], CHECKS).rollouts, TableDocuments)
-    assert list((tmp_path / "home" / "truestep" / "data").glob("*/table.json"))
+    monkeypatch.setattr("truestep.rollouts.stored.LARGE_BYTES", 1)
+    assert isinstance(open_documents([path], CHECKS).rollouts, StoredDocuments)
+    assert list((tmp_path / "home" / "truestep" / "data").glob("*/facts.json"))
     with pytest.raises(DataError, match="cannot be read"):
         open_documents([tmp_path / "none.jsonl"], CHECKS)
 
 
-def test_the_option_names_the_place_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "r.jsonl", *some(8))
     data = {"path": str(path), "cache_directory": str(tmp_path / "tables"), "tokens_per_microbatch": 16}
     config = Config.model_validate({"model": {"path": "none"}, "data": data})
     expected = read_documents(config, 100)
     assert not (tmp_path / "tables").exists()
-    monkeypatch.setattr("truestep.rollouts.table.documents.LARGE_BYTES", 1)
+    monkeypatch.setattr("truestep.rollouts.stored.LARGE_BYTES", 1)
     assert_same(read_documents(config, 100), expected)
-    assert list((tmp_path / "tables").glob("*/table.json"))
-
-
-def test_a_worker_needs_no_torch() -> None:
-    code = "import sys, truestep.rollouts.table.convert; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+    assert list((tmp_path / "tables").glob("*/facts.json"))
