@@ -14,6 +14,7 @@ from truestep.head.logits import HeadSettings
 from truestep.model.adapter import Adapter, AdapterSource
 from truestep.model.cuts.stages import Stages, keep_own
 from truestep.model.cuts.tensor import cut_model, tensor_plan
+from truestep.model.experts.grouped import group_experts, settle_experts
 from truestep.model.fast import rms_norm as norms
 from truestep.model.fast.activation_checkpointing import ELEMENTWISE, FULL, checkpoint_options, recompute_activations
 from truestep.model.fast.activation_offload import ActivationOffload
@@ -201,6 +202,7 @@ def _try(loading: Loading) -> None:
         loading.refuse(not_finite(model.named_parameters()))
         with attention.using(model, RECORD):
             fuse_layers(model)
+        group_experts(model)
         with adapters_called(model):
             _probe(loading)
 
@@ -277,6 +279,7 @@ def _add_gradients(loading: Loading) -> None:
     if options.rounds and options.whole and not adds:
         accumulate_in_float32(model)
     settle_layers(model)
+    settle_experts(model, weights)
 
 
 def _norms_that_add(loading: Loading, layers: Sequence[torch.nn.Module]) -> Iterable[torch.nn.Module]:

@@ -1,0 +1,6 @@
+"""Mixtures of experts: a model's own router chooses, and one computation of ours runs the chosen experts.
+
+operators   rows sorted by expert, and grouped products of them
+mixture     the computation, with its backward pass
+grouped     the module that takes the place of a family's experts
+"""
