@@ -33,13 +33,17 @@ class Weight:
     number: torch.Tensor | None = None  # of `values`, if their gradient is added to a float32 buffer
 
 
-def _weight_gradient(saved: Any, gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> Any:
-    """Return a weight's gradient, or add it to the buffer of the weight's number and return None."""
-    pair = (gradient, rows) if saved.by_rows else (rows, gradient)
-    if saved.number is None:
-        return ours.grouped_gradient(*pair, ends)
-    ours.grouped_gradient_added(*pair, ends, saved.number, next_call())
-    return None
+def _backward(saved: Any, gradient: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> Any:
+    """Return the gradients of a product's rows and of its weights; None where none is needed or the weights' number
+    says that theirs is added to a buffer."""
+    if saved.number is not None:
+        return ours.grouped_backward(gradient, rows, weights, ends, saved.by_rows, saved.number, next_call()), None
+    of_rows = of_weights = None
+    if saved.needs_input_grad[0]:
+        of_rows = ours.grouped_product(gradient, weights, ends, not saved.by_rows)
+    if saved.needs_input_grad[1]:
+        of_weights = ours.grouped_gradient(*((gradient, rows) if saved.by_rows else (rows, gradient)), ends)
+    return of_rows, of_weights
 
 
 def _summed(rows: torch.Tensor, places: torch.Tensor, experts: int) -> torch.Tensor:  # [R, H] -> [T, H]
@@ -62,13 +66,8 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
         x, weights, order, places, ends = saved.saved_tensors
-        of_x = of_weights = None
-        gradient = gradient.contiguous()
-        if saved.needs_input_grad[1] or saved.number is not None:
-            of_weights = _weight_gradient(saved, gradient, x[order // saved.experts], ends)
-        if saved.needs_input_grad[0]:
-            rows = ours.grouped_product(gradient, weights, ends, not saved.by_rows)
-            of_x = _summed(rows, places, saved.experts)
+        rows, of_weights = _backward(saved, gradient.contiguous(), x[order // saved.experts], weights, ends)
+        of_x = None if rows is None else _summed(rows, places, saved.experts)
         return of_x, of_weights, None, None, None, None, None, None
 
 
@@ -77,7 +76,15 @@ class _GivenBack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        saved: Any, rows: Any, weights: Any, order: Any, places: Any, ends: Any, experts: int, by_rows: bool, number: Any
+        saved: Any,
+        rows: Any,
+        weights: Any,
+        order: Any,
+        places: Any,
+        ends: Any,
+        experts: int,
+        by_rows: bool,
+        number: Any,
     ) -> torch.Tensor:
         saved.save_for_backward(rows, weights, order, ends)
         saved.experts, saved.by_rows, saved.number = experts, by_rows, number
@@ -86,12 +93,7 @@ class _GivenBack(torch.autograd.Function):
     @staticmethod
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
         rows, weights, order, ends = saved.saved_tensors
-        of_rows = of_weights = None
-        taken = gradient[order // saved.experts]
-        if saved.needs_input_grad[1] or saved.number is not None:
-            of_weights = _weight_gradient(saved, taken, rows, ends)
-        if saved.needs_input_grad[0]:
-            of_rows = ours.grouped_product(taken, weights, ends, not saved.by_rows)
+        of_rows, of_weights = _backward(saved, gradient[order // saved.experts], rows, weights, ends)
         return of_rows, of_weights, None, None, None, None, None, None
 
 

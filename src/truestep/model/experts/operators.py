@@ -30,8 +30,13 @@ def sorted_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
     chosen, order = index.flatten().sort(stable=True)
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
-    numbers = torch.arange(experts, device=order.device, dtype=chosen.dtype)
-    return order, rows, torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+    return order, rows, ends_of(chosen, experts)
+
+
+def ends_of(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return the end of each expert's run among choices in ascending order: [R] -> [E] int32."""
+    numbers = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
+    return torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
 
 def _product_shape(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_rows: bool) -> torch.Tensor:
@@ -70,18 +75,25 @@ def grouped_gradient(first: torch.Tensor, second: torch.Tensor, ends: torch.Tens
 
 
 @operator(
-    "grouped_gradient_added(Tensor first, Tensor second, Tensor ends, Tensor number, int call) -> Tensor",
-    lambda first, *_: first.new_empty(0),
+    "grouped_backward(Tensor gradient, Tensor rows, Tensor weights, Tensor ends, bool by_rows, Tensor number, int call)"
+    " -> Tensor",
+    lambda gradient, rows, *_: rows.new_empty(rows.shape),
 )
 @torch.no_grad()
-def grouped_gradient_added(
-    first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, number: torch.Tensor, call: int
+def grouped_backward(
+    gradient: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    by_rows: bool,
+    number: torch.Tensor,
+    call: int,
 ) -> torch.Tensor:
-    """Add what `grouped_gradient` computes to the float32 buffer of the weight with this number, without rounding it
-    first. The result is empty."""
+    """Return the gradient of a product's rows, and add that of its weights to the float32 buffer of the weight with
+    this number. In compiled code an operator that returned nothing would be left out."""
     owner, parameter = entry(int(number))
-    owner.add_grouped(parameter, first, second, _runs(ends))
-    return first.new_empty(0)
+    owner.add_grouped(parameter, *((gradient, rows) if by_rows else (rows, gradient)), _runs(ends))
+    return grouped_product(gradient, weights, ends, not by_rows)
 
 
 def _runs(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
