@@ -11,14 +11,13 @@ import torch
 
 from families.tiny_families import tiny_family
 from scoring import check_against_oracle, differences, run_score, write_records
-from small_runs import file_config
+from small_runs import said
 from tiny import expert_model, make_model, make_records
 from truestep.config.load import ConfigError
 from truestep.config.schema import Config
 from truestep.model.experts import routers
 from truestep.model.experts.routing import ExpertSettings, Routing
 from truestep.model.loading.load import load_policy
-from truestep.run.train import train
 from truestep.step.compute.runner import StepRunner
 from truestep.tools.verify.oracle.step import OracleResult, oracle_step
 from truestep.tools.verify.reference import Reference
@@ -91,9 +90,7 @@ def _wrong(config: dict[str, Any], model: Path, folder: Path) -> set[str]:
     return {name for name, value in found if not value <= 1e-5}
 
 
-def test_frequencies_of_a_micro_batch_are_found(
-    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frequencies_of_a_micro_batch_are_found(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault of other trainers: the balance term takes the shares of some of the step's tokens."""
 
     def of_one(self: StepRunner, plan: StepPlan, micro_batches: Any) -> Any:
@@ -107,9 +104,7 @@ def test_frequencies_of_a_micro_batch_are_found(
     assert "router_z_loss" not in wrong and "largest_expert_share" not in wrong
 
 
-def test_a_token_that_is_counted_twice_is_found(
-    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_is_counted_twice_is_found(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that is computed again in the backward pass counts again."""
     honest = Routing.passing
     monkeypatch.setattr(Routing, "passing", lambda self, tokens, counts: honest(self, tokens, True))
@@ -120,7 +115,7 @@ def test_a_token_that_is_counted_twice_is_found(
 
 def test_padding_that_is_counted_is_found(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truestep.model.policy.Policy.own_tokens", lambda self, tokens: len(tokens))
-    config = config_of(mixture, tmp_path, BOTH, pad_to_multiple=16)
+    config = config_of(mixture, tmp_path, BOTH, tokens_per_microbatch=32, pad_to_multiple=16)
     assert {"router_z_loss", "expert_load_entropy"} <= _wrong(config, mixture, tmp_path)
 
 
@@ -128,11 +123,11 @@ def test_padding_that_is_counted_is_found(mixture: Path, tmp_path: Path, monkeyp
 def test_a_bias_moves_by_the_choices_of_the_whole_step(tokens: int, tmp_path: Path) -> None:
     model = tiny_family(tmp_path / "model", "deepseek_v3")
     sections = config_of(model, tmp_path, {"balance": "bias", "strength": 0.01}, tokens_per_microbatch=tokens)
-    rest = {**sections, "schedule": {"docs_per_step": 8, "steps": 1}, "optimizer": {"learning_rate": 1e-3}}
-    config = file_config(model, tmp_path / "rollouts.jsonl", tmp_path / "run", **rest)
+    rest = {"schedule": {"docs_per_step": 8, "steps": 1}, "checkpoint": {"directory": str(tmp_path / "run")}}
+    config = Config(**sections, **rest, optimizer={"learning_rate": 1e-3}, logging={"console": False})
     expected = oracle_of(model, sections)
-    train(config)
-    after = load_policy(next((tmp_path / "run").glob("checkpoint*")), device="cpu").model
+    said(config)
+    after = load_policy(next((tmp_path / "run" / "checkpoints").glob("*")), device="cpu").model
     before = load_policy(model, device="cpu").model
     layers = {routes.name: routes.counts for routes in expected.routes}
     assert layers
@@ -168,7 +163,7 @@ def test_a_model_without_routers_is_refused(experts: dict[str, Any], message: st
 
 
 def test_a_router_without_a_bias_is_refused(mixture: Path) -> None:
-    with pytest.raises(ModelError, match="model.experts.balance: bias: the routers of Qwen3MoeForCausalLM have no bias"):
+    with pytest.raises(ModelError, match="balance: bias: the routers of Qwen3MoeForCausalLM have no bias"):
         load_policy(mixture, device="cpu", experts=ExpertSettings(balance="bias"))
 
 
