@@ -27,8 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def config_of(family: str, folder: Path) -> Config:
     model = expert_model(folder / "model") if family == "qwen3_moe" else tiny_family(folder / "model", family)
     write_rollouts(folder / "rollouts.jsonl", 10)
-    sections = {"model": {"experts": OPTIONS[family]}}
-    return file_config(model, folder / "rollouts.jsonl", folder / "run", **sections)
+    config = file_config(model, folder / "rollouts.jsonl", folder / "run")
+    return config.changed({f"model.experts.{name}": value for name, value in OPTIONS[family].items()})
 
 
 @pytest.mark.long

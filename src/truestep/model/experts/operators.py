@@ -27,7 +27,7 @@ def _sorted_shapes(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
 def sorted_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort the choices [T, k] by expert. Return the choice that each row is made of, the row of each choice, and the
     end of each expert's run of rows: [R], [R], [E]."""
-    chosen, order = index.flatten().sort(stable=True)
+    chosen, order = index.flatten().int().sort(stable=True)  # a GPU sorts keys of 32 bits in half the passes
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
     return order, rows, ends_of(chosen, experts)
@@ -47,6 +47,7 @@ def _product_shape(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
 @torch.no_grad()
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_rows: bool) -> torch.Tensor:
     """Multiply each row by its expert's weight: [R, K] -> [R, N]. `by_rows`: weights are [E, N, K]; else [E, K, N]."""
+    rows = rows.contiguous()
     matrices = weights.transpose(1, 2) if by_rows else weights
     if _in_one_kernel(rows, weights):
         found: torch.Tensor = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
@@ -65,6 +66,7 @@ def _gradient_shape(first: torch.Tensor, second: torch.Tensor, ends: torch.Tenso
 @torch.no_grad()
 def grouped_gradient(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Sum the outer products of each expert's rows: [R, N], [R, K] -> [E, N, K]."""
+    first, second = first.contiguous(), second.contiguous()
     if _in_one_kernel(first, second):
         found: torch.Tensor = torch.nn.functional.grouped_mm(first.T, second, offs=ends)
         return found

@@ -171,7 +171,7 @@ class RoutedLayer:
         if now is None:
             return
         if now.counts:
-            ends = ends_of(index[: now.tokens].flatten().sort()[0], self.experts)
+            ends = ends_of(index[: now.tokens].flatten().int().sort()[0], self.experts)
             self.counts += ends.diff(prepend=ends.new_zeros(1))
         if terms is None or gradient is None:
             return
