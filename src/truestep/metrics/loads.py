@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -23,7 +24,7 @@ def shares_of(counts: Counts) -> dict[str, torch.Tensor]:
 class _Loads:
     counts: Counts
 
-    def merge(self, other: "_Loads") -> "_Loads":
+    def merge(self, other: Any) -> Self:
         return type(self)(together(self.counts, other.counts))
 
     def value(self) -> float | None:
@@ -59,4 +60,8 @@ class DeadExperts(_Loads):
         return float(sum(int((own == 0).sum()) for own in counts.values()))
 
 
-LOADS = {"largest_expert_share": LargestShare, "expert_load_entropy": LoadEntropy, "dead_experts": DeadExperts}
+LOADS: Mapping[str, type[_Loads]] = {
+    "largest_expert_share": LargestShare,
+    "expert_load_entropy": LoadEntropy,
+    "dead_experts": DeadExperts,
+}
