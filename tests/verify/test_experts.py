@@ -20,7 +20,7 @@ from truestep.types import StepPlan
 LAYOUTS = {"one process", "smallest micro-batches", "FSDP 2", "replicas 2", "context 2", "pipeline 2"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"balance": "loss", "strength": 0.3, "z_loss": 0.02},
-    "deepseek_v3": {"balance": "bias", "strength": 0.01},
+    "glm4_moe": {"balance": "bias", "strength": 0.01},
 }
 
 
@@ -65,7 +65,7 @@ def bias_of_a_rank() -> None:
     ("family", "plant", "found"),
     [
         ("qwen3_moe", shares_of_a_micro_batch, "expert_balance"),
-        ("deepseek_v3", bias_of_a_rank, "the bias of choices did not move as the step's choices say"),
+        ("glm4_moe", bias_of_a_rank, "the bias of choices did not move as the step's choices say"),
     ],
 )
 def test_a_planted_fault_is_found_by_name(family: str, plant: Any, found: str, tmp_path: Path) -> None:
