@@ -212,7 +212,15 @@ def test_compiled_layers_compute_what_plain_layers_do(
         found = of_policy(policy)
     breaks = torch._dynamo.utils.counters["graph_break"]
     assert all("packed_attention" in reason for reason in breaks), "attention on a CPU is not compiled; all else is"
-    tolerance = 1e-5 if dtype == "float32" else 4e-2
-    assert (found.logprobs - plain.logprobs).abs().max() <= tolerance
-    for name, gradient in plain.gradients.items():
-        assert (found.gradients[name] - gradient).norm() <= tolerance * gradient.norm(), name
+    if dtype == "float32":
+        assert (found.logprobs - plain.logprobs).abs().max() <= TOLERANCE
+        for name, gradient in plain.gradients.items():
+            assert (found.gradients[name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
+        return
+    # A token whose scores are nearly equal may have other experts in another rounding: errors are compared as a whole.
+    exact = of_policy(load_policy(experts_directory, device="cpu")).gradients
+    ours, theirs = (
+        sum(float((numbers.gradients[name] - value).square().sum()) for name, value in exact.items()) ** 0.5
+        for numbers in (found, plain)
+    )
+    assert ours <= 1.5 * theirs
