@@ -149,6 +149,17 @@ def _activations(config: "Config") -> Iterator[str]:
         )
 
 
+def _experts(config: "Config") -> Iterator[str]:
+    experts, default = config.model.experts, sections.ExpertsConfig()
+    if experts.router == "frozen" and (experts.balance != "none" or experts.z_loss):
+        option = "balance" if experts.balance != "none" else "z_loss"
+        yield f"model.experts.{option} changes routers, and model.experts.router: frozen keeps them: remove one of them"
+    if experts.strength != default.strength and experts.balance == "none":
+        yield "model.experts.strength needs model.experts.balance: loss or bias"
+    if experts.balance == "bias" and config.adapter is not None:
+        yield "model.experts.balance: bias changes the model, and with an adapter only the adapter is trained and saved"
+
+
 def _offload(config: "Config") -> Iterator[str]:
     room = getattr(config.optimizer, "offload_room", 0)
     if room and getattr(config.optimizer, "offload", "none") == "none":
@@ -345,11 +356,14 @@ def _step_documents(config: "Config") -> Iterator[str]:
     if data.zero_advantage != "keep" and loss.supervised:
         yield f"data.zero_advantage is for advantages, which loss.type: {loss.type} does not use"
     if data.zero_advantage == "skip":
-        terms = [name for name in _BESIDE_THE_ADVANTAGE if getattr(loss, name, None)]
+        terms = [f"loss.{name}" for name in _BESIDE_THE_ADVANTAGE if getattr(loss, name, None)]
+        experts = config.model.experts
+        terms += ["model.experts.balance: loss"] if experts.balance == "loss" else []
+        terms += ["model.experts.z_loss"] if experts.z_loss else []
         if terms or loss.type == "custom":
             yield (
                 f"data.zero_advantage: skip leaves out backward passes without a gradient, but "
-                f"{f'loss.{terms[0]}' if terms else 'loss.type: custom'} may have one even if the advantage is 0"
+                f"{terms[0] if terms else 'loss.type: custom'} may have one even if the advantage is 0"
             )
         if schedule.docs_per_step == 0 or schedule.overshoot == "keep":
             yield (
@@ -511,6 +525,7 @@ _RULES = (
     _attention,
     _activations,
     _offload,
+    _experts,
     _reference,
     _transfer,
     _documents,

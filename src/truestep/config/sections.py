@@ -24,6 +24,21 @@ class HeadConfig(Section):
     times nearer to float64, at 1.7 times the cost."""
 
 
+class ExpertsConfig(Section):
+    router: Literal["trained", "frozen"] = "trained"
+    """frozen: the routers' weights do not change."""
+    balance: Literal["none", "loss", "bias"] = "none"
+    """How experts are kept evenly loaded. loss: a term of the loss that is least where all experts of a layer are
+    chosen equally often; the step's choices are counted by a forward pass before it. bias: after each update, the
+    model's own bias of choices rises for experts that were chosen less often than others in the step, and falls for
+    the others; it needs a model that has one (DeepSeek-V3, GLM-4.5, LFM2-MoE)."""
+    strength: Positive = 0.001
+    """With balance: loss, the weight of the term; with balance: bias, how far a bias moves in a step."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """The weight of the squared logsumexp of the routers' logits, the mean over layers and tokens. It keeps them
+    small."""
+
+
 class ModelConfig(Section):
     path: str
     """A Hugging Face causal LM directory (safetensors, config.json, tokenizer)."""
@@ -34,6 +49,8 @@ class ModelConfig(Section):
     freeze: list[Annotated[str, Field(min_length=1)]] | None = None
     """Name patterns of weights to freeze, such as model.embed_tokens.* or model.layers.[0-7].*. Frozen weights have no
     gradient, no optimizer state and no float32 copy: they are kept in `dtype`."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """Training of a mixture of experts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device that the model runs on. auto takes a GPU if there is one."""
     attention: Literal["auto", "flash", "torch"] = "auto"

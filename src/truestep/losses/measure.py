@@ -96,7 +96,7 @@ def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     terms = step.objective.terms(labels, step.totals)
     metrics: dict[str, Metric] = {"new_logprobs": document_mean(labels, labels.logprobs)}
     metrics["loss"] = Sum(torch.stack([term.sum() for term in terms.values()]).sum())
-    if len(terms) > 1:
+    if len(terms) > 1 or step.objective.routers:
         metrics |= {name: Sum(term.sum()) for name, term in terms.items()}
     if (weight := step.objective.steered_weight) is not None:  # the entropy moves it, so it is measured at every level
         metrics |= _entropy(labels, step) | {"entropy_bonus_weight": Max(weight)}

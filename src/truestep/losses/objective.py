@@ -60,6 +60,7 @@ class Objective:
     entropy_target: EntropyTarget | None = None  # if set, `entropy_bonus` is the weight for the current step
     clip_cov: ClipCov | None = None
     kl_cov: KlCov | None = None
+    routers: bool = False  # the loss also has the terms of the policy's routers, which no label has
 
     @property
     def steered_weight(self) -> float | None:

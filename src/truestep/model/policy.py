@@ -16,6 +16,7 @@ from truestep.head.logits import HeadSettings, raw_logits
 from truestep.head.vocab_parallel import VocabularyShard
 from truestep.model.adapter import Adapter
 from truestep.model.cuts.stages import Stages
+from truestep.model.experts.routing import Routing
 from truestep.model.fast.activation_offload import ActivationOffload
 from truestep.model.heads import HeadSizes, attending_layers
 from truestep.model.mixers import attention, linear_kernels
@@ -84,6 +85,7 @@ class Policy:
     adapter: Adapter | None = None  # if set, only the adapter is trained
     adapts: bool = True  # False: the adapter is off
     activations_on_host: ActivationOffload | None = None
+    routing: Routing | None = None  # what routers choose in a step; None: no router is counted
     exchange: TokenExchange | None = None  # communication between tensor ranks; None without tensor parallelism
 
     @property
@@ -111,6 +113,13 @@ class Policy:
         ranks = self.weights.ranks
         group = ranks.group("tensor")
         return None if group is None else VocabularyShard(group, *slice_of(self.vocabulary_size, ranks, "tensor"))
+
+    def own_tokens(self, tokens: PackedTokens) -> int:
+        """Return how many of this rank's tokens of a micro-batch are no padding. They come first."""
+        end, here = int(tokens.segments[tokens.num_documents]), slice(0, len(tokens))
+        if self.context is not None:
+            here = self.context.run(len(tokens))
+        return min(max(end - here.start, 0), here.stop - here.start)
 
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or this context rank's tokens
         """Compute the last hidden states of a packed micro-batch, with the autograd graph."""

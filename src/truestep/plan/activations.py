@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from truestep.model.adapter import Adapter, attach
-from truestep.model.fast.activation_checkpointing import ALL_PRODUCTS, is_kept
+from truestep.model.fast.activation_checkpointing import is_kept, is_product
 from truestep.model.heads import HeadSizes
 from truestep.model.mixers import linear_kernels
 from truestep.model.mixers.recurrence import Call, Recurrence
@@ -59,8 +59,9 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         result = function(*arguments, **(named or {}))
         if is_kept(function, arguments):
-            self.kept += result.nbytes
-        if function in ALL_PRODUCTS:
+            parts = result if isinstance(result, tuple | list) else (result,)
+            self.kept += sum(part.nbytes for part in parts)
+        if is_product(function):
             self.every += result.nbytes
         return result
 

@@ -249,6 +249,8 @@ class Trainer:
             scale = clip_scale(norm, self.gradient_clip)
             self.saves.before_update()
             update(self.optimizer, self.policy.weights, rate, scale)
+            if self.policy.routing is not None and accumulated.loads is not None:
+                self.policy.routing.move_biases(accumulated.loads)
             self.update_check.ask(rate)
         self.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number

@@ -16,6 +16,15 @@ class Buffers(Protocol):
     def add_product(self, parameter: torch.nn.Parameter, gradient: torch.Tensor, rows: torch.Tensor) -> None:
         """Add `gradient.T @ rows` to a parameter's gradient buffer: [tokens, N], [tokens, K]."""
 
+    def add_grouped(
+        self,
+        parameter: torch.nn.Parameter,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        runs: Iterable[tuple[int, slice]],
+    ) -> None:
+        """Add `first[run].T @ second[run]` to the numbered matrix of a parameter's gradient buffer, for each run."""
+
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Move each group of parameters to contiguous memory, one after another."""
 

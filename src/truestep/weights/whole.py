@@ -101,6 +101,29 @@ class WholeWeights(Weights):
             torch.addmm(buffer, gradient.T, rows, out_dtype=buffer.dtype, out=buffer)
 
     @torch.no_grad()
+    def add_grouped(
+        self,
+        parameter: torch.nn.Parameter,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        runs: Iterable[tuple[int, slice]],
+    ) -> None:
+        """Add the products of runs of rows, [R, N] and [R, K], to the matrices [N, K] of a parameter's buffer."""
+        buffer = self._buffers[parameter]
+        fresh, left = self._is_first(parameter), set(range(len(buffer)))
+        for matrix, run in runs:
+            place, rows, others = buffer[matrix], first[run].T, second[run]
+            left.discard(matrix)
+            if not buffer.is_cuda:  # CPU products cannot add to a buffer of another type
+                place.addmm_(rows.to(buffer.dtype), others.to(buffer.dtype), beta=0 if fresh else 1)
+            elif fresh:
+                torch.mm(rows, others, out_dtype=buffer.dtype, out=place)
+            else:
+                torch.addmm(place, rows, others, out_dtype=buffer.dtype, out=place)
+        for matrix in left if fresh else ():
+            buffer[matrix].zero_()
+
+    @torch.no_grad()
     def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
         from truestep.weights.sum_kernel import add_up  # Triton
 

@@ -18,6 +18,10 @@ Every patch of transformers and torch:
 | model/adapter.py | setattr, weight | linear layers with an adapter; models call plain nn.Linear layers |
 | model/fast/gradient_accumulation.py | __class__, number | float32 gradients of linear layers; plain nn.Linear |
 | model/fast/by_class.py | __class__, setattr | attention, MLPs, norms; forms are compared with ours bit for bit |
+| model/experts/grouped.py | __class__ | experts; values are compared with ours before weights are read |
+| model/experts/grouped.py | first_number, last_number | attributes of our own modules |
+| model/experts/grouped.py | _experts_implementation | transformers' loop over experts within a comparison |
+| model/experts/routers.py | number, terms | attributes of our own modules |
 | model/fast/fused_attention.py | __class__, constants | restores a module of another form |
 | model/fast/fused_attention.py | AttentionInterface.register | records what an attention passes on; public API |
 | model/fast/fused_layers.py | joins, numbers | attributes of our own modules |

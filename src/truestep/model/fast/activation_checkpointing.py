@@ -21,8 +21,9 @@ from truestep.weights.errors import ModelError
 
 FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-# Including the grouped products of experts.
-ALL_PRODUCTS = (*PRODUCTS, torch.ops.aten._grouped_mm.default)
+_GROUPED = ("aten::_grouped_mm", "truestep::grouped_product")  # of experts, transformers' and ours
+# What decides which experts a token has. If it were computed again and rounded otherwise, a token could have others.
+_CHOICES = ("aten::topk", "truestep::sorted_by_expert")
 _NARROW = 2  # `selective` keeps a product if its wider side is at most this multiple of the narrower
 
 
@@ -53,8 +54,17 @@ def _contexts(how: str) -> tuple[AbstractContextManager[Any], AbstractContextMan
 
 
 def _policy(how: str, context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    kept = is_kept(operation, arguments) or (how == ELEMENTWISE and operation in ALL_PRODUCTS)
+    kept = is_kept(operation, arguments) or (how == ELEMENTWISE and is_product(operation))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_product(operation: Any) -> bool:
+    """Tell whether an operation is a matrix product, also one of experts."""
+    return operation in PRODUCTS or _name_of(operation) in _GROUPED
+
+
+def _name_of(operation: Any) -> str:
+    return str(getattr(operation, "name", lambda: "")())
 
 
 def is_kept(operation: Any, arguments: Any) -> bool:
@@ -62,5 +72,5 @@ def is_kept(operation: Any, arguments: Any) -> bool:
     if operation in PRODUCTS:
         inner, outer = arguments[-1].shape  # the last argument is the weight
         return bool(max(inner, outer) <= _NARROW * min(inner, outer))
-    name = str(getattr(operation, "name", lambda: "")())
-    return ("attention" in name or "attn" in name) and "backward" not in name
+    name = _name_of(operation)
+    return name in _CHOICES or (("attention" in name or "attn" in name) and "backward" not in name)

@@ -32,6 +32,11 @@ def acts() -> bool:
     return torch.compiler.is_compiling() and not _own_code
 
 
+def ours_runs() -> bool:
+    """Tell whether a forward pass of ours runs that acts in plain code, too."""
+    return not _own_code
+
+
 def put_in(module: Any, ours: Any, **attributes: Any) -> None:
     """Put our class before a module's class, and set attributes of ours."""
     theirs: Any = type(module)

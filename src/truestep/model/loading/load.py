@@ -14,6 +14,9 @@ from truestep.head.logits import HeadSettings
 from truestep.model.adapter import Adapter, AdapterSource
 from truestep.model.cuts.stages import Stages, keep_own
 from truestep.model.cuts.tensor import cut_model, tensor_plan
+from truestep.model.experts.grouped import group_experts, settle_experts
+from truestep.model.experts.routers import RoutedLayers, check_settings, count_routes, freeze_routers, make_routing
+from truestep.model.experts.routing import ExpertSettings, Routing
 from truestep.model.fast import rms_norm as norms
 from truestep.model.fast.activation_checkpointing import ELEMENTWISE, FULL, checkpoint_options, recompute_activations
 from truestep.model.fast.activation_offload import ActivationOffload
@@ -75,6 +78,7 @@ class LoadOptions:
     freeze: Sequence[str] = ()  # the same for weights whose names match a pattern
     masters_on_host: bool = False  # masters lie on the host, the weights that the model computes with on the device
     adapter: AdapterSource | None = None  # if set, only the adapter is trained
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
     offload_activations: bool = False  # inputs of recomputed layers are kept on the host
 
     @property
@@ -132,6 +136,8 @@ class Loading:
     pieces: dict[str, WeightSlice] = field(init=False)
     exchange: TokenExchange | None = None
     weights: Weights = field(init=False)
+    routed: RoutedLayers = field(init=False)
+    routing: Routing | None = None
 
     def refuse(self, odd: Sequence[str]) -> None:
         """Refuse the model if tensors (named in `odd`) are not finite."""
@@ -161,6 +167,7 @@ def load_policy(path: str | Path, options: LoadOptions | None = None, **named: A
         adapter=loading.adapter,
         activations_on_host=ActivationOffload(options.place) if options.offload_activations else None,
         exchange=loading.exchange,
+        routing=loading.routing,
     )
 
 
@@ -173,6 +180,10 @@ def _read(loading: Loading) -> None:
 
 def _freeze(loading: Loading) -> None:
     freeze_weights(loading.model, loading.options.freeze)
+
+
+def _freeze_routers(loading: Loading) -> None:
+    freeze_routers(loading.model)
 
 
 def _attach(loading: Loading) -> None:
@@ -201,6 +212,9 @@ def _try(loading: Loading) -> None:
         loading.refuse(not_finite(model.named_parameters()))
         with attention.using(model, RECORD):
             fuse_layers(model)
+        group_experts(model)
+        count_routes(model)
+        check_settings(model, loading.options.experts, loading.options.ranks.tensor)
         with adapters_called(model):
             _probe(loading)
 
@@ -216,6 +230,7 @@ def _compile(loading: Loading) -> None:
 def _measure(loading: Loading) -> None:
     """Read the sizes of the whole model, and its buffers, before other ranks' layers and slices are removed."""
     loading.facts = ModelFacts.of(loading.model, loading.options.place)
+    loading.routed = RoutedLayers.of(loading.model)
     if loading.stages is not None:
         loading.buffers = saved_buffers(loading.model)
 
@@ -277,6 +292,7 @@ def _add_gradients(loading: Loading) -> None:
     if options.rounds and options.whole and not adds:
         accumulate_in_float32(model)
     settle_layers(model)
+    settle_experts(model, weights)
 
 
 def _norms_that_add(loading: Loading, layers: Sequence[torch.nn.Module]) -> Iterable[torch.nn.Module]:
@@ -286,6 +302,11 @@ def _norms_that_add(loading: Loading, layers: Sequence[torch.nn.Module]) -> Iter
     if loading.options.compiler_recomputes:
         left = {module for layer in layers for module in layer.modules()} - head_norms_of(loading.model)
     return (module for module in called(loading.model) if module not in left)
+
+
+def _count_routes(loading: Loading) -> None:
+    given = loading.routed, loading.options.experts, loading.buffers, loading.options.place
+    loading.routing = make_routing(loading.model, *given)
 
 
 def _attend(loading: Loading) -> None:
@@ -301,6 +322,7 @@ class Pass(NamedTuple):
 PASSES: tuple[Pass, ...] = (
     Pass(_read),
     Pass(_freeze, lambda options: bool(options.freeze)),
+    Pass(_freeze_routers, lambda options: options.experts.router == "frozen"),
     Pass(_attach, lambda options: options.adapter is not None),
     Pass(_prepare),
     Pass(_recompute, lambda options: bool(options.recomputes) and not options.compiler_recomputes),
@@ -313,6 +335,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(_read_weights),
     Pass(_report_layers),
     Pass(_add_gradients),
+    Pass(_count_routes, lambda options: options.ranks.tensor == 1),
     Pass(_attend),
 )
 

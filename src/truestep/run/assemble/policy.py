@@ -5,6 +5,7 @@ from typing import Any
 
 from truestep.config.schema import Config
 from truestep.head.logits import HeadSettings
+from truestep.model.experts.routing import ExpertSettings
 from truestep.model.loading.adapter_source import adapter_source
 from truestep.model.loading.load import LoadOptions, load_policy
 from truestep.model.policy import Policy
@@ -53,5 +54,6 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         masters_on_host=not frozen and getattr(config.optimizer, "offload", "none") == "all",
         freeze=() if frozen else (model.freeze or ()),
         adapter=adapter,
+        experts=ExpertSettings() if frozen else ExpertSettings(**model.experts.model_dump()),
     )
     return load_policy(model.path if adapter is not None else path or model.path, options)

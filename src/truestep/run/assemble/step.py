@@ -16,6 +16,7 @@ from truestep.losses.measure import Measure
 from truestep.losses.objective import Denominator, Objective
 from truestep.losses.reference import KlReference
 from truestep.metrics.spent import Stopwatch
+from truestep.model.experts.routing import ExpertSettings
 from truestep.model.policy import Policy
 from truestep.rollouts.fields import declare
 from truestep.rollouts.source import Source
@@ -64,7 +65,12 @@ def make_objective(config: Config) -> Objective:
         entropy_target=None if loss.entropy_target is None else EntropyTarget(**loss.entropy_target.model_dump()),
         clip_cov=choice if isinstance(choice, ClipCov) else None,
         kl_cov=choice if isinstance(choice, KlCov) else None,
+        routers=expert_settings(config).has_terms,
     )
+
+
+def expert_settings(config: Config) -> ExpertSettings:
+    return ExpertSettings(**config.model.experts.model_dump())
 
 
 def _choice(config: Config) -> ClipCov | KlCov | None:

@@ -5,6 +5,7 @@ schedule          the order of forward and backward passes on each pipeline rank
 passes            runs them in this order, with transfers between stages
 label_shares      divides a micro-batch's labels among the ranks that share its tokens
 exact             log-probs that are bitwise the sampler's
+routes            terms of the policy's routers, and metrics of loads
 groups            metrics of groups, completions and rewards
 episodes          metrics of turns, of the ends of episodes, and of tools
 """

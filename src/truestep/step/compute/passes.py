@@ -4,6 +4,7 @@ Dimensions: S tokens of the micro-batch, T its labels, H hidden.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,7 @@ class Passes:
         self._wires = _Wires(policy.weights.ranks, self._schedule, self._like)
         self._batches: dict[int, MicroBatch] = {}
         self._activations: dict[tuple[int, int], _Activations] = {}
+        self._tokens: dict[int, int] = {}  # of this rank, by micro-batch
 
     def run(self) -> None:
         name = "training" if self._backward else "scoring"
@@ -86,7 +88,8 @@ class Passes:
             received.requires_grad_()
         micro_batch, gradient = self._packed(current.micro_batch), None
         self._policy.weights.before_forward(self._describe(current))
-        with torch.set_grad_enabled(self._backward):
+        self._tokens[current.micro_batch] = self._policy.own_tokens(micro_batch.tokens)
+        with torch.set_grad_enabled(self._backward), self._routing(current):
             output = self._policy.through(current.stage, micro_batch.tokens, received)
             if current.stage == self._pipeline.last:
                 output = micro_batch.rows(output)
@@ -107,10 +110,19 @@ class Passes:
         self._policy.weights.before_backward(self._describe(current))
         if forward.output.requires_grad:  # False if all weights up to here are frozen
             # Even with zero rows: all ranks must take part in the collectives of every weight.
-            forward.output.backward(gradient.to(forward.output.dtype))
+            with self._routing(current):
+                forward.output.backward(gradient.to(forward.output.dtype))
         if forward.input is not None:
             assert forward.input.grad is not None
             self._wires.send(current.following, forward.input.grad)
+
+    def _routing(self, current: Pass) -> AbstractContextManager[None]:
+        """Return a context in which routers count the micro-batch's tokens. A backward pass may compute layers again,
+        and counts none."""
+        routing = self._policy.routing
+        if routing is None:
+            return nullcontext()
+        return routing.passing(self._tokens[current.micro_batch], counts=current.forward)
 
     def _packed(self, number: int) -> MicroBatch:
         if number not in self._batches:

@@ -18,6 +18,7 @@ from truestep.head.chunked import HeadRows, SharedDocuments
 from truestep.losses.agreement import COLUMNS, compare
 from truestep.losses.measure import MEASURED, Measure, StepFacts, measure_labels
 from truestep.losses.objective import Objective
+from truestep.metrics.loads import Counts
 from truestep.metrics.spent import Stopwatch
 from truestep.metrics.types import Metric, Sum, merge, on_host, values
 from truestep.model.policy import Policy
@@ -30,6 +31,7 @@ from truestep.step.compute.exact import score_exactly
 from truestep.step.compute.groups import measure_answers, measure_groups
 from truestep.step.compute.label_shares import LabelShare, MicroBatch
 from truestep.step.compute.passes import Passes
+from truestep.step.compute.routes import measure_routes, summed, terms_of
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
 
 _COUNTS = ("num_documents", "num_sequences", "num_labels", "num_tokens", "num_micro_batches")
@@ -42,6 +44,7 @@ class Accumulated:
     metrics: dict[str, Metric]
     scores: tuple[DocumentScore, ...]  # of the documents whose scores are kept, in the plan's order
     compared: np.ndarray | None = None  # [documents, COLUMNS] float64, from `compare`; None: not compared
+    loads: Counts | None = None  # the step's choices of each expert, by layer; None: no router is counted
 
     def line(self) -> dict[str, Any]:
         """Return the metrics as they are logged, with counts as integers."""
@@ -108,6 +111,8 @@ class StepRunner:
         the whole gradient. All ranks must call this, since each has a part of the weights."""
         sums, runs = self._accumulate(plan, backward)
         parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores, sums.compared))
+        routing = self.policy.routing
+        loads = None if routing is None else summed(self._ranks.gather(routing.counts))
         for passes in runs:
             passes.settle()
         metrics = _counts(plan)
@@ -119,7 +124,7 @@ class StepRunner:
         scores = {index: score for _, part, _ in parts for index, score in part.items()}
         rows = [of_micro_batch for _, _, part in parts for of_micro_batch in part]
         compared = None if self.compares is None else _table(plan, rows)
-        return Accumulated(metrics, _of_documents(plan, scores), compared)
+        return Accumulated(metrics, _of_documents(plan, scores), compared, loads)
 
     def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
         if plan.ranks != self._ranks.data:
@@ -128,8 +133,7 @@ class StepRunner:
         if backward:
             self.policy.weights.zero_gradients()
         micro_batches = plan.of_rank(self._ranks.data_rank)
-        # A micro-batch without labels on any rank has no loss and no gradient.
-        computed = [number for number in range(len(micro_batches)) if _any_label(plan, plan.at_once(number))]
+        computed, counted = self._begin(plan, micro_batches)
         exact: dict[int, torch.Tensor] = {}
         if self.exact:
             with self.stopwatch.measure("exact"):
@@ -159,11 +163,15 @@ class StepRunner:
 
         # Micro-batches whose gradient is 0 get a forward pass for their metrics only.
         measured = [number for number in computed if self.skip_zero_advantage and _no_advantage(plan, number)]
+        measured = sorted([*measured, *counted])
         runs = [run(measured, False)] if measured and backward else []
-        runs.append(run([number for number in computed if not runs or number not in measured], backward))
+        every = sorted([*computed, *counted])
+        runs.append(run([number for number in every if not runs or number not in measured], backward))
+        if self.policy.routing is not None and self.metrics_level is not None:
+            sums.metrics.update(merge(sums.metrics, measure_routes(self.policy.routing, self.metrics_level)))
         if self.reports_metrics:
             for number, members in enumerate(micro_batches):
-                if members and number not in computed:
+                if members and number not in every:
                     nothing = torch.zeros(0, device=self.policy.device)
                     self._measure(
                         sums, self._pack(plan, members, exact), plan, RowStatistics(nothing, nothing, nothing)
@@ -173,6 +181,43 @@ class StepRunner:
                 self.policy.weights.reduce()
             marks.mark("gradients", self.policy.device)
         return sums, runs
+
+    def _begin(self, plan: StepPlan, micro_batches: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
+        """Divide the micro-batches of a step: those that have a loss, and those whose choices of experts alone count.
+        Tell the policy's routers which step begins."""
+        numbers, routing = range(len(micro_batches)), self.policy.routing
+        # A micro-batch without labels on any rank has no loss of labels and no gradient of it.
+        computed = [number for number in numbers if _any_label(plan, plan.at_once(number))]
+        if routing is None:
+            return computed, []
+        every = [number for number in numbers if any(plan.at_once(number))]
+        if not (self.objective.routers and routing.settings.has_terms):
+            routing.begin(None)
+            return computed, [number for number in every if number not in computed]
+        counts: Counts = {}
+        if routing.settings.balance == "loss":
+            counts = self._choices(plan, [micro_batches[number] for number in every])
+        routing.begin(terms_of(routing, self.objective, plan.totals, counts))
+        return every, []
+
+    def _choices(self, plan: StepPlan, micro_batches: Sequence[tuple[int, ...]]) -> Counts:
+        """Count the step's choices of experts by a forward pass, on every rank those of all ranks."""
+        routing = self.policy.routing
+        assert routing is not None
+        routing.begin(None)
+        passes = Passes(
+            self.policy,
+            len(micro_batches),
+            lambda number: self._pack(plan, micro_batches[number], {}),
+            lambda micro_batch, rows: None,
+            backward=False,
+            group=self.breadth_first,
+            stopwatch=self.stopwatch,
+        )
+        passes.run()
+        counts = summed(self._ranks.gather(routing.counts))
+        passes.settle()
+        return counts
 
     def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
         """Pack a micro-batch of the plan on this rank's device."""

@@ -22,6 +22,7 @@ from truestep.tools.verify.difference import BOUND, Difference
 from truestep.tools.verify.oracle.advantages import documents_of
 from truestep.tools.verify.oracle.losses import next_entropy_bonus
 from truestep.tools.verify.oracle.records import Record
+from truestep.tools.verify.oracle.routers import moved_biases
 from truestep.tools.verify.oracle.step import OracleResult, oracle_logprobs, oracle_step
 from truestep.tools.verify.reference import Reference
 from truestep.tools.verify.updates import Updates, scheduled
@@ -63,6 +64,7 @@ class Comparer:
             ):
                 yield Difference(number, kind, name, value)
             yield from updates.differences(output, number)
+            yield from self._moved(output, number, oracle)
             seen += len(documents_of(documents))
 
     def half_differences(
@@ -93,7 +95,20 @@ class Comparer:
         """Return the reference for a step, with the weights that the layout had before it."""
         update = (number - 1) % self._case.options["schedule"]["updates_per_batch"]
         first = load_file(output / str(number - update) / "weights.safetensors") if update else None
-        return self._reference(load_file(output / str(number) / "weights.safetensors"), documents, seen, first, bonus)
+        weights = load_file(output / str(number) / "weights.safetensors") | _biases(output / str(number))
+        return self._reference(weights, documents, seen, first, bonus)
+
+    def _moved(self, output: Path, number: int, oracle: OracleResult) -> Iterator[Difference]:
+        """Compare the routers' biases after a step with those that the step's choices move."""
+        before, after = _biases(output / str(number)), _biases(output / str(number + 1))
+        if not before:
+            return
+        strength = self._case.options["model"]["experts"]["strength"]
+        for name, expected in moved_biases(oracle.routes, before, strength).items():
+            off = float((after[name] - expected).abs().max()) / strength
+            yield Difference(
+                number, "update", f"{name}: the bias of choices did not move as the step's choices say", off
+            )
 
     def gradient_norms(self) -> list[float]:
         """Return the gradient norm of each batch, with the initial weights."""
@@ -154,6 +169,7 @@ class Comparer:
             model.freeze(self._case.options["model"]["freeze"] or ())
             data = self._case.options["data"] | {"prepared": True}
             config = {"loss": loss, "data": data, "seed": self._case.options["seed"]}
+            config["model"] = {"experts": self._case.options["model"]["experts"]}
             own = self._logprobs(self._case.model, before, records) if before is not None and recomputes else None
             theirs = None
             if self._case.reference is not None:
@@ -175,6 +191,12 @@ class Comparer:
         # Without `weights` the model is the loss's reference, which has no adapter.
         adapter = None if weights is None else self._case.adapter
         return oracle_logprobs(Reference(model, weights, trusted, adapter), list(records))
+
+
+def _biases(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the routers' biases that a layout had; none unless they move."""
+    file = folder / "biases.safetensors"
+    return load_file(file) if file.is_file() else {}
 
 
 def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:

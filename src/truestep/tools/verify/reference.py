@@ -5,7 +5,7 @@ replaced by float64 in all calls.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from truestep.tools.verify.oracle.routers import Routes
 
 
 class Float64(TorchFunctionMode):
@@ -61,6 +63,7 @@ class Reference:
                 if buffer is not None and buffer.is_floating_point():
                     module._buffers[name] = buffer.double()
         self._exact_rotary()
+        self.buffers: dict[str, Tensor] = dict(self._model.named_buffers())
         self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())  # a tied tensor once
         ends = [self._model.get_input_embeddings().weight, self._model.get_output_embeddings().weight]
         self.ends = {name for name, value in self.parameters.items() if any(value is end for end in ends)}
@@ -69,6 +72,8 @@ class Reference:
         with torch.no_grad():
             for name in self.parameters.keys() & (weights or {}).keys():
                 self.parameters[name].copy_((weights or {})[name])
+            for name in self.buffers.keys() & (weights or {}).keys():
+                self.buffers[name].copy_((weights or {})[name])
         # The padding token's row of the embedding is trained like any other, as in training.
         self._model.get_input_embeddings().padding_idx = None
         if adapter is not None:
@@ -110,3 +115,32 @@ class Reference:
         with Float64():
             output = self._model(input_ids=torch.tensor([input_ids]), use_cache=False)
         return output.logits[0] / temperature
+
+    def routes(self, input_ids: list[int]) -> dict[str, Routes]:
+        """Return what each router gives the tokens of a document, by the router's name."""
+        found: dict[str, Routes] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(module: Any, given: Any, output: Any) -> None:
+                if isinstance(output, tuple) and len(output) == 3:
+                    logits, scores, index = output
+                    found[name] = Routes(logits, index.tolist(), _of_sigmoids(logits, scores, index))
+
+            return hook
+
+        routers = [(n, module) for n, module in self._model.named_modules() if type(module).__name__.endswith("Router")]
+        hooks = [module.register_forward_hook(keep(name)) for name, module in routers]
+        try:
+            if routers:
+                self.logits(input_ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+
+def _of_sigmoids(logits: Tensor, scores: Tensor, index: Tensor) -> bool:
+    """Tell whether the scores of a token's experts are to each other as the sigmoids of their logits."""
+    sigmoids = torch.sigmoid(logits).gather(1, index)
+    ratios = scores / sigmoids
+    return bool(((ratios - ratios[:, :1]).abs() <= 1e-4 * ratios.abs()).all())

@@ -142,6 +142,11 @@ class _Witness(Observer, Annotator):
             (folder / "states" / FOLDER).mkdir(parents=True, exist_ok=True)
             copies = {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in weights.items()}
             save_file(copies, folder / "weights.safetensors")
+            routing = self.trainer.policy.routing
+            if routing is not None and routing.biases:
+                save_file(
+                    {name: bias.cpu().clone() for name, bias in routing.biases.items()}, folder / "biases.safetensors"
+                )
         ranks.gather(None)  # a barrier: the folder exists
         file = folder / "states" / FOLDER / part_name(ranks.rank)
         parts = list(optimizer_parts(self.trainer.optimizer, self.trainer.policy.weights))

@@ -204,7 +204,7 @@ def distance_metrics(
 def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -> dict[str, Metric]:
     """Compute the loss and what each kind of term adds to it."""
     metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
-    for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference", "kl_cov"):
+    for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference", "kl_cov", "expert_balance", "router_z_loss"):
         contribution = [term for term in terms if term[0] == name]
         if contribution:
             metrics[name] = value_and_scale(contribution)

@@ -1,7 +1,7 @@
 """One optimizer step in float64: the loss is the sum of weight * term over labels; autograd computes its gradient."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from truestep.tools.verify.oracle.losses import (
 )
 from truestep.tools.verify.oracle.metrics import metric_ratios, step_metrics
 from truestep.tools.verify.oracle.records import Document, Record, read_document, read_documents, whole_documents
+from truestep.tools.verify.oracle.routers import StepRoutes, load_metrics, router_terms, step_routes
 from truestep.tools.verify.oracle.values import Model, label_values
 
 
@@ -28,6 +29,7 @@ class OracleResult:
     documents: list[dict[str, Any]]
     gradients: dict[str, Tensor]
     grad_norm: float
+    routes: list[StepRoutes] = field(default_factory=list)  # by layer that routes
 
 
 def oracle_step(
@@ -60,6 +62,8 @@ def oracle_step(
         if loss_config["kl_reference"].get("in") == "reward":
             penalise_advantages(documents, loss_config["kl_reference"]["weight"])
     terms = loss_terms(documents, values, loss_config)
+    routes = step_routes(model, documents)
+    terms += router_terms(routes, config.get("model", {}).get("experts") or {})
 
     total = sum_terms(terms)
     gradients = differentiate(total, model.parameters)
@@ -72,6 +76,7 @@ def oracle_step(
 
     loss, loss_scale = value_and_scale(terms)
     metrics = step_metrics(documents, values, terms, loss_config, documents_seen_before_step)
+    metrics |= load_metrics(routes)
     metrics["grad_norm"] = (grad_norm, grad_norm)
     outputs = []
     for document, labels in zip(documents, values, strict=True):
@@ -85,7 +90,7 @@ def oracle_step(
                 "advantages": document.unpenalised or document.advantages,
             }
         )
-    return OracleResult(loss, loss_scale, metrics, outputs, gradients, grad_norm)
+    return OracleResult(loss, loss_scale, metrics, outputs, gradients, grad_norm, routes)
 
 
 def penalise_advantages(documents: list[Document], weight: float) -> None:

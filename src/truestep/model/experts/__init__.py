@@ -1,0 +1,8 @@
+"""Mixtures of experts: a model's own router chooses, and one computation of ours runs the chosen experts.
+
+operators   rows sorted by expert, and grouped products of them
+mixture     the computation, with its backward pass
+grouped     the module that takes the place of a family's experts
+routing     sums of what routers choose in a step, and the gradient of the terms that are theirs
+routers     finds a model's routers, counts them, freezes them
+"""

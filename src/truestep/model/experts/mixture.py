@@ -1,0 +1,165 @@
+"""The output of a mixture of experts, given each token's experts and their weights.
+
+    y[t] = Σ_j w[t, j] · down[e] · gate(up[e] · x[t]),   e = index[t, j]
+
+Tokens are sorted by expert, multiplied in groups, and summed back. No expert has a capacity, so no token is dropped.
+A choice's weight multiplies what goes into its last product, which is half as wide or less as what comes out of it: the
+backward pass then needs no output of experts, and gathers the input's rows again.
+
+Sums over the experts of a token are taken in a fixed order by reading its rows, so that they are deterministic.
+
+Dimensions: T tokens, k experts of each, R = T · k rows, E experts, H hidden, I inner.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import truestep.model.experts.operators  # noqa: F401 (registers the operators)
+from truestep.model.fast.gradient_accumulation import next_call
+
+ours = torch.ops.truestep
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of all experts: [E, N, K] if `by_rows`, else [E, K, N]."""
+
+    values: torch.Tensor
+    by_rows: bool
+    bias: torch.Tensor | None = None  # [E, N]
+    number: torch.Tensor | None = None  # of `values`, if their gradient is added to a float32 buffer
+
+
+def _backward(saved: Any, gradient: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> Any:
+    """Return the gradients of a product's rows and of its weights; None where none is needed or the weights' number
+    says that theirs is added to a buffer."""
+    if saved.number is not None:
+        return ours.grouped_backward(gradient, rows, weights, ends, saved.by_rows, saved.number, next_call()), None
+    of_rows = of_weights = None
+    if saved.needs_input_grad[0]:
+        of_rows = ours.grouped_product(gradient, weights, ends, not saved.by_rows)
+    if saved.needs_input_grad[1]:
+        of_weights = ours.grouped_gradient(*((gradient, rows) if saved.by_rows else (rows, gradient)), ends)
+    return of_rows, of_weights
+
+
+def _summed(rows: torch.Tensor, places: torch.Tensor, experts: int) -> torch.Tensor:  # [R, H] -> [T, H]
+    """Sum the rows of each token."""
+    return rows[places].unflatten(0, (-1, experts)).sum(1)
+
+
+class _Taken(torch.autograd.Function):
+    """Products of tokens with the weights of their experts: [T, H] -> [R, N]."""
+
+    @staticmethod
+    def forward(
+        saved: Any, x: Any, weights: Any, order: Any, places: Any, ends: Any, experts: int, by_rows: bool, number: Any
+    ) -> torch.Tensor:
+        saved.save_for_backward(x, weights, order, places, ends)
+        saved.experts, saved.by_rows, saved.number = experts, by_rows, number
+        found: torch.Tensor = ours.grouped_product(x[order // experts], weights, ends, by_rows)
+        return found
+
+    @staticmethod
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        x, weights, order, places, ends = saved.saved_tensors
+        rows, of_weights = _backward(saved, gradient.contiguous(), x[order // saved.experts], weights, ends)
+        of_x = None if rows is None else _summed(rows, places, saved.experts)
+        return of_x, of_weights, None, None, None, None, None, None
+
+
+class _GivenBack(torch.autograd.Function):
+    """Products of rows with the weights of their experts, summed by token: [R, I] -> [T, H]."""
+
+    @staticmethod
+    def forward(
+        saved: Any,
+        rows: Any,
+        weights: Any,
+        order: Any,
+        places: Any,
+        ends: Any,
+        experts: int,
+        by_rows: bool,
+        number: Any,
+    ) -> torch.Tensor:
+        saved.save_for_backward(rows, weights, order, ends)
+        saved.experts, saved.by_rows, saved.number = experts, by_rows, number
+        return _summed(ours.grouped_product(rows, weights, ends, by_rows), places, experts)
+
+    @staticmethod
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        rows, weights, order, ends = saved.saved_tensors
+        of_rows, of_weights = _backward(saved, gradient[order // saved.experts], rows, weights, ends)
+        return of_rows, of_weights, None, None, None, None, None, None
+
+
+class _Sorted(torch.autograd.Function):
+    """The weights of choices in the order of rows: [T, k] -> [R]."""
+
+    @staticmethod
+    def forward(saved: Any, weights: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        saved.save_for_backward(places)
+        saved.shape = weights.shape
+        return weights.flatten()[order]
+
+    @staticmethod
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        (places,) = saved.saved_tensors
+        return gradient[places].view(saved.shape), None, None
+
+
+@torch.compiler.allow_in_graph  # not traced here; autograd traces the backward pass, with unique numbers
+def _taken(*given: Any) -> Any:
+    return _Taken.apply(*given)
+
+
+@torch.compiler.allow_in_graph
+def _given_back(*given: Any) -> Any:
+    return _GivenBack.apply(*given)
+
+
+@torch.compiler.allow_in_graph
+def _sorted(*given: Any) -> Any:
+    return _Sorted.apply(*given)
+
+
+def mixture(
+    x: torch.Tensor,  # [T, H]
+    index: torch.Tensor,  # [T, k]
+    weights: torch.Tensor,  # [T, k]
+    first: Weight,
+    last: Weight,
+    activation: Callable[[torch.Tensor], torch.Tensor],  # [R, outputs of `first`] -> [R, inputs of `last`]
+) -> torch.Tensor:  # [T, H]
+    """Compute the output of experts for tokens that have chosen them."""
+    experts = index.shape[1]
+    order, places, ends = ours.sorted_by_expert(index, first.values.shape[0])
+    given = order, places, ends, experts
+    inner = _taken(x, first.values, *given, first.by_rows, first.number)
+    if first.bias is not None:
+        inner = inner + _of_rows(first.bias, index, order)
+    scale = _sorted(weights, order, places)[:, None]
+    rows = (activation(inner) * scale).to(x.dtype)
+    result = _given_back(rows, last.values, *given, last.by_rows, last.number)
+    if last.bias is not None:
+        result = result + _weighted(weights, index, last.bias).to(x.dtype)
+    return result
+
+
+def _of_rows(bias: torch.Tensor, index: torch.Tensor, order: torch.Tensor) -> torch.Tensor:  # [E, N] -> [R, N]
+    """Return the bias of each row's expert. Its gradient is a product, because sums by index have no fixed order."""
+    return _chosen(index.flatten()[order], bias) @ bias
+
+
+def _weighted(weights: torch.Tensor, index: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # [E, N] -> [T, N]
+    """Sum the biases of each token's experts with the weights of the choices."""
+    spread = torch.zeros(index.shape[0], bias.shape[0], dtype=weights.dtype, device=weights.device)
+    return spread.scatter(1, index, weights).to(bias.dtype) @ bias
+
+
+def _chosen(index: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # [R] -> [R, E]
+    return torch.nn.functional.one_hot(index, bias.shape[0]).to(bias.dtype)

@@ -1,0 +1,118 @@
+"""Operators on rows that are sorted by expert: the rows of an expert are a run, and `ends` are the ends of the runs.
+
+On a GPU in bfloat16 the products are torch's `grouped_mm`, one kernel for all experts. Elsewhere (float32, float64, a
+CPU, widths that are no multiple of 16 bytes) they are a loop over experts, which on a GPU waits for `ends`. They are
+operators so that compiled code keeps their results for the backward pass, and never sorts twice.
+
+Dimensions: T tokens, k experts of each, R = T · k rows, E experts, K inputs, N outputs.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+
+from truestep.gpu.operators import operator
+from truestep.weights.gradient_buffers import entry
+
+_ALIGNMENT = 16  # bytes
+
+
+def _sorted_shapes(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    order = index.new_empty(index.numel())
+    return order, torch.empty_like(order), index.new_empty(experts, dtype=torch.int32)
+
+
+@operator("sorted_by_expert(Tensor index, int experts) -> (Tensor, Tensor, Tensor)", _sorted_shapes)
+def sorted_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the choices [T, k] by expert. Return the choice that each row is made of, the row of each choice, and the
+    end of each expert's run of rows: [R], [R], [E]."""
+    chosen, order = index.flatten().int().sort(stable=True)  # a GPU sorts keys of 32 bits in half the passes
+    rows = torch.empty_like(order)
+    rows[order] = torch.arange(len(order), device=order.device)
+    return order, rows, ends_of(chosen, experts)
+
+
+def ends_of(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return the end of each expert's run among choices in ascending order: [R] -> [E] int32."""
+    numbers = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
+    return torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+
+
+def _product_shape(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_rows: bool) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1 if by_rows else 2])
+
+
+@operator("grouped_product(Tensor rows, Tensor weights, Tensor ends, bool by_rows) -> Tensor", _product_shape)
+@torch.no_grad()
+def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_rows: bool) -> torch.Tensor:
+    """Multiply each row by its expert's weight: [R, K] -> [R, N]. `by_rows`: weights are [E, N, K]; else [E, K, N]."""
+    rows = rows.contiguous()
+    matrices = weights.transpose(1, 2) if by_rows else weights
+    if _in_one_kernel(rows, weights):
+        found: torch.Tensor = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+        return found
+    result = _product_shape(rows, weights, ends, by_rows)
+    for expert, run in _runs(ends):
+        torch.mm(rows[run], matrices[expert], out=result[run])
+    return result
+
+
+def _gradient_shape(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return first.new_empty(ends.shape[0], first.shape[1], second.shape[1])
+
+
+@operator("grouped_gradient(Tensor first, Tensor second, Tensor ends) -> Tensor", _gradient_shape)
+@torch.no_grad()
+def grouped_gradient(first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sum the outer products of each expert's rows: [R, N], [R, K] -> [E, N, K]."""
+    first, second = first.contiguous(), second.contiguous()
+    if _in_one_kernel(first, second):
+        found: torch.Tensor = torch.nn.functional.grouped_mm(first.T, second, offs=ends)
+        return found
+    result = _gradient_shape(first, second, ends).zero_()
+    for expert, run in _runs(ends):
+        torch.mm(first[run].T, second[run], out=result[expert])
+    return result
+
+
+@operator(
+    "grouped_backward(Tensor gradient, Tensor rows, Tensor weights, Tensor ends, bool by_rows, Tensor number, int call)"
+    " -> Tensor",
+    lambda gradient, rows, *_: rows.new_empty(rows.shape),
+)
+@torch.no_grad()
+def grouped_backward(
+    gradient: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    by_rows: bool,
+    number: torch.Tensor,
+    call: int,
+) -> torch.Tensor:
+    """Return the gradient of a product's rows, and add that of its weights to the float32 buffer of the weight with
+    this number. In compiled code an operator that returned nothing would be left out."""
+    owner, parameter = entry(int(number))
+    owner.add_grouped(parameter, *((gradient, rows) if by_rows else (rows, gradient)), _runs(ends))
+    return grouped_product(gradient, weights, ends, not by_rows)
+
+
+def _runs(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield the experts that have rows, and their rows."""
+    for expert, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if end > start:
+            yield expert, slice(start, end)
+
+
+def _in_one_kernel(*operands: torch.Tensor) -> bool:
+    """Tell whether torch's grouped kernel can multiply these."""
+    return all(
+        operand.is_cuda
+        and operand.dtype == torch.bfloat16
+        and operand.is_contiguous()
+        and operand.numel() > 0
+        and operand.shape[-1] * operand.itemsize % _ALIGNMENT == 0
+        and operand.data_ptr() % _ALIGNMENT == 0
+        for operand in operands
+    )

@@ -1,0 +1,176 @@
+"""Finds a model's routers, counts what they choose, freezes them, and moves their biases.
+
+A router is the module beside a layer's experts that gives logits, scores and choices for each token, as routers of
+transformers do. Its bias is a buffer of as many numbers as experts, of the router or of the block that has both.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from truestep.model.experts.grouped import GroupedExperts, is_experts
+from truestep.model.experts.routing import ExpertSettings, Routing, seen
+from truestep.model.fast.by_class import ours_runs, put_in
+from truestep.weights.errors import ModelError
+
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+_TOKENS = 7  # of the look at a router's scores
+_TOLERANCE = 1e-3
+
+
+class CountedRouter(torch.nn.Module):
+    number: torch.Tensor | None  # in the table of layers that are counted
+    terms: bool  # the loss has terms of routers
+    kind: str  # what its scores are shares of: softmax, sigmoid, or neither (empty)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        found = super().forward(*given, **named)
+        if self.number is None or not ours_runs():
+            return found
+        logits, scores, index = found
+        return logits, seen(scores, logits, index, self.number, self.terms), index
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A layer that routes."""
+
+    name: str  # of its experts
+    experts: int
+    block: Any
+    router: Any
+
+    @property
+    def bias(self) -> tuple[str, torch.Tensor] | None:
+        """The name and the values of the model's own bias of choices."""
+        parent = self.name.rpartition(".")[0]
+        for module, path in ((self.router, f"{parent}.{self._router_name}"), (self.block, parent)):
+            for name, buffer in module.named_buffers(recurse=False):
+                if "bias" in name and buffer.shape == (self.experts,):
+                    return f"{path}.{name}", buffer
+        return None
+
+    @property
+    def _router_name(self) -> str:
+        return next(name for name, child in self.block.named_children() if child is self.router)
+
+
+def routed_in(model: Any) -> Iterator[Routed]:
+    """Yield the layers of a model that route, in order."""
+    for name, block in model.named_modules():
+        children = dict(block.named_children())
+        for child_name, experts in children.items():
+            if not is_experts(experts):
+                continue
+            router = next((child for child in children.values() if _is_router(child, experts.num_experts)), None)
+            if router is not None:
+                yield Routed(f"{name}.{child_name}", experts.num_experts, block, router)
+
+
+def _is_router(module: Any, experts: int) -> bool:
+    weight = getattr(module, "weight", None)
+    is_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[0] == experts
+    return is_matrix and type(module) is not torch.nn.Linear
+
+
+def freeze_routers(model: Any) -> None:
+    """Freeze the weights of all routers."""
+    found = [routed.router for routed in routed_in(model)]
+    if not found:
+        raise no_routers(model, "router: frozen")
+    for router in found:
+        router.requires_grad_(False)
+
+
+def no_routers(model: Any, option: str) -> ModelError:
+    return ModelError(f"model.experts.{option}: {type(model).__name__} has no router that is known here")
+
+
+@torch.no_grad()
+def count_routes(model: Any) -> None:
+    """Put routers that can be counted in the place of those whose experts ours computes. The model's weights must have
+    values."""
+    for routed in list(routed_in(model)):
+        experts = dict(model.named_modules())[routed.name]
+        if isinstance(routed.router, CountedRouter) or not isinstance(experts, GroupedExperts):
+            continue
+        if (kind := _kind_of(routed)) is not None:
+            put_in(routed.router, CountedRouter, number=None, terms=False, kind=kind)
+
+
+def _kind_of(routed: Routed) -> str | None:
+    """Tell what a router's scores are shares of: softmax, sigmoid, or neither (empty). None: it is no router."""
+    weight, bias = routed.router.weight, routed.bias
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_TOKENS, weight.shape[1], generator=generator).to(weight) * weight.shape[1] ** -0.5
+    found = None
+    for given in ((x,), (x, None if bias is None else bias[1])):
+        try:
+            found = routed.router(*given)
+        except Exception:  # it takes the bias of its block
+            continue
+        break
+    if not (isinstance(found, tuple) and len(found) == 3 and found[0].shape == (_TOKENS, routed.experts)):
+        return None
+    logits, scores, index = found
+    for kind, values in ((SOFTMAX, logits.softmax(-1)), (SIGMOID, logits.sigmoid())):
+        factors = scores / values.gather(-1, index)
+        mean = factors.mean(-1, keepdim=True) if index.shape[1] > 1 else factors.mean()
+        if ((factors - mean).abs() <= _TOLERANCE * mean.abs()).all():
+            return kind
+    return ""
+
+
+@dataclass(frozen=True)
+class RoutedLayers:
+    """The layers of an uncut model whose routers are counted."""
+
+    experts: Mapping[str, int]  # how many each has, by the name of its experts
+    biases: Mapping[str, str]  # the name of the buffer, of those that have one
+
+    @staticmethod
+    def of(model: Any) -> "RoutedLayers":
+        found = [routed for routed in routed_in(model) if isinstance(routed.router, CountedRouter)]
+        biases = {routed.name: routed.bias[0] for routed in found if routed.bias is not None}
+        return RoutedLayers({routed.name: routed.experts for routed in found}, biases)
+
+
+def check_settings(model: Any, settings: ExpertSettings, tensor_ranks: int) -> None:
+    """Refuse options that the model's routers cannot follow. All layers must be there."""
+    options = [f"{name}: {value}" for name, value in settings.counted]
+    if not options:
+        return
+    routers = list(routed_in(model))
+    if not routers or not all(isinstance(routed.router, CountedRouter) for routed in routers):
+        raise no_routers(model, options[0])
+    if tensor_ranks > 1:
+        raise ModelError(f"model.experts.{options[0]} is not supported with parallel.tensor: {tensor_ranks}")
+    name = type(model).__name__
+    if settings.balance == "bias" and any(routed.bias is None for routed in routers):
+        raise ModelError(f"model.experts.balance: bias: the routers of {name} have no bias of choices: set it to loss")
+    if settings.balance == "loss" and not all(routed.router.kind for routed in routers):
+        raise ModelError(
+            f"model.experts.balance: loss: the scores of {name}'s routers are neither of a softmax nor of sigmoids"
+        )
+
+
+def make_routing(
+    model: Any,
+    layers: RoutedLayers,
+    settings: ExpertSettings,
+    buffers: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> Routing | None:
+    """Make the sums over a step of the routers on this rank. `buffers`: those of other ranks' layers."""
+    if not layers.experts:
+        return None
+    every = {**buffers, **dict(model.named_buffers())}
+    biases = {layer: (name, every[name]) for layer, name in layers.biases.items()}
+    routing = Routing(layers.experts, settings, biases if settings.balance == "bias" else {})
+    for routed in routed_in(model):
+        if isinstance(routed.router, CountedRouter):
+            routed.router.terms = settings.has_terms
+            routed.router.number = routing.add(routed.name, routed.router.kind == SIGMOID, device)
+    return routing

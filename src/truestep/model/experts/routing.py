@@ -1,0 +1,241 @@
+"""What routers choose in a step, and the terms of the loss that are theirs.
+
+A router is the model's own code. Ours passes its results on, counts the choices of the micro-batches' tokens (padding
+is none), and adds the gradient of the terms to its logits. With the step's frequencies known before, a term's gradient
+at a token depends on that token's logits alone, so no term has to leave the model, and a layout changes nothing:
+
+    balance = weight · (1/L) Σ_l E Σ_e f[l, e] · P[l, e]
+    z loss  = weight · (1/L) Σ_l (1/T) Σ_t logsumexp(logits[l, t])²
+
+f are the shares of a layer's choices, counted over the whole step and held constant, P the means of the router's
+probabilities over the step's tokens: the softmax of its logits, or its sigmoids divided by their sum.
+
+Dimensions: L layers that route, T tokens of the step, S tokens of this rank's micro-batch, k experts of a token, E.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from truestep.gpu.operators import operator
+from truestep.model.experts.operators import ends_of
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """The options of `model.experts`."""
+
+    router: str = "trained"  # or frozen
+    balance: str = "none"  # or loss or bias
+    strength: float = 0.001
+    z_loss: float = 0.0
+
+    @property
+    def has_terms(self) -> bool:
+        """Tell whether the loss has terms of routers."""
+        return self.balance == "loss" or self.z_loss > 0
+
+    @property
+    def counted(self) -> list[tuple[str, object]]:
+        """The options that need routers which are counted, by name."""
+        balance = [("balance", self.balance)] if self.balance != "none" else []
+        return balance + ([("z_loss", self.z_loss)] if self.z_loss else [])
+
+
+@dataclass(frozen=True)
+class RouterTerms:
+    """The weights of the terms, and what they need to know of the step."""
+
+    balance: float
+    z_loss: float
+    tokens: int  # T
+    divisor: float = 1.0  # of the gradient
+    shares: Mapping[str, torch.Tensor] = field(default_factory=dict)  # f by layer, [E] float64; none: no balance
+
+
+@dataclass(frozen=True)
+class _Pass:
+    tokens: int  # of this rank that are no padding; they come first
+    counts: bool  # False: the pass is made again, for a gradient
+
+
+class Routing:
+    """The routers of a policy on this rank, and their sums over the step's micro-batches."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, int],
+        settings: ExpertSettings = ExpertSettings(),
+        biases: Mapping[str, tuple[str, torch.Tensor]] | None = None,
+    ):
+        """`layers`: the number of experts of each layer that routes, on any rank, by the name of its experts. `biases`:
+        the names and values of those that `balance: bias` moves, of the same layers."""
+        self.experts, self.settings = dict(layers), settings
+        self._biases = dict(biases or {})
+        self.terms: RouterTerms | None = None
+        self.layers: dict[str, RoutedLayer] = {}  # those of this rank
+        self._current: _Pass | None = None
+
+    def add(self, name: str, normalised: bool, device: torch.device) -> torch.Tensor:
+        """Add a layer of this rank. Return its number, for the operator."""
+        layer = self.layers[name] = RoutedLayer(self, name, normalised, device)
+        number = next(_numbers)
+        _layers[number] = layer
+        return torch.tensor(number)
+
+    def begin(self, terms: RouterTerms | None) -> None:
+        """Forget the sums of the last step, and set the terms of this one."""
+        self.terms = terms
+        for layer in self.layers.values():
+            layer.begin()
+
+    @contextmanager
+    def passing(self, tokens: int, counts: bool) -> Iterator[None]:
+        """Count and add gradients within the block, a forward or backward pass of a micro-batch of so many tokens."""
+        self._current = _Pass(tokens, counts)
+        try:
+            yield
+        finally:
+            self._current = None
+
+    @property
+    def biases(self) -> dict[str, torch.Tensor]:
+        """The biases that `balance: bias` moves, by their names in the model."""
+        return dict(self._biases.values())
+
+    @torch.no_grad()
+    def move_biases(self, counts: Mapping[str, torch.Tensor]) -> None:
+        """Raise the bias of each expert that was chosen less often in the step than the layer's mean, and lower it
+        where it was chosen more often."""
+        for name, (_, bias) in self._biases.items():
+            own = counts[name].to(bias.device)
+            # Whole numbers are compared, so that no layout rounds a mean otherwise.
+            bias += self.settings.strength * (own.sum() - len(own) * own).sign().to(bias.dtype)
+
+    @property
+    def current(self) -> _Pass | None:
+        return self._current
+
+    @property
+    def counts(self) -> dict[str, torch.Tensor]:
+        """The number of choices of each expert, [E] int64 on the host, by layer of this rank."""
+        return {name: layer.counts.cpu() for name, layer in self.layers.items()}
+
+    def values(self) -> tuple[float, float]:
+        """This rank's parts of the balance term and of the z term."""
+        terms, layers = self.terms, self.layers.values()
+        if terms is None:
+            return 0.0, 0.0
+        each = 1.0 / (len(self.experts) * max(terms.tokens, 1))
+        balance = sum(
+            float((layer.shares * layer.probabilities).sum()) * layer.experts
+            for layer in layers
+            if layer.shares is not None
+        )
+        return terms.balance * each * balance, terms.z_loss * each * sum(float(layer.squares) for layer in layers)
+
+
+class RoutedLayer:
+    """The sums of one layer's router."""
+
+    def __init__(self, routing: Routing, name: str, normalised: bool, device: torch.device):
+        """`normalised`: probabilities are sigmoids divided by their sum."""
+        self._routing = weakref.ref(routing)
+        self.name, self.experts, self._normalised = name, routing.experts[name], normalised
+        self.counts = torch.zeros(self.experts, dtype=torch.int64, device=device)
+        self.probabilities = torch.zeros(self.experts, dtype=torch.float64, device=device)
+        self.squares = torch.zeros((), dtype=torch.float64, device=device)
+        self.shares: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        for total in (self.counts, self.probabilities, self.squares):
+            total.zero_()
+        terms = self.routing.terms
+        shares = None if terms is None else terms.shares.get(self.name)
+        self.shares = None if shares is None else shares.to(self.counts.device)
+
+    @property
+    def routing(self) -> Routing:
+        routing = self._routing()
+        assert routing is not None, "the routing of this model is gone"
+        return routing
+
+    def see(self, logits: torch.Tensor, index: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Add to the sums, and write the gradient of the terms."""
+        now, terms = self.routing.current, self.routing.terms
+        if now is None:
+            return
+        if now.counts:
+            ends = ends_of(index[: now.tokens].flatten().int().sort()[0], self.experts)
+            self.counts += ends.diff(prepend=ends.new_zeros(1))
+        if terms is None or gradient is None:
+            return
+        z = logits[: now.tokens]
+        z = z if z.dtype == torch.float64 else z.float()
+        sums = z.logsumexp(-1, keepdim=True)
+        softmax = (z - sums).exp()
+        scores = z.sigmoid()
+        p = scores / scores.sum(-1, keepdim=True) if self._normalised else softmax
+        if now.counts:
+            self.probabilities += p.sum(0, dtype=torch.float64)
+            self.squares += sums.square().sum(dtype=torch.float64)
+        each = 1.0 / (len(self.routing.experts) * max(terms.tokens, 1) * terms.divisor)
+        found = 2 * terms.z_loss * each * sums * softmax
+        if self.shares is not None:
+            slopes = (terms.balance * each * self.experts * self.shares).to(z.dtype)
+            inner = p * (slopes - (p * slopes).sum(-1, keepdim=True))
+            # d(s_e / Σ s)/dz_j = (δ_ej p_e - p_e p_j) (1 - s_j): a softmax's, times one minus the sigmoid.
+            found = found + (inner * (1 - scores) if self._normalised else inner)
+        gradient[: now.tokens] = found
+
+
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, RoutedLayer] = weakref.WeakValueDictionary()
+
+
+def _shapes(
+    scores: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, number: torch.Tensor, terms: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(scores), torch.empty_like(logits) if terms else logits.new_empty(0)
+
+
+@operator(
+    "routes_seen(Tensor scores, Tensor logits, Tensor index, Tensor number, bool terms) -> (Tensor, Tensor)", _shapes
+)
+@torch.no_grad()
+def routes_seen(
+    scores: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, number: torch.Tensor, terms: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count a router's choices. Return its scores, so that compiled code keeps the call, and the gradient of its
+    terms in its logits (empty without `terms`)."""
+    layer = _layers.get(int(number))
+    gradient = torch.zeros_like(logits) if terms else logits.new_empty(0)
+    if layer is not None:
+        layer.see(logits, index, gradient if terms else None)
+    return scores.clone(), gradient
+
+
+class _Seen(torch.autograd.Function):
+    @staticmethod
+    def forward(saved: Any, scores: Any, logits: Any, index: Any, number: Any, terms: bool) -> torch.Tensor:
+        found, gradient = torch.ops.truestep.routes_seen(scores, logits, index, number, terms)
+        saved.terms = terms
+        saved.save_for_backward(gradient)
+        result: torch.Tensor = found
+        return result
+
+    @staticmethod
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        (of_terms,) = saved.saved_tensors
+        return gradient, of_terms if saved.terms else None, None, None, None
+
+
+@torch.compiler.allow_in_graph
+def seen(scores: Any, logits: Any, index: Any, number: Any, terms: bool) -> Any:
+    """Pass a router's scores on, count its choices, and give its logits the gradient of its terms."""
+    return _Seen.apply(scores, logits, index, number, terms)

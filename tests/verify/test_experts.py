@@ -1,0 +1,80 @@
+"""`verify` on mixtures of experts: no layout changes a step, its routers' terms or the biases of choices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from families.tiny_families import tiny_family
+from small_runs import file_config, write_rollouts
+from tiny import expert_model
+from truestep.config.schema import Config
+from truestep.model.experts.routing import Routing
+from truestep.step.compute.runner import StepRunner
+from truestep.tools.verify.judge import verify
+from truestep.tools.verify.report import complaints
+from truestep.types import StepPlan
+
+LAYOUTS = {"one process", "smallest micro-batches", "FSDP 2", "replicas 2", "context 2", "pipeline 2"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"balance": "loss", "strength": 0.3, "z_loss": 0.02},
+    "glm4_moe": {"balance": "bias", "strength": 0.01},
+}
+
+
+def config_of(family: str, folder: Path) -> Config:
+    model = expert_model(folder / "model") if family == "qwen3_moe" else tiny_family(folder / "model", family)
+    write_rollouts(folder / "rollouts.jsonl", 10)
+    config = file_config(model, folder / "rollouts.jsonl", folder / "run")
+    return config.changed({f"model.experts.{name}": value for name, value in OPTIONS[family].items()})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", OPTIONS)
+def test_no_layout_changes_a_step(family: str, tmp_path: Path) -> None:
+    config = config_of(family, tmp_path)
+    verdicts = verify(config, tmp_path / "out", most_ranks=2, only=lambda layout: layout.name in LAYOUTS)
+    assert {verdict.layout.name for verdict in verdicts} == LAYOUTS
+    assert all(verdict.passed for verdict in verdicts), [complaints(verdict) for verdict in verdicts]
+
+
+def shares_of_a_micro_batch() -> None:
+    """The balance term takes the shares of the first micro-batch."""
+    honest = StepRunner._choices
+
+    def of_one(self: StepRunner, plan: StepPlan, micro_batches: Any) -> Any:
+        return honest(self, plan, micro_batches[:1])
+
+    StepRunner._choices = of_one  # type: ignore[method-assign]
+
+
+def bias_of_a_rank() -> None:
+    """A bias moves by half of the choices."""
+    honest = Routing.move_biases
+
+    def of_half(self: Routing, counts: Any) -> None:
+        honest(self, {name: own * (own.argsort() % 2) for name, own in counts.items()})
+
+    Routing.move_biases = of_half  # type: ignore[method-assign]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "plant", "found"),
+    [
+        ("qwen3_moe", shares_of_a_micro_batch, "expert_balance"),
+        ("glm4_moe", bias_of_a_rank, "the bias of choices did not move as the step's choices say"),
+    ],
+)
+def test_a_planted_fault_is_found_by_name(family: str, plant: Any, found: str, tmp_path: Path) -> None:
+    config = config_of(family, tmp_path)
+    (verdict,) = verify(
+        config,
+        tmp_path / "out",
+        most_ranks=1,
+        only=lambda layout: layout.name == "smallest micro-batches",
+        plant=plant,
+    )
+    assert found in " ".join(complaints(verdict))
