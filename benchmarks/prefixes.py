@@ -7,8 +7,8 @@ For each shape, PREFIX+ANSWER tokens in groups of `--group`: tokens of documents
 weights, gradients and optimizer, off and on in turn, and how far the gradients of one step are apart. `agents` are
 documents of `--turns` turns: what a turn thinks is stripped from what later turns see, so each turn is a sequence that
 begins with what was visible before. `--long` is one tree of a prefix of so many tokens and 16 answers of 1,024,
-recomputed, beside two of its documents alone, whose time counts eight times. `--random-steps` runs steps of random trees and counts graphs
-that are compiled after the fifth.
+recomputed, beside two of its documents alone, whose time counts eight times. `--random-steps` runs steps of random
+trees and counts graphs that are compiled after the fifth.
 """
 
 from __future__ import annotations

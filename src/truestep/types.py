@@ -271,16 +271,23 @@ class PackedTokens:
     segments: torch.Tensor
     num_segments: int  # G, without padding
     parents: tuple[int, ...] = ()  # [G] the parent of each segment, -1 for none; empty if no segment has one
+    sequences: torch.Tensor | None = None  # [S] int64: how many sequences have each token; None: one
     # [S, ...] by name: the requested token fields that at least one document has.
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens without padding."""
+        return int(self.segments[self.num_segments])
+
     def to(self, device: torch.device) -> PackedTokens:
         input_ids, position_ids = (sent(ids, device) for ids in (self.input_ids, self.position_ids))
         others = {name: sent(values, device) for name, values in self.fields.items()}
-        return replace(self, input_ids=input_ids, position_ids=position_ids, fields=others)
+        sequences = None if self.sequences is None else sent(self.sequences, device)
+        return replace(self, input_ids=input_ids, position_ids=position_ids, sequences=sequences, fields=others)
 
     def fields_of(self, here: slice) -> dict[str, torch.Tensor]:
         """Return the token fields of the slice `here`, for a rank that has this slice of the tokens."""

@@ -166,7 +166,7 @@ def test_buckets_hold_every_token_once(lengths: list[int]) -> None:
         assert row == [min(start + at, end - 1) for at in range(len(row))], "then its last token again"
     for bucket in layout.rows.buckets:
         shortest = min(len(set(row)) for row in bucket.queries.tolist())
-        assert bucket.before is None and torch.equal(bucket.queries, bucket.keys)
+        assert bucket.places is None and torch.equal(bucket.queries, bucket.keys)
         assert bucket.queries.shape[1] <= max(shortest * 4 / 3, 16)
     assert layout.longest == max(lengths, default=0)
 

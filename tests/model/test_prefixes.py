@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from interpreted import HALF, use
 from model.test_hybrids import make_hybrid
+from truestep.model.loading.load import load_policy
 from truestep.model.mixers import attention
+from truestep.model.mixers.paths import make_paths, sum_paths
+from truestep.model.mixers.recurrence import Recurrence, check_shares
 from truestep.model.mixers.registered import put_in
 from truestep.model.policy import packed_hidden
 from truestep.rollouts.packing import pack
-from truestep.tools.verify.reference import Reference, _Float64
+from truestep.tools.verify.reference import Float64, Reference
 from truestep.types import PackedBatch, Rollout, Sharing
+from truestep.weights.errors import ModelError
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -72,8 +80,8 @@ def make_model(directory: Path, kind: str) -> Path:
 
 
 def tree(depth: int, seed: int) -> list[Rollout]:
-    """Documents that part at `depth` places, each time by two or three branches that end at once; also a twin, a document
-    that another begins with, a stranger, and labels in prefixes."""
+    """Documents that part at `depth` places, each time by branches that end at once; also a twin, one that others begin
+    with, a stranger, and labels in prefixes."""
     draw = np.random.default_rng(seed)
     ids: list[np.ndarray] = []
     prefix = draw.integers(0, 61, 33)
@@ -136,7 +144,7 @@ def test_trees_are_whole_sequences_alone(kind: str, tmp_path: Path) -> None:
     for depth in (1, 4):
         documents = tree(depth, seed=depth)
         batch = shared(documents)
-        with _Float64():
+        with Float64():
             right = alone(exact, documents)
             hidden = packed_hidden(ours, batch.tokens, torch.device("cpu"))
             got = gradients(ours, hidden[batch.labels.rows], batch.labels.ids)
@@ -144,3 +152,67 @@ def test_trees_are_whole_sequences_alone(kind: str, tmp_path: Path) -> None:
         for name, wanted in right.items():
             most = 1e-9 if wanted.dtype == torch.float64 else 1e-6  # a few weights are float32 in transformers' code
             assert float((got[name] - wanted).norm() / wanted.norm().clamp(min=1e-9)) < most, name
+
+
+def test_recomputed_layers_see_the_same_paths(tmp_path: Path) -> None:
+    """Values and gradients of a float32 policy whose layers are computed again, against the same without sharing."""
+    documents = tree(3, seed=5)
+    found = []
+    for recomputes, sharing in ((False, None), (True, Sharing())):
+        directory = make_model(tmp_path / f"{recomputes}", "gemma2")
+        policy = load_policy(directory, device="cpu", activation_checkpointing=recomputes)
+        batch = pack(documents, sharing=sharing)
+        policy.weights.zero_gradients()
+        rows = policy.hidden(batch.tokens)[batch.labels.rows]
+        (rows * torch.linspace(-1, 1, rows.shape[1])).sum().backward()
+        found.append([rows.detach(), *policy.weights.gradients.values()])
+    for alone_, together in zip(*found, strict=True):
+        assert float((together - alone_).norm() / alone_.norm().clamp(min=1e-9)) < 1e-5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 1000))
+def test_the_sum_over_copies_is_the_gradient_of_copying(lengths: list[int], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    parents = [int(draw.integers(-1, number)) if number else -1 for number in range(len(lengths))]
+    ends = np.cumsum([0, *lengths]).tolist()
+    paths = make_paths(tuple(itertools.pairwise(ends)), parents, torch.device("cpu"))
+    values = torch.randn(ends[-1], 2, 3, dtype=torch.float64, requires_grad=True)
+    wanted = []
+    for number in range(len(lengths)):
+        place = number
+        path = []
+        while place >= 0:
+            path.append(values[ends[place] : ends[place + 1]])
+            place = parents[place]
+        wanted += path[::-1]
+    right, got = torch.cat(wanted), paths.gather(values)
+    assert torch.equal(got, right)
+    weights = torch.randn_like(right)
+    ours, theirs = (torch.autograd.grad((each * weights).sum(), values)[0] for each in (got, right))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("which", ["plain", "kernels"])
+def test_copies_are_summed_in_float32(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen copies of a bfloat16 gradient: a sum in bfloat16 would be off by a hundred times as much."""
+    place = use(which, monkeypatch)
+    spans = ((0, 5), *((5 + number, 6 + number) for number in range(16)))
+    paths = make_paths(spans, [-1, *[0] * 16], place)
+    gradient = torch.randn(len(paths.source), 7, generator=torch.Generator().manual_seed(0)).to(place, HALF)
+    wanted = torch.zeros(21, 7, dtype=torch.float64, device=place).index_add_(0, paths.source, gradient.double())
+    if which == "kernels":
+        from truestep.model.mixers.paths_kernel import sum_on_gpu
+
+        got = sum_on_gpu(gradient, *paths.index[1:])
+    else:
+        got = sum_paths(gradient, paths.index)
+    assert torch.equal(got.double(), wanted.to(HALF).double())
+
+
+def test_an_operation_without_dimensions_of_tokens_is_refused_by_name() -> None:
+    class Silent:
+        tokens: ClassVar[dict[str, int]] = {}
+
+    with pytest.raises(ModelError, match=r"share_prefixes: .* registered for my_scan \(Silent\) does not say"):
+        check_shares(cast(Recurrence, Silent()), "my_scan")

@@ -16,7 +16,7 @@ from tiny import expert_model, make_model, make_records
 from truestep.config.load import ConfigError
 from truestep.config.schema import Config
 from truestep.model.experts import routers
-from truestep.model.experts.routing import ExpertSettings, Routing
+from truestep.model.experts.routing import ExpertSettings, OwnTokens, Routing
 from truestep.model.loading.load import load_policy
 from truestep.step.compute.runner import StepRunner
 from truestep.tools.verify.oracle.step import OracleResult, oracle_step
@@ -114,7 +114,7 @@ def test_a_token_that_is_counted_twice_is_found(mixture: Path, tmp_path: Path, m
 
 
 def test_padding_that_is_counted_is_found(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.model.policy.Policy.own_tokens", lambda self, tokens: len(tokens))
+    monkeypatch.setattr("truestep.model.policy.Policy.own_tokens", lambda self, tokens: OwnTokens(len(tokens)))
     config = config_of(mixture, tmp_path, BOTH, tokens_per_microbatch=32, pad_to_multiple=16)
     assert {"router_z_loss", "expert_load_entropy"} <= _wrong(config, mixture, tmp_path)
 

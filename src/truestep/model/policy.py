@@ -16,7 +16,7 @@ from truestep.head.logits import HeadSettings, raw_logits
 from truestep.head.vocab_parallel import VocabularyShard
 from truestep.model.adapter import Adapter
 from truestep.model.cuts.stages import Stages
-from truestep.model.experts.routing import Routing
+from truestep.model.experts.routing import OwnTokens, Routing
 from truestep.model.fast.activation_offload import ActivationOffload
 from truestep.model.heads import HeadSizes, attending_layers
 from truestep.model.mixers import attention, linear_kernels
@@ -114,12 +114,14 @@ class Policy:
         group = ranks.group("tensor")
         return None if group is None else VocabularyShard(group, *slice_of(self.vocabulary_size, ranks, "tensor"))
 
-    def own_tokens(self, tokens: PackedTokens) -> int:
-        """Return how many of this rank's tokens of a micro-batch are no padding. They come first."""
-        end, here = int(tokens.segments[tokens.num_documents]), slice(0, len(tokens))
+    def own_tokens(self, tokens: PackedTokens) -> OwnTokens:
+        """Describe this rank's tokens of a micro-batch, which must be on the device."""
+        end, here = tokens.num_tokens, slice(0, len(tokens))
         if self.context is not None:
             here = self.context.run(len(tokens))
-        return min(max(end - here.start, 0), here.stop - here.start)
+        count = min(max(end - here.start, 0), here.stop - here.start)
+        sequences = tokens.sequences
+        return OwnTokens(count, None if sequences is None else sequences[here][:count])
 
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or this context rank's tokens
         """Compute the last hidden states of a packed micro-batch, with the autograd graph."""
@@ -184,7 +186,7 @@ def packed_hidden(
 ) -> torch.Tensor:  # [S, H], or this rank's tokens
     """Run the model's body. `embedded`, of the result's shape, replaces the embedding on a stage that has none."""
     layout = attention.make_layout(tokens.segments, device, context, parents=tokens.parents)
-    end = int(tokens.segments[tokens.num_segments])
+    end = tokens.num_tokens
     # Set padding to 0: an id outside the vocabulary must not reach the embedding.
     inside = torch.arange(len(tokens), device=device) < end
     input_ids = torch.where(inside, tokens.input_ids.to(device), 0)

@@ -214,12 +214,16 @@ def pack_tokens(
     pairs = zip((*begins, 0), (*map(len, runs), padding), strict=True)
     positions = [np.arange(begin, begin + length) for begin, length in pairs]
     segments = [0, *ends, *([total + padding] if padding else [])]
+    sequences = None
+    if forest is not None:
+        sequences = torch.from_numpy(np.repeat([*forest.sequences, 0], [*map(len, runs), padding]))
     return PackedTokens(
         input_ids=torch.from_numpy(np.concatenate([*runs, np.zeros(padding, np.int64)])),
         position_ids=torch.from_numpy(np.concatenate(positions).astype(np.int64)),
         segments=torch.tensor(segments, dtype=torch.int32),
         num_segments=len(runs),
         parents=() if forest is None else tuple(segment.parent for segment in forest.segments),
+        sequences=sequences,
     )
 
 

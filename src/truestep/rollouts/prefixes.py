@@ -47,6 +47,15 @@ class Forest:
             segment = self.segments[segment].parent
         return found[::-1]
 
+    @property
+    def sequences(self) -> np.ndarray:  # [segments]
+        """How many sequences have each segment."""
+        counts = np.bincount(np.array(self.last, np.int64), minlength=len(self.segments))
+        for number in reversed(range(len(self.segments))):  # parents stand before their children
+            if self.segments[number].parent >= 0:
+                counts[self.segments[number].parent] += counts[number]
+        return counts
+
     @cached_property
     def tokens(self) -> int:
         """The tokens that are computed."""

@@ -7,6 +7,7 @@ import torch
 
 from truestep.metrics.spent import PREFIX
 from truestep.model.policy import ModelFacts, Policy
+from truestep.rollouts.prefixes import share
 from truestep.types import StepPlan
 
 GIB = 2**30
@@ -39,10 +40,19 @@ def peak_of(device_name: str) -> float | None:
 
 def training_operations(facts: ModelFacts, plan: StepPlan) -> float:
     """Count the operations of a step's products, forward and backward: 6 for each weight and token, 4 where a weight is
-    not trained. The head has only labels; attention is causal. Nothing that is computed twice counts twice."""
-    squares = sum(sequence.num_tokens**2 for sequence in plan.sequences)
-    layers = facts.weights * plan.totals.num_tokens + facts.attention * squares
-    untrained = facts.untrained * plan.totals.num_tokens
+    not trained. The head has only labels; attention is causal. Nothing that is computed twice counts twice, and a
+    shared prefix counts once."""
+    tokens, squares = 0, 0
+    for members in plan.micro_batches:
+        ids = [plan.sequences[index].input_ids for index in members]
+        forest = share(ids, plan.sharing)
+        lengths = [(0, len(own)) for own in ids]
+        if forest is not None:
+            lengths = [(segment.start, segment.stop) for segment in forest.segments]
+        tokens += sum(stop - start for start, stop in lengths)
+        squares += sum(stop**2 - start**2 for start, stop in lengths)
+    layers = facts.weights * tokens + facts.attention * squares
+    untrained = facts.untrained * tokens
     untrained += 0 if facts.head_trained else facts.head_weights * plan.totals.num_labels
     return 6.0 * (layers + facts.head_weights * plan.totals.num_labels) - 2.0 * untrained
 

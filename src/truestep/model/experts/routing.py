@@ -59,8 +59,16 @@ class RouterTerms:
 
 
 @dataclass(frozen=True)
+class OwnTokens:
+    """This rank's tokens of a micro-batch that are no padding. They come first."""
+
+    count: int
+    sequences: torch.Tensor | None = None  # how many sequences have each token; None: one
+
+
+@dataclass(frozen=True)
 class _Pass:
-    tokens: int  # of this rank that are no padding; they come first
+    tokens: OwnTokens
     counts: bool  # False: the pass is made again, for a gradient
 
 
@@ -95,8 +103,9 @@ class Routing:
             layer.begin()
 
     @contextmanager
-    def passing(self, tokens: int, counts: bool) -> Iterator[None]:
-        """Count and add gradients within the block, a forward or backward pass of a micro-batch of so many tokens."""
+    def passing(self, tokens: OwnTokens, counts: bool) -> Iterator[None]:
+        """Count and add gradients within the block, a forward or backward pass of a micro-batch. A token that several
+        sequences have counts for each."""
         self._current = _Pass(tokens, counts)
         try:
             yield
@@ -170,20 +179,26 @@ class RoutedLayer:
         now, terms = self.routing.current, self.routing.terms
         if now is None:
             return
+        count, sequences = now.tokens.count, now.tokens.sequences
         if now.counts:
-            ends = ends_of(index[: now.tokens].flatten().int().sort()[0], self.experts)
-            self.counts += ends.diff(prepend=ends.new_zeros(1))
+            chosen = index[:count]
+            if sequences is None:
+                ends = ends_of(chosen.flatten().int().sort()[0], self.experts)
+                self.counts += ends.diff(prepend=ends.new_zeros(1))
+            else:
+                self.counts.index_add_(0, chosen.flatten().long(), sequences.repeat_interleave(chosen.shape[1]))
         if terms is None or gradient is None:
             return
-        z = logits[: now.tokens]
+        z = logits[:count]
         z = z if z.dtype == torch.float64 else z.float()
         sums = z.logsumexp(-1, keepdim=True)
         softmax = (z - sums).exp()
         scores = z.sigmoid()
         p = scores / scores.sum(-1, keepdim=True) if self._normalised else softmax
+        times = z.new_ones(1) if sequences is None else sequences.to(z.dtype)[:, None]
         if now.counts:
-            self.probabilities += p.sum(0, dtype=torch.float64)
-            self.squares += sums.square().sum(dtype=torch.float64)
+            self.probabilities += (p * times).sum(0, dtype=torch.float64)
+            self.squares += (sums.square() * times).sum(dtype=torch.float64)
         each = 1.0 / (len(self.routing.experts) * max(terms.tokens, 1) * terms.divisor)
         found = 2 * terms.z_loss * each * sums * softmax
         if self.shares is not None:
@@ -191,7 +206,7 @@ class RoutedLayer:
             inner = p * (slopes - (p * slopes).sum(-1, keepdim=True))
             # d(s_e / Σ s)/dz_j = (δ_ej p_e - p_e p_j) (1 - s_j): a softmax's, times one minus the sigmoid.
             found = found + (inner * (1 - scores) if self._normalised else inner)
-        gradient[: now.tokens] = found
+        gradient[:count] = found * times
 
 
 _numbers = itertools.count()

@@ -48,7 +48,7 @@ class Bucket:
 
     queries: torch.Tensor  # [R, X] index into S
     keys: torch.Tensor  # [R, Y] index into the keys
-    before: torch.Tensor | None  # [R] the keys before each row's first query; None: there are none in any row
+    places: torch.Tensor | None  # [R, X] each query's place among its row's keys; None: queries and keys are the same
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,13 @@ def _make_rows(spans: Sequence[Span], key_spans: Sequence[Span], device: torch.d
         order = [number for number in order if number not in taken]
         queries, real = _padded([spans[number] for number in members])
         keys, _ = _padded([key_spans[number] for number in members])
-        before = torch.tensor([_length(key_spans[number]) - _length(spans[number]) for number in members])
+        # The last of a row's queries is the last of its keys. Padding has the place of the token that it repeats.
+        behind = torch.tensor([key_spans[number][1] - key_spans[number][0] - spans[number][1] for number in members])
+        places = queries + behind[:, None]
         restore[queries[real]] = torch.arange(offset, offset + queries.numel()).view_as(queries)[real]
         offset += queries.numel()
-        buckets.append(Bucket(queries.to(device), keys.to(device), before.to(device) if before.any() else None))
+        alike = all(_length(spans[number]) == _length(key_spans[number]) for number in members)
+        buckets.append(Bucket(queries.to(device), keys.to(device), None if alike else places.to(device)))
     return RowLayout(tuple(buckets), restore.to(device))
 
 
@@ -381,14 +384,14 @@ def _rows(
         rows, width = bucket.queries.shape
         step, most = rows, bucket.keys.shape[1]
         masked = softcap is not None or sinks is not None or (window is not None and window < most)
-        if masked or bucket.before is not None:
+        if masked or bucket.places is not None:
             step = max(1, _SCORES_BYTES // (4 * q.shape[1] * width * most))
         for start in range(0, rows, step):
             part = slice(start, start + step)
             query = _as_rows(q, bucket.queries[part])
             key, value = (_as_rows(tensor, bucket.keys[part]) for tensor in (k, v))
-            before = None if bucket.before is None else bucket.before[part]
-            attended = _dense(query, key, value, scale, window, softcap, sinks, before)
+            places = None if bucket.places is None else bucket.places[part]
+            attended = _dense(query, key, value, scale, window, softcap, sinks, places)
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.rows.restore)
 
@@ -406,18 +409,17 @@ def _dense(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    before: torch.Tensor | None,
+    places: torch.Tensor | None,
 ) -> torch.Tensor:  # [R, Q, X, E], [R, K, Y, E], [R, K, Y, F] -> [R, Q, X, F]
-    """Attend in rows. `before` [R]: the keys before a row's first query."""
+    """Attend in rows. `places` [R, X]: each query's place among the keys; None: the same in order."""
     width, keys = q.shape[2], k.shape[2]
     if window is not None and window >= keys:
         window = None
     by_scores = softcap is not None or sinks is not None
     mask = None
-    if window is not None or by_scores or before is not None:
-        distance = torch.arange(width, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-        if before is not None:
-            distance = (distance + before[:, None, None])[:, None]  # [R, 1, X, Y]
+    if window is not None or by_scores or places is not None:
+        own = torch.arange(width, device=q.device) if places is None else places[:, None]  # [X] or [R, 1, X]
+        distance = own[..., None] - torch.arange(keys, device=q.device)
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     if not by_scores:
         grouped = q.shape[1] != k.shape[1]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from truestep.gpu import marks
 from truestep.metrics.spent import Stopwatch
+from truestep.model.experts.routing import OwnTokens
 from truestep.model.policy import Policy
 from truestep.process import progress
 from truestep.ranks.group import Ranks
@@ -58,7 +59,7 @@ class Passes:
         self._wires = _Wires(policy.weights.ranks, self._schedule, self._like)
         self._batches: dict[int, MicroBatch] = {}
         self._activations: dict[tuple[int, int], _Activations] = {}
-        self._tokens: dict[int, int] = {}  # of this rank, by micro-batch
+        self._tokens: dict[int, OwnTokens] = {}  # by micro-batch
 
     def run(self) -> None:
         name = "training" if self._backward else "scoring"

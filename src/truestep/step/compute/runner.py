@@ -49,7 +49,7 @@ class Accumulated:
     def line(self) -> dict[str, Any]:
         """Return the metrics as they are logged, with counts as integers."""
         line: dict[str, Any] = values(self.metrics)
-        return line | {name: int(line[name]) for name in _COUNTS}
+        return line | {name: int(line[name]) for name in (*_COUNTS, "computed_tokens") if name in line}
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,8 @@ class StepRunner:
             with beside.run():
                 for micro_batch, statistics in scored if self.reports_metrics else ():
                     self._measure(sums, micro_batch, plan, statistics)
+                    computed = {"computed_tokens": Sum(float(micro_batch.tokens.num_tokens))}
+                    sums.metrics.update(merge(sums.metrics, computed if self.metrics_level is not None else {}))
             return passes
 
         # Micro-batches whose gradient is 0 get a forward pass for their metrics only.

@@ -116,7 +116,7 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     own = config.data.model_dump()["fields"]
     records = _invented(config, documents) if config.data.path is None else _of_user(config, documents)
     if not full:
-        records = [reduce_record(record, _MOST_TOKENS) for record in records]
+        records = share_beginnings([reduce_record(record, _MOST_TOKENS) for record in records])
     half = None
     if not config.loss.supervised and not full:
         objective = make_objective(config)
@@ -161,6 +161,16 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         raise VerifyError("data.truncated: drop puts aside every one of the documents that verify chose")
     options["schedule"]["docs_per_step"] = math.ceil(left / STEPS)
     return case
+
+
+def share_beginnings(records: Sequence[Record]) -> list[Record]:
+    """Let every second record begin as the one before, up to the middle of the shorter. Layouts share that."""
+    shared = list(records)
+    for number in range(1, len(records), 2):
+        ids, before = records[number]["input_ids"], records[number - 1]["input_ids"]
+        middle = (min(len(ids), len(before)) + 1) // 2
+        shared[number] = records[number] | {"input_ids": [*before[:middle], *ids[middle:]]}
+    return shared
 
 
 def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[Path | None, dict[str, Any]]:

@@ -28,7 +28,7 @@ from truestep.tools.verify.reference import Reference
 from truestep.tools.verify.updates import Updates, scheduled
 
 # These metrics depend on the layout, as do those that `of_the_machine` names.
-_NOT_COMPARED = ("num_micro_batches",)
+_NOT_COMPARED = ("num_micro_batches", "computed_tokens")
 
 
 class Comparer:

@@ -22,12 +22,14 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
     def parallel(**options: Any) -> dict[str, Any]:
         return {"parallel": options}
 
+    shared = {"share_prefixes": "always", "tokens_per_microbatch": 8 * longest}
     layouts = [
         Layout("one process"),
         Layout("smallest micro-batches", options={"data": {"tokens_per_microbatch": longest}}),
         Layout("one large micro-batch", options={"data": {"tokens_per_microbatch": 64 * budget}}),
         Layout("other packing order", options={"data": {"tokens_per_microbatch": 2 * longest}}, reverse=True),
         Layout("padded micro-batches", options={"data": {"tokens_per_microbatch": 8 * longest, "pad_to_multiple": 8}}),
+        Layout("shared prefixes", options={"data": shared}),
         Layout("head: 1 row a chunk", options=_chunk(1)),
         Layout("head: 7 rows a chunk", options=_chunk(7)),
         Layout("FSDP 2", 2),
@@ -35,9 +37,11 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
         Layout("FSDP 2, breadth first 2", 2, {"schedule": {"breadth_first_micro_batches": 2}}),
         Layout("FSDP 2, reduced each time", 2, parallel(reduce_each_micro_batch=True, reshard_after_forward=False)),
         Layout("FSDP 4", 4),
+        Layout("FSDP 4, shared prefixes", 4, {"data": shared}),
         Layout("HSDP 2 x 2", 4, parallel(data_replicate=2)),
         Layout("FSDP 4, ragged ranks", 4, parts=True),
         Layout("context 2", 2, parallel(context=2)),
+        Layout("context 2, shared prefixes", 2, parallel(context=2) | {"data": shared}),
         Layout("context 4", 4, parallel(context=4)),
         Layout("data 2 x context 2", 4, parallel(context=2)),
         Layout("tensor 2", 2, parallel(tensor=2)),
@@ -56,7 +60,7 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
     ]
     if kernels:
         interpreted = Layout("head: fused kernels", options=_chunk(16), environment={"TRITON_INTERPRET": "1"})
-        layouts.insert(7, interpreted)
+        layouts.insert(8, interpreted)
     return [layout for layout in layouts if layout.ranks <= most_ranks]
 
 

@@ -1,0 +1,119 @@
+"""Shared prefixes in packing and plans: every sequence is a path of segments, and a plan packs each once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from documents import make_document
+from truestep.rollouts.packing import pack
+from truestep.rollouts.prefixes import find_segments
+from truestep.step.plan.plan import StepRule, plan_exactly, plan_packed
+from truestep.step.plan.trees import make_items
+from truestep.types import Rollout, Sharing
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
+
+
+def arrays(sequences: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(sequence) for sequence in sequences]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SEQUENCES, st.integers(1, 6))
+def test_a_sequence_is_the_path_of_its_segments(sequences: list[list[int]], least: int) -> None:
+    forest = find_segments(arrays(sequences), least)
+    for sequence, last in zip(sequences, forest.last, strict=True):
+        spelled: list[int] = []
+        for number in forest.path(last):
+            segment = forest.segments[number]
+            assert segment.parent < number and segment.start == len(spelled)
+            spelled += sequences[segment.source][segment.start : segment.stop]
+        assert spelled == sequence
+    beginnings = {tuple(sequence[: at + 1]) for sequence in sequences for at in range(len(sequence))}
+    assert len(beginnings) <= forest.tokens <= sum(map(len, sequences))
+    if least == 1:
+        assert forest.tokens == len(beginnings), "each beginning is computed once"
+
+
+@settings(max_examples=200, deadline=None)
+@given(SEQUENCES, st.integers(9, 40), st.integers(1, 6))
+def test_items_hold_each_sequence_once_and_fit(sequences: list[list[int]], limit: int, least: int) -> None:
+    items = make_items(arrays(sequences), limit, least, 100.0)
+    assert sorted(member for item in items for member in item.members) == list(range(len(sequences)))
+    for item in items:
+        chosen = arrays([sequences[member] for member in item.members])
+        assert find_segments(chosen).tokens <= item.tokens <= limit
+
+
+def documents(groups: int, size: int, prefix: int, answer: int) -> list[Rollout]:
+    draw = np.random.default_rng(3)
+    made = []
+    for group in range(groups):
+        shared = draw.integers(0, 61, prefix)
+        for member in range(size):
+            one = make_document(f"{group}-{member}", prefix + answer, seed=group * size + member)
+            ids = np.concatenate([shared, draw.integers(0, 61, answer)])
+            made.append(dataclasses.replace(one, input_ids=ids))
+    return made
+
+
+def rule(share: str, budget: int = 512, ranks: int = 1) -> StepRule:
+    return StepRule(0, False, 1, 1, budget, ranks, even_length=1000.0, share=share)  # type: ignore[arg-type]
+
+
+def test_auto_shares_where_it_pays() -> None:
+    long, short = documents(6, 4, 60, 20), documents(6, 4, 1, 40)
+    assert plan_exactly(long, rule("auto"), 0).sharing is not None
+    assert plan_exactly(short, rule("auto"), 0).sharing is None
+    assert plan_exactly(short, rule("always"), 0).sharing == Sharing(1, 512)
+    assert plan_exactly(long, rule("off"), 0).sharing is None
+    alone, together = (plan_exactly(long, rule(share), 0) for share in ("off", "auto"))
+    assert len(together.micro_batches) < len(alone.micro_batches)
+
+
+def test_no_micro_batch_of_a_shared_plan_exceeds_its_budget() -> None:
+    """Trees that do not fit are divided, and a first word that all documents share ties nothing together."""
+    many = [
+        dataclasses.replace(one, input_ids=np.concatenate([[7], one.input_ids[1:]])) for one in documents(5, 12, 40, 30)
+    ]
+    for share in ("auto", "always"):
+        for ranks in (1, 3):
+            plan = plan_exactly(many, rule(share, budget=200, ranks=ranks), 0)
+            assert plan.sharing is not None
+            sizes = [
+                pack([plan.sequences[index] for index in members], sharing=plan.sharing).tokens.num_tokens
+                for members in plan.micro_batches
+            ]
+            assert max(sizes) <= 200
+            assert sum(sizes) < 0.7 * plan.totals.num_tokens
+
+
+def test_few_trees_are_divided_to_keep_all_ranks_busy() -> None:
+    plan = plan_exactly(documents(1, 16, 16, 60), rule("auto", budget=4096, ranks=4), 0)
+    sizes = [len(members) for members in plan.micro_batches]
+    assert len(sizes) == 4 and min(sizes) >= 2
+
+
+def test_sharing_never_changes_which_documents_a_packed_step_has() -> None:
+    many = documents(6, 4, 60, 20)
+    alone, together = (plan_packed(many, rule(share), 0) for share in ("off", "always"))
+    assert alone.micro_batches == together.micro_batches and together.sharing is not None
+
+
+def test_a_row_where_documents_part_has_a_label_of_each() -> None:
+    ids = [[1, 2, 3], [1, 2, 4], [1, 2]]
+    three = [
+        Rollout(id=str(number), input_ids=np.array(own), loss_mask=np.arange(len(own)) == len(own) - 1)
+        for number, own in enumerate(ids)
+    ]
+    batch = pack(three, 4, sharing=Sharing())
+    assert batch.tokens.input_ids.tolist() == [1, 2, 3, 4] and batch.tokens.position_ids.tolist() == [0, 1, 2, 2]
+    assert batch.tokens.segments.tolist() == [0, 2, 3, 4] and batch.tokens.parents == (-1, 0, 0)
+    assert batch.labels.rows.tolist() == [1, 1, 0] and batch.labels.ids.tolist() == [3, 4, 2]
+    assert batch.tokens.sequences is not None and batch.tokens.sequences.tolist() == [3, 3, 1, 1]
+    assert math.prod(batch.labels.document.tolist()) == 0 and batch.labels.num_labels.tolist() == [1, 1, 1]
