@@ -116,7 +116,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len([item for item in folder.iterdir() if item.is_dir()]) == 1, "the old one is gone"
 
 
-@pytest.mark.parametrize("name", ["index.npy", "facts.json", "documents"])
+@pytest.mark.parametrize("name", ["index", "facts.json", "documents"])
 @pytest.mark.parametrize("harm", ["cut", "empty", "gone"])
 def test_a_damaged_copy_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, harm: str) -> None:
     path, folder = write(tmp_path / "r.jsonl", *some(4)), tmp_path / "cache"
@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored.np, "save", full)
+        patch.setattr(stored.Path, "write_bytes", full)
         with pytest.raises(DataError, match=r"data\.cache_directory: the disk of .* is full"):
             load_stored([path], CHECKS, tmp_path / "cache")
     assert not [item for item in (tmp_path / "cache").iterdir() if item.is_dir()], "nothing half is left"

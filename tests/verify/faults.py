@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from importlib import import_module
 from typing import Any
 
@@ -18,8 +19,10 @@ from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.model.adapter import LoraLinear
 from truestep.model.loading import adapter_source as adapting
 from truestep.model.loading import load
+from truestep.model.mixers import attention, paths
 from truestep.model.mixers.context_parallel import Context
 from truestep.ranks.group import Ranks
+from truestep.rollouts import packing
 from truestep.step.before.annotators import OwnLogprobs
 from truestep.step.before.chosen import Chooser
 from truestep.step.compute import runner
@@ -332,3 +335,37 @@ def base_trained_with_its_adapter() -> None:
         model.requires_grad_(True)
 
     adapting.attach = thawed
+
+
+def sibling_seen() -> None:
+    """A branch that follows the one before it, as if that were its parent."""
+    honest = attention.make_paths
+
+    def chained(spans: Any, parents: Any, device: torch.device) -> Any:
+        return honest(spans, [number - 1 if parent >= 0 else -1 for number, parent in enumerate(parents)], device)
+
+    attention.make_paths = chained
+
+
+def prefix_gradient_counted_once() -> None:
+    """The gradient of a prefix's keys and values is that of one branch, not the sum."""
+
+    def one_copy(gradient: torch.Tensor, index: list[torch.Tensor]) -> torch.Tensor:
+        total = gradient.new_zeros(len(index[1]), *gradient.shape[1:])
+        total[index[0]] = gradient
+        return total
+
+    paths.sum_paths = one_copy  # type: ignore[assignment]
+
+
+def positions_begin_anew() -> None:
+    """A branch's positions begin at 0, as a document's do."""
+    honest = packing.pack_tokens
+
+    def anew(*given: Any, **named: Any) -> Any:
+        tokens = honest(*given, **named)
+        bounds = tokens.segments.tolist()
+        places = [torch.arange(end - start) for start, end in itertools.pairwise(bounds)]
+        return dataclasses.replace(tokens, position_ids=torch.cat(places))
+
+    packing.pack_tokens = anew

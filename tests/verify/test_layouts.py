@@ -30,16 +30,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "documents": ("gemma2", {"type": "gspo", "epsilon_low": 0.2, "epsilon_high": 0.25}),
 }
 ALONE: dict[str, tuple[str, ...]] = {
-    "packing": ("one process", "smallest micro-batches", "one large micro-batch", "other packing order"),
+    "packing": (
+        "one process",
+        "smallest micro-batches",
+        "one large micro-batch",
+        "other packing order",
+        "shared prefixes",
+    ),
     "padding and chunks": ("padded micro-batches", "head: 1 row a chunk", "head: 7 rows a chunk"),
     "kernels": ("head: fused kernels",),
 }
 OVER_RANKS: dict[str, tuple[str, ...]] = {
     "shards": ("FSDP 2", "FSDP 2, breadth first 2", "FSDP 2, reduced each time"),
     "replicas": ("replicas 2",),
-    "four shards": ("FSDP 4", "FSDP 4, ragged ranks"),
+    "four shards": ("FSDP 4", "FSDP 4, shared prefixes", "FSDP 4, ragged ranks"),
     "shards and replicas": ("HSDP 2 x 2",),
-    "context": ("context 2",),
+    "context": ("context 2", "context 2, shared prefixes"),
     "context of four": ("context 4",),
     "context beside data": ("data 2 x context 2",),
     "tensor": ("tensor 2",),

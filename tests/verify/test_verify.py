@@ -243,6 +243,7 @@ FOUND_IN_MAKE_TEST = (
     (faults.tied_gradient_of_one_stage, "pipeline 2", "gradient", "embed_tokens"),
     (faults.labels_counted_from_each_ranks_first, "context 2", "gradient", ""),
     (faults.wrong_temperature, "one process", "log-prob", "logprobs of document"),
+    (faults.prefix_gradient_counted_once, "shared prefixes", "gradient", ""),
 )
 
 
@@ -297,6 +298,9 @@ def judge(examples: Path, scratch: Path) -> Callable[..., LayoutResult]:
             (faults.clip_sides_swapped, "one process", "metric", "clipped_ratio_fraction"),
             (faults.counted_on_every_rank, "context 2", "loss", "loss"),
             (faults.labels_counted_from_each_ranks_first, "context 2", "gradient", ""),
+            (faults.sibling_seen, "shared prefixes", "log-prob", "logprobs of document"),
+            (faults.prefix_gradient_counted_once, "shared prefixes", "gradient", ""),
+            (faults.positions_begin_anew, "shared prefixes", "log-prob", "logprobs of document"),
         ],
         *FOUND_IN_MAKE_TEST,
     ),

@@ -36,7 +36,7 @@ from truestep.types import PLACES, Rejected, Rollout
 LARGE_BYTES = 1 << 24  # total size from which documents are kept in a file; less is read in under a second
 _FORMAT = 1
 _KEPT = 4096  # documents in the cache of groups with advantages
-_DOCUMENTS, _INDEX, _FACTS = "documents", "index.npy", "facts.json"
+_DOCUMENTS, _INDEX, _FACTS = "documents", "index", "facts.json"
 _ENTRY = np.dtype([("end", np.int64), ("checksum", np.uint32), ("group", np.int64), ("digest", "V16")])
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -196,7 +196,7 @@ def _write_documents(paths: Sequence[Path], checks: Checks, work: Path) -> dict[
         for number, members in enumerate(groups_of(items, checks.group_size)):
             group[members] = number
     rows = [(one.end, one.checksum, place, one.digest) for one, place in zip(kept, group, strict=True)]
-    np.save(work / _INDEX, np.array(rows, _ENTRY))
+    (work / _INDEX).write_bytes(np.array(rows, _ENTRY).tobytes())
     rejected = [dataclasses.astuple(item) for item in items if isinstance(item, Rejected)]
     sizes = Counter(item.group_id for item in items if item.group_id is not None)
     return {"ids": [one.id for one in kept], "rejected": rejected, "group_members": list(sizes.values())}
@@ -259,7 +259,7 @@ def _open(directory: Path, facts: dict[str, Any], checks: Checks) -> Documents |
         if any((directory / name).stat().st_size != size for name, size in content["sizes"].items()):
             return None
         rejected = tuple(Rejected(*one) for one in content["rejected"])
-        index = np.load(directory / _INDEX)
+        index = np.fromfile(directory / _INDEX, _ENTRY)
         documents = StoredDocuments(directory, checks, index, content["ids"], content["group_members"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
