@@ -325,6 +325,20 @@ def test_what_a_step_reads_does_not_wait_behind_a_save() -> None:
     assert reads > 10, "a read that waits for all of them is the only one"
 
 
+def test_states_on_both_devices_are_saved_together() -> None:
+    """AdamW counts its updates on the host. A state that is not finite is named on either device."""
+    parts = [
+        TensorPart("weight", (3,), (0,), torch.arange(3.0, device="cuda")),
+        TensorPart("step", (), (), torch.tensor(7.0)),
+        TensorPart("ruined", (1,), (0,), torch.tensor([float("nan")], device="cuda")),
+        TensorPart("ruined here", (), (), torch.tensor(float("inf"))),
+    ]
+    staged = Staging().stage(parts)
+    staged.copy()
+    assert sorted(staged.not_finite) == ["ruined", "ruined here"]
+    assert staged.parts[0].values.tolist() == [0, 1, 2] and staged.parts[1].values.item() == 7
+
+
 def _late(honest: Callable[..., Any], stream: str) -> Callable[..., Any]:
     """Have a lane's stream be busy for a millisecond before it copies a load."""
 
