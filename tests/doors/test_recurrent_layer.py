@@ -77,6 +77,15 @@ def test_its_scores_are_those_of_its_own_code(tmp_path: Path) -> None:
     assert compared > 50
 
 
+def test_prefixes_are_not_shared_through_it(tmp_path: Path) -> None:
+    """It does not say which of its arguments have tokens: auto leaves it, always is refused by name."""
+    given = config(tmp_path)
+    score(given, tmp_path / "scores", gradients=False)
+    given = given.model_copy(update={"data": given.data.model_copy(update={"share_prefixes": "always"})})
+    with pytest.raises(ModelError, match=r"share_prefixes: always is not possible with .*: its operation \w+ does not"):
+        score(given, tmp_path / "others", gradients=False)
+
+
 @pytest.mark.long
 def test_verify_proves_it(tmp_path: Path) -> None:
     names = {"one process", "smallest micro-batches", "context 2", "pipeline 2"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +18,11 @@ from model.test_hybrids import make_hybrid
 from truestep.model.loading.load import load_policy
 from truestep.model.mixers import attention
 from truestep.model.mixers.paths import make_paths, sum_paths
-from truestep.model.mixers.recurrence import Recurrence, check_shares
 from truestep.model.mixers.registered import put_in
 from truestep.model.policy import packed_hidden
 from truestep.rollouts.packing import pack
 from truestep.tools.verify.reference import Float64, Reference
 from truestep.types import PackedBatch, Rollout, Sharing
-from truestep.weights.errors import ModelError
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -208,11 +206,3 @@ def test_copies_are_summed_in_float32(which: str, monkeypatch: pytest.MonkeyPatc
     else:
         got = sum_paths(gradient, paths.index)
     assert torch.equal(got.double(), wanted.to(HALF).double())
-
-
-def test_an_operation_without_dimensions_of_tokens_is_refused_by_name() -> None:
-    class Silent:
-        tokens: ClassVar[dict[str, int]] = {}
-
-    with pytest.raises(ModelError, match=r"share_prefixes: .* registered for my_scan \(Silent\) does not say"):
-        check_shares(cast(Recurrence, Silent()), "my_scan")

@@ -13,7 +13,7 @@ from documents import make_document
 from truestep.rollouts.packing import pack
 from truestep.rollouts.prefixes import find_segments
 from truestep.step.plan.plan import StepRule, plan_exactly, plan_packed
-from truestep.step.plan.trees import make_items
+from truestep.step.plan.trees import find_ties, make_items
 from truestep.types import Rollout, Sharing
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -43,7 +43,7 @@ def test_a_sequence_is_the_path_of_its_segments(sequences: list[list[int]], leas
 @settings(max_examples=200, deadline=None)
 @given(SEQUENCES, st.integers(9, 40), st.integers(1, 6))
 def test_items_hold_each_sequence_once_and_fit(sequences: list[list[int]], limit: int, least: int) -> None:
-    items = make_items(arrays(sequences), limit, least, 100.0)
+    items = make_items(find_ties(arrays(sequences), least), limit, 100.0)
     assert sorted(member for item in items for member in item.members) == list(range(len(sequences)))
     for item in items:
         chosen = arrays([sequences[member] for member in item.members])

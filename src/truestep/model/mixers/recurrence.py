@@ -267,7 +267,6 @@ def run_packed(recurrence: Recurrence, call: Call, layout: Any) -> Any:
 
 def _along_paths(recurrence: Recurrence, call: Call, paths: Paths) -> Any:
     """Compute segments by the number of their ancestors: each begins with its parent's final state."""
-    check_shares(recurrence, call.function.__name__)
     outputs, final, form = [], None, None
     for level in paths.levels:
         initial = None
@@ -288,13 +287,11 @@ def _along_paths(recurrence: Recurrence, call: Call, paths: Paths) -> Any:
     return (output, *form[1:]) if isinstance(form, tuple) else output
 
 
-def check_shares(recurrence: Recurrence, function: str) -> None:
-    """Refuse to share prefixes through an operation that does not say which of its arguments have tokens."""
-    if not recurrence.tokens:
-        raise ModelError(
-            f"data.share_prefixes: the operation that is registered for {function} ({type(recurrence).__name__}) does "
-            "not say in `tokens` which arguments have a dimension of tokens. Use share_prefixes: off"
-        )
+def cannot_share(model: Any) -> list[str]:
+    """Name the operations of a model through which no prefix can be shared: those that do not say in `tokens` which of
+    their arguments have a dimension of tokens."""
+    operations = (each for module in model.modules() for each in _operations(type(module)))
+    return sorted({type(operation).__name__ for operation in operations if not operation.tokens})
 
 
 @torch.compiler.disable

@@ -17,6 +17,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.losses.reference import KlReference
 from truestep.metrics.spent import Stopwatch
 from truestep.model.experts.routing import ExpertSettings
+from truestep.model.mixers.recurrence import cannot_share
 from truestep.model.policy import Policy
 from truestep.rollouts.fields import declare
 from truestep.rollouts.source import Source
@@ -37,7 +38,9 @@ from truestep.step.update.optimizer import (
 from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.step.update.optimizers.by_weight import Home
 from truestep.step.update.optimizers.muon import MuonOptions
+from truestep.types import ShareMode
 from truestep.weights.errors import ModelError
+from truestep.weights.finite import named_by_all
 from truestep.weights.offloaded import HostCopies
 from truestep.weights.protocol import Weights
 
@@ -196,8 +199,20 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
         advantage_std_floor=config.data.advantage_std_floor,
         skip_zero_advantage=config.data.zero_advantage == "skip",
         even_length=policy.facts.even_length,
-        share=config.data.share_prefixes,
+        share=_share_mode(config, policy),
     )
+
+
+def _share_mode(config: Config, policy: Policy) -> ShareMode:
+    """Return `data.share_prefixes`, or off where the model's layers, on any rank, cannot share a prefix."""
+    mode = config.data.share_prefixes
+    unable = [] if mode == "off" else named_by_all(policy.weights.ranks, cannot_share(policy.model))
+    if unable and mode == "always":
+        raise ModelError(
+            f"data.share_prefixes: always is not possible with {type(policy.model).__name__}: its operation "
+            f"{unable[0]} does not say in `tokens` which of its arguments have a dimension of tokens"
+        )
+    return "off" if unable else mode
 
 
 def make_queue(config: Config, policy: Policy, source: Source) -> PlanQueue:

@@ -15,7 +15,7 @@ from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_st
 from truestep.rollouts.packing import balance, fill_in_order
 from truestep.rollouts.prefixes import find_segments
 from truestep.rollouts.selection import has_advantage
-from truestep.step.plan.trees import Item, make_items
+from truestep.step.plan.trees import Item, find_ties, make_items
 from truestep.types import Rollout, ShareMode, Sharing, StepPlan, StepTotals, sequences_of
 
 
@@ -89,7 +89,8 @@ def _packed(sequences: Sequence[Rollout], rule: StepRule) -> tuple[list[list[int
     if rule.share == "off":
         return _balanced(sequences, alone, rule)[0], False
     ids = [sequence.input_ids for sequence in sequences]
-    found = [make_items(ids, limit, rule.least_saved, rule.even_length) for limit in _limits(ids, rule)]
+    forest = find_ties(ids, rule.least_saved)
+    found = [make_items(forest, limit, rule.even_length) for limit in _limits(ids, rule)]
     tries = [_balanced(sequences, items, rule) for items in found if len(items) < len(sequences)]
     if rule.share == "auto" or not tries:
         tries.append(_balanced(sequences, alone, rule))

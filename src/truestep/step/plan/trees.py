@@ -34,9 +34,13 @@ class _Part:
     cost: float
 
 
-def make_items(sequences: Sequence[np.ndarray], limit: int, least: int, even_length: float) -> list[Item]:
+def find_ties(sequences: Sequence[np.ndarray], least: int) -> Forest:
+    """Find the segments that tie sequences to one micro-batch. `least`: the tokens that a segment must save."""
+    return find_segments(sequences, least, _TIES)
+
+
+def make_items(forest: Forest, limit: int, even_length: float) -> list[Item]:
     """Divide sequences into items of at most `limit` tokens, which no sequence may exceed."""
-    forest = find_segments(sequences, least, _TIES)
     return _Divider(forest, limit, even_length).items()
 
 

@@ -19,6 +19,7 @@ from truestep.files.whole import write_json_lines
 from truestep.model.cuts.tensor import tensor_plan
 from truestep.model.loading.load import load_policy
 from truestep.model.mixers.context_parallel import check_heads
+from truestep.model.mixers.recurrence import cannot_share
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks
 from truestep.rollouts.advantages import GroupFunction, GroupSizeError, check_group_sizes
@@ -246,7 +247,14 @@ def permits(case: Case, layout: Layout) -> bool:
     cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank")}
     if cut["tensor"] > 1 and case.options["model"]["compile"]:
         return False
-    return _can_be_cut(case.model, case.options["model"]["trust_remote_code"], **cut)
+    model = case.model, case.options["model"]["trust_remote_code"]
+    shares = layout.options.get("data", {}).get("share_prefixes") == "always"
+    return (not shares or _can_share(*model)) and _can_be_cut(*model, **cut)
+
+
+@cache
+def _can_share(model: Path, trust_remote_code: bool) -> bool:
+    return not cannot_share(load_policy(model, device="cpu", trust_remote_code=trust_remote_code).model)
 
 
 @cache
