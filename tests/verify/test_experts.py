@@ -17,7 +17,7 @@ from truestep.tools.verify.judge import verify
 from truestep.tools.verify.report import complaints
 from truestep.types import StepPlan
 
-LAYOUTS = {"one process", "smallest micro-batches", "FSDP 2", "replicas 2", "context 2", "pipeline 2"}
+LAYOUTS = {"one process", "smallest micro-batches", "shared prefixes", "FSDP 2", "replicas 2", "context 2", "pipeline 2"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"balance": "loss", "strength": 0.3, "z_loss": 0.02},
     "glm4_moe": {"balance": "bias", "strength": 0.01},

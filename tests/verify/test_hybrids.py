@@ -14,7 +14,7 @@ from small_runs import file_config, write_rollouts
 from truestep.tools.verify.judge import verify
 from truestep.tools.verify.report import complaints
 
-LAYOUTS = {"one process", "smallest micro-batches", "FSDP 2", "context 2", "tensor 2", "pipeline 2"}
+LAYOUTS = {"one process", "smallest micro-batches", "shared prefixes", "FSDP 2", "context 2", "tensor 2", "pipeline 2"}
 # What `verify` leaves out, because a run is refused: docs/families.md has the reasons.
 REFUSED: dict[str, set[str]] = {
     "qwen3_5_text": set(),
@@ -27,7 +27,7 @@ REFUSED: dict[str, set[str]] = {
     "gpt_oss": {"tensor 2"},
 }
 # What states add to a layout is the same for all kinds of them, but where a document or a micro-batch is cut.
-CUTS = {"smallest micro-batches", "context 2"}
+CUTS = {"smallest micro-batches", "shared prefixes", "context 2"}
 WHOLE = [(kind, None) for kind in REFUSED if kind != "falcon_h1"]
 ADAPTED = [(kind, {"rank": 3}) for kind in ("falcon_h1", "qwen3_5_text")]
 LONG = [*WHOLE[:3], ADAPTED[0]]  # the kinds of recurrent layer, and an adapter beside two kinds in one layer
