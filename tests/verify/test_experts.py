@@ -11,13 +11,22 @@ from families.tiny_families import tiny_family
 from small_runs import file_config, write_rollouts
 from tiny import expert_model
 from truestep.config.schema import Config
-from truestep.model.experts.routing import Routing
+from truestep.model.experts.routing import OwnTokens, Routing
+from truestep.model.policy import Policy
 from truestep.step.compute.runner import StepRunner
 from truestep.tools.verify.judge import verify
 from truestep.tools.verify.report import complaints
 from truestep.types import StepPlan
 
-LAYOUTS = {"one process", "smallest micro-batches", "shared prefixes", "FSDP 2", "replicas 2", "context 2", "pipeline 2"}
+LAYOUTS = {
+    "one process",
+    "smallest micro-batches",
+    "shared prefixes",
+    "FSDP 2",
+    "replicas 2",
+    "context 2",
+    "pipeline 2",
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"balance": "loss", "strength": 0.3, "z_loss": 0.02},
     "glm4_moe": {"balance": "bias", "strength": 0.01},
@@ -60,21 +69,37 @@ def bias_of_a_rank() -> None:
     Routing.move_biases = of_half  # type: ignore[method-assign]
 
 
+def tokens_counted_once() -> None:
+    """A token that several sequences have counts once in the loads."""
+    honest = Policy.own_tokens
+
+    def once(self: Policy, tokens: Any) -> OwnTokens:
+        return OwnTokens(honest(self, tokens).count)
+
+    Policy.own_tokens = once  # type: ignore[method-assign]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "plant", "found"),
+    ("family", "plant", "layout", "found"),
     [
-        ("qwen3_moe", shares_of_a_micro_batch, "expert_balance"),
-        ("glm4_moe", bias_of_a_rank, "the bias of choices did not move as the step's choices say"),
+        ("qwen3_moe", shares_of_a_micro_batch, "smallest micro-batches", "expert_balance"),
+        ("qwen3_moe", tokens_counted_once, "shared prefixes", "expert_balance"),
+        (
+            "glm4_moe",
+            bias_of_a_rank,
+            "smallest micro-batches",
+            "the bias of choices did not move as the step's choices say",
+        ),
     ],
 )
-def test_a_planted_fault_is_found_by_name(family: str, plant: Any, found: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found_by_name(family: str, plant: Any, layout: str, found: str, tmp_path: Path) -> None:
     config = config_of(family, tmp_path)
     (verdict,) = verify(
         config,
         tmp_path / "out",
         most_ranks=1,
-        only=lambda layout: layout.name == "smallest micro-batches",
+        only=lambda one: one.name == layout,
         plant=plant,
     )
     assert found in " ".join(complaints(verdict))

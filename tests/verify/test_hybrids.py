@@ -14,7 +14,8 @@ from small_runs import file_config, write_rollouts
 from truestep.tools.verify.judge import verify
 from truestep.tools.verify.report import complaints
 
-LAYOUTS = {"one process", "smallest micro-batches", "shared prefixes", "FSDP 2", "context 2", "tensor 2", "pipeline 2"}
+ALONE = {"one process", "smallest micro-batches", "shared prefixes"}
+LAYOUTS = ALONE | {"FSDP 2", "context 2", "tensor 2", "pipeline 2"}
 # What `verify` leaves out, because a run is refused: docs/families.md has the reasons.
 REFUSED: dict[str, set[str]] = {
     "qwen3_5_text": set(),
