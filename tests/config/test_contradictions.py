@@ -43,6 +43,19 @@ CASES = [
         "without an adapter by adapter.targets",
     ),
     (
+        "model: {path: m, experts: {router: frozen, balance: loss}}\n",
+        "1: model.experts.balance changes routers, and model.experts.router: frozen keeps them: remove one of them",
+    ),
+    (
+        "model: {path: m, experts: {strength: 0.1}}\n",
+        "1: model.experts.strength needs model.experts.balance: loss or bias",
+    ),
+    (
+        "model: {path: m, experts: {balance: bias}}\nadapter: {}\n",
+        "1, run.yaml:2: model.experts.balance: bias changes the model, and with an adapter only the adapter is trained "
+        "and saved",
+    ),
+    (
         sampled().replace("prompts: p,", "prompts: p, prompt_weights: {math: 1},"),
         "4: sampler.prompt_weights are for several sources: give sampler.prompts as {math: FILE, code: FILE}",
     ),

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from documents import make_documents, pack_all, same_bits
 from selection import in_tiers
 from tiny import expert_model
-from truestep.model.fast.activation_checkpointing import ALL_PRODUCTS, is_kept
+from truestep.model.fast.activation_checkpointing import is_kept, is_product
 from truestep.model.fast.activation_offload import ActivationOffload
 from truestep.model.loading.load import load_policy
 
@@ -91,7 +91,7 @@ class Products(TorchDispatchMode):
     times = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        self.times += function in ALL_PRODUCTS
+        self.times += is_product(function)
         return function(*arguments, **(named or {}))
 
 

@@ -105,7 +105,8 @@ def _by_hand(documents: list[Rollout], padding: int) -> dict[str, list]:
     made: dict[str, list] = {item.name: [] for item in dataclasses.fields(PackedTokens)}
     made |= {item.name: [] for item in dataclasses.fields(PackedLabels)}
     made |= {f"has {name}": [] for name in names_in_has()}
-    del made["num_segments"], made["parents"], made["has"], made["rewards"], made["fields"], made["document_fields"]
+    for name in ("num_segments", "parents", "sequences", "has", "rewards", "fields", "document_fields"):
+        del made[name]
     for part in sorted({part for document in documents for part in document.rewards}):
         made[f"rewards {part}"] = [np.float32(document.rewards.get(part, math.nan)) for document in documents]
     made["segments"].append(0)

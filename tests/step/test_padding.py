@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +39,9 @@ def test_poisoned_padding_changes_no_bit(
     honest = step_runner.pack
 
     def step(poison: int | None) -> tuple[dict[str, float], list[torch.Tensor]]:
-        def pack(*arguments: object) -> PackedBatch:
+        def pack(*arguments: Any, **named: Any) -> PackedBatch:
             nonlocal padded_tokens
-            batch = honest(*arguments)  # type: ignore[arg-type]
+            batch = honest(*arguments, **named)
             tokens = batch.tokens
             end = int(tokens.segments[tokens.num_segments])
             padded_tokens += len(tokens) - end

@@ -272,18 +272,18 @@ def groups_of(items: Iterable[Grouped | Rejected], group_size: int | None) -> li
     """Return the numbers, among the documents, of those that share a baseline, for each group. `assign_advantages` says
     which they are."""
     found: list[list[int]] = []
-    open_groups: dict[str, tuple[list[int], list[None]]] = {}  # documents that share the baseline, and all members
+    open_groups: dict[str, list[int]] = {}  # documents that share the baseline
+    members: Counter[str] = Counter()
     number = 0
     for item in items:
         if item.group_id is not None:
             if item.group_id not in open_groups:
-                open_groups[item.group_id] = ([], [])
-                found.append(open_groups[item.group_id][0])
-            scored, members = open_groups[item.group_id]
-            members.append(None)
+                open_groups[item.group_id] = []
+                found.append(open_groups[item.group_id])
+            members[item.group_id] += 1
             if not isinstance(item, Rejected) and item.advantages is None and item.reward is not None:
-                scored.append(number)
-            if len(members) == group_size:
-                del open_groups[item.group_id]
+                open_groups[item.group_id].append(number)
+            if members[item.group_id] == group_size:
+                del open_groups[item.group_id], members[item.group_id]
         number += not isinstance(item, Rejected)
     return found

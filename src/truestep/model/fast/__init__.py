@@ -33,7 +33,8 @@ Every patch of transformers and torch:
 | model/mixers/recurrence.py | setattr, __kwdefaults__ | a method's code over globals that have our operations |
 | model/mixers/recurrence.py | register_forward_hook, register_forward_pre_hook | which module runs; public API |
 | model/mixers/recurrence.py | module | a field of an object of ours |
-| model/mixers/flash.py | register_autograd | custom operators for torch.compile; public API |
+| model/mixers/flash.py | register_autograd, constants | custom operators for torch.compile; public API |
+| model/mixers/paths.py | register_autograd | custom operators for torch.compile; public API |
 | model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |

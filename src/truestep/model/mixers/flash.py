@@ -129,7 +129,8 @@ def _along(paths: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> tuple
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, segments, *ctx.constants, sinks, paths, ctx.longest_path = inputs
+    q, k, v, segments, *constants, sinks, paths, longest_path = inputs
+    ctx.constants = *constants, longest_path
     ctx.save_for_backward(q, k, v, *output, segments, sinks, *paths)
     ctx.set_materialize_grads(False)
 
@@ -139,7 +140,8 @@ def _backward(context: Any, gradient: torch.Tensor | None, _: torch.Tensor | Non
     if gradient is None:
         return (*(None,) * 9, [None] * len(paths), None)
     of_sinks = None if sinks is None else _gradient_of_sinks(gradient, output, logsumexp, sinks)
-    how = *context.constants, paths, context.longest_path
+    *constants, longest_path = context.constants
+    how = *constants, paths, longest_path
     of_tensors = _gradients(gradient, q, k, v, output, logsumexp, segments, *how)
     return (*of_tensors, *(None,) * 5, of_sinks, [None] * len(paths), None)
 
