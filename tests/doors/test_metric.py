@@ -52,7 +52,7 @@ def test_score_reduces_it_over_micro_batches(model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("metric", "holds"), [("surprise", True), ("planted_count", False)])
 def test_verify_holds_it_to_the_law(model: Path, tmp_path: Path, metric: str, holds: bool) -> None:
     config = config_with(metric, model, tmp_path)
-    verdicts = verify(config, tmp_path / "proof", documents=8, only=lambda layout: layout.name in LAYOUTS)
+    verdicts = verify(config, tmp_path / "proof", documents=16, only=lambda layout: layout.name in LAYOUTS)
     assert [verdict.failure for verdict in verdicts] == [None] * len(LAYOUTS)
     worst = max((verdict.worst["metric"] for verdict in verdicts), key=lambda found: found.value)
     assert (worst.value <= 1e-5) is holds
