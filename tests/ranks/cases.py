@@ -107,8 +107,8 @@ def score_padded(runs: list[tuple[dict[str, Any], str, int | None]]) -> None:
     honest = runner.pack
     for config, output, poison in runs:
 
-        def pack(*arguments: Any, poison: int | None = poison) -> PackedBatch:
-            batch = honest(*arguments)
+        def pack(*arguments: Any, poison: int | None = poison, **named: Any) -> PackedBatch:
+            batch = honest(*arguments, **named)
             tokens = batch.tokens
             end = int(tokens.segments[tokens.num_segments])
             assert end < len(tokens)

@@ -95,7 +95,7 @@ def test_ranks_share_one_table_of_a_large_file(tiny_model: Model, tmp_path: Path
     given = config(model, tmp_path / "small.jsonl", tmp_path / "on1", data={"shuffle": True})
     on_ranks(1, train_all, [given])
     check_same_run(tmp_path / "on2", tmp_path / "on1")
-    assert len(list(tables.glob("*/table.json"))) == 1
+    assert len(list(tables.glob("*/facts.json"))) == 1
 
 
 @pytest.mark.long

@@ -140,8 +140,8 @@ def wrong_temperature() -> None:
 def labels_shifted_by_one() -> None:
     honest = runner.pack
 
-    def shifted(*arguments: Any) -> PackedBatch:
-        batch = honest(*arguments)
+    def shifted(*arguments: Any, **named: Any) -> PackedBatch:
+        batch = honest(*arguments, **named)
         labels = dataclasses.replace(batch.labels, rows=batch.labels.rows + 1)
         return dataclasses.replace(batch, labels=labels)
 

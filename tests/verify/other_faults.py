@@ -66,8 +66,8 @@ def moved_by_one(honest: Any, group: Any, rule: Any) -> Any:
 def signs_lost_in_packing() -> None:
     honest = runner.pack
 
-    def packed(*arguments: Any) -> Any:
-        batch = honest(*arguments)
+    def packed(*arguments: Any, **named: Any) -> Any:
+        batch = honest(*arguments, **named)
         labels = dataclasses.replace(batch.labels, advantages=batch.labels.advantages.abs())
         return dataclasses.replace(batch, labels=labels)
 

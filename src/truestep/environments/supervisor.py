@@ -82,7 +82,7 @@ class _Supervisor:
         limits = start["what"], start["memory"], private
         if start.get("environment") is None:
             self._limits = Limits(*limits)
-            self._relay = Relay(channel, connection, self._say_printed, self._end_orphans)
+            self._relay = Relay(channel, connection, self._say_printed, self._answered)
         else:
             self._limits = EpisodeLimits(*limits, worker, self._say)
             self._relay = Relay(channel, connection, self._say_printed)
@@ -128,6 +128,12 @@ class _Supervisor:
         except (frames.EndOfFramesError, frames.FrameError):
             return False
         return True
+
+    def _answered(self) -> None:
+        """Before the run gets the answer to a completion: end what its code left behind, and send what it printed."""
+        self._end_orphans()
+        self._read_output()
+        self._say_printed()
 
     def _end_orphans(self) -> None:
         """Kill orphaned processes that the code of a rated completion left behind."""

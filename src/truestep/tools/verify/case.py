@@ -117,14 +117,17 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     own = config.data.model_dump()["fields"]
     records = _invented(config, documents) if config.data.path is None else _of_user(config, documents)
     if not full:
-        records = share_beginnings([reduce_record(record, _MOST_TOKENS) for record in records])
+        records = [reduce_record(record, _MOST_TOKENS) for record in records]
     half = None
-    if not config.loss.supervised and not full:
-        objective = make_objective(config)
+    objective = None if config.loss.supervised or full else make_objective(config)
+    if objective is not None:
         if config.model.dtype == "bfloat16":
-            half = copy.deepcopy(records)
+            half = copy.deepcopy(records)  # no layout in half precision shares prefixes
             redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True, declared=own)
             write_json_lines(scratch / HALF, half)
+    if not full:
+        records = share_beginnings(records)
+    if objective is not None:
         redraw_logprobs(model, records, objective, seed, remote, adapter, declared=own)
     reference, loss = _reference(config, model, scratch, full)
     longest = max(len(record["input_ids"]) for record in records)
