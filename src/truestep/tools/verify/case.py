@@ -120,11 +120,10 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     half = None
     objective = None if config.loss.supervised or full else make_objective(config)
-    if objective is not None:
-        if config.model.dtype == "bfloat16":
-            half = copy.deepcopy(records)  # no layout in half precision shares prefixes
-            redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True, declared=own)
-            write_json_lines(scratch / HALF, half)
+    if objective is not None and config.model.dtype == "bfloat16":
+        half = copy.deepcopy(records)  # no layout in half precision shares prefixes
+        redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True, declared=own)
+        write_json_lines(scratch / HALF, half)
     if not full:
         records = share_beginnings(records)
     if objective is not None:
