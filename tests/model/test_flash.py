@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor import config as inductor
@@ -21,6 +22,7 @@ from truestep.model.loading.load import load_policy
 from truestep.model.mixers import attention, flash
 from truestep.model.mixers.paths import make_paths
 from truestep.rollouts.packing import pack_tokens
+from truestep.rollouts.prefixes import find_segments
 from truestep.weights.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -236,6 +238,26 @@ def test_a_compiled_layer_is_one_graph_for_any_packing(
         found.float().square().sum().backward()
     assert counted["stats"]["unique_graphs"] <= 2, "the first compilation and one of any size, whichever the packing"
     assert not counted["graph_break"], dict(counted["graph_break"])
+
+
+def test_no_tree_of_shared_prefixes_compiles_a_layer_again(
+    tiny_model: Callable[[str], Path], package: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "problem", lambda *_: None)
+    monkeypatch.setattr("truestep.model.fast.compiled.BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    policy = load_policy(tiny_model("llama"), dtype="bfloat16", device="cpu")
+    compile_layers(policy.model.model.layers)
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    found = []
+    for prefix, answers in ((5, (2, 3)), (9, (4, 1, 6)), (3, (3,)), (12, (2, 2, 2, 2)), (7, (5, 8)), (4, (1, 9, 3))):
+        documents = [np.arange(prefix + answer) % 61 for answer in answers]
+        documents = [np.where(np.arange(len(own)) < prefix, own, own + n) for n, own in enumerate(documents)]
+        tokens = pack_tokens(documents, 1, find_segments(documents))
+        policy.hidden(tokens).float().square().sum().backward()
+        found.append(counted["stats"]["unique_graphs"])
+    assert found[-1] == found[2] <= 4, found
 
 
 def gradients_of(policy: Any) -> dict[str, torch.Tensor]:
