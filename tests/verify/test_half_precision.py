@@ -63,7 +63,9 @@ def test_other_cases_are_drawn_as_ever(tiny_model: Callable[[str], Path], tmp_pa
     assert whole.records == alone.records and alone.half_records is None
     (tmp_path / "labels").mkdir()
     labels, _ = make(tiny_model, tmp_path / "labels", "grpo", "bfloat16")
-    assert labels.half_records == labels.records  # bounds of labels are wider than what bfloat16 rounds
+    # Bounds of labels are wider than what bfloat16 rounds. Every second record begins as the one before, but not here.
+    assert labels.half_records is not None
+    assert labels.half_records[::2] == labels.records[::2]
 
 
 @pytest.mark.long
