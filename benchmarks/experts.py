@@ -25,6 +25,7 @@ import torch
 import transformers
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from step import document
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
@@ -81,16 +82,8 @@ def make_documents(given: argparse.Namespace) -> list[Rollout]:
     while left > 200:
         length = min(int(generator.integers(given.length * 6 // 10, given.length * 14 // 10)), left)
         left -= length
-        mask = np.arange(length) >= length // 2
-        documents.append(
-            Rollout(
-                id=str(len(documents)),
-                input_ids=generator.integers(0, given.vocabulary, length),
-                loss_mask=mask,
-                logprobs=np.where(mask, -12, 0).astype(np.float32),
-                advantages=np.where(mask, generator.normal(), 0).astype(np.float32),
-            )
-        )
+        ids = generator.integers(0, given.vocabulary, length)
+        documents.append(document(str(len(documents)), ids, length - length // 2, generator))
     return documents
 
 

@@ -28,7 +28,7 @@ import torch
 import transformers
 from qwen import write_model
 
-from step import make_optimizer, matrix_rate
+from step import document, make_optimizer, matrix_rate
 from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.model.loading.load import load_policy
@@ -40,17 +40,6 @@ from truestep.step.update.optimizer import prepare, update
 from truestep.types import Rollout, StepPlan, sequences_of
 
 VOCABULARY = 151_936
-
-
-def document(name: str, ids: np.ndarray, labels: int, generator: np.random.Generator) -> Rollout:
-    mask = np.arange(len(ids)) >= len(ids) - labels
-    return Rollout(
-        id=name,
-        input_ids=ids,
-        loss_mask=mask,
-        logprobs=np.where(mask, -12, 0).astype(np.float32),
-        advantages=np.where(mask, generator.normal(), 0).astype(np.float32),
-    )
 
 
 def groups(prefix: int, answer: int, group: int, count: int, vocabulary: int) -> list[Rollout]:

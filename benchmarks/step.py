@@ -88,6 +88,18 @@ def options() -> argparse.Namespace:
     return given
 
 
+def document(name: str, ids: np.ndarray, labels: int, generator: np.random.Generator) -> Rollout:
+    """A document whose last tokens are its labels, with one advantage."""
+    mask = np.arange(len(ids)) >= len(ids) - labels
+    return Rollout(
+        id=name,
+        input_ids=ids,
+        loss_mask=mask,
+        logprobs=np.where(mask, -12, 0).astype(np.float32),
+        advantages=np.where(mask, generator.normal(), 0).astype(np.float32),
+    )
+
+
 def make_documents(given: argparse.Namespace) -> list[Rollout]:
     """Documents that fill the micro-batches to within a document."""
     generator = np.random.default_rng(0)
@@ -98,16 +110,9 @@ def make_documents(given: argparse.Namespace) -> list[Rollout]:
     while left > 200:
         length = min(draw_length(generator, given), left)
         left -= length
-        mask = np.arange(length) >= (1 if given.all_labels else length // 2)
-        documents.append(
-            Rollout(
-                id=str(len(documents)),
-                input_ids=generator.integers(0, given.vocabulary, length),
-                loss_mask=mask,
-                logprobs=np.where(mask, -12, 0).astype(np.float32),
-                advantages=np.where(mask, generator.normal(), 0).astype(np.float32),
-            )
-        )
+        ids = generator.integers(0, given.vocabulary, length)
+        labels = length - (1 if given.all_labels else length // 2)
+        documents.append(document(str(len(documents)), ids, labels, generator))
     return documents
 
 

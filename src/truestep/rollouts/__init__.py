@@ -13,6 +13,7 @@ advantages        baselines and scales, by group and by step
 selection         documents that a step leaves out: zero advantages, truncated documents
 episodes          why an episode ended, and the time and tool calls of its turns, in a document's metadata
 packing           documents become micro-batches of packed tokens with shifted labels
+prefixes          what sequences share that begin with the same tokens
 chat, rendering   messages become tokens and labels by the model's chat template; its limits on time and memory
 kept              samples of rollouts that a run keeps for people to read
 """

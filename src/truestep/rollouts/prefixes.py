@@ -71,16 +71,6 @@ class Forest:
         attention = sum(segment.length * (segment.stop + segment.start) for segment in self.segments)
         return self.tokens + attention / even_length + PATH_COST * (self.path_tokens - self.tokens)
 
-    def trees(self) -> list[list[int]]:
-        """Group the sequences by the root of their path."""
-        root: list[int] = []
-        for number, segment in enumerate(self.segments):
-            root.append(number if segment.parent < 0 else root[segment.parent])
-        found: dict[int, list[int]] = {}
-        for sequence, last in enumerate(self.last):
-            found.setdefault(root[last], []).append(sequence)
-        return list(found.values())
-
 
 def find_segments(sequences: Sequence[np.ndarray], least: int = 1, least_share: float = 0.0) -> Forest:
     """Find the segments that sequences share. A segment that n branches share saves n - 1 times its length; it is

@@ -35,6 +35,7 @@ class Paths:
     first: torch.Tensor  # [G + 1] int32
     copies: torch.Tensor  # [C] int32 index into P
     levels: "tuple[Level, ...]"
+    restore: torch.Tensor  # [S] int64 index of each token in the concatenated tokens of all levels
 
     @property
     def index(self) -> list[torch.Tensor]:
@@ -74,6 +75,8 @@ def make_paths(spans: Sequence[Span], parents: Sequence[int], device: torch.devi
     order = np.argsort(owner, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(spans)))])
 
+    levels = _levels(spans, parents, [len(path) - 1 for path in paths], device)
+
     def there(values: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return sent(torch.from_numpy(values).to(dtype), device)
 
@@ -86,7 +89,8 @@ def make_paths(spans: Sequence[Span], parents: Sequence[int], device: torch.devi
         starts=there(starts),
         first=there(first),
         copies=there(begins[order]),
-        levels=_levels(spans, parents, [len(path) - 1 for path in paths], device),
+        levels=levels,
+        restore=torch.argsort(torch.cat([level.tokens for level in levels])),
     )
 
 

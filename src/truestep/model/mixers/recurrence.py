@@ -282,8 +282,7 @@ def _along_paths(recurrence: Recurrence, call: Call, paths: Paths) -> Any:
         }
         form, final = recurrence.packed(call.replaced(**own), level.segments, level.longest, level.spans, initial)
         outputs.append(form[0] if isinstance(form, tuple) else form)
-    order = torch.argsort(torch.cat([level.tokens for level in paths.levels]))
-    output = torch.cat(outputs, recurrence.output_tokens).index_select(recurrence.output_tokens, order)
+    output = torch.cat(outputs, recurrence.output_tokens).index_select(recurrence.output_tokens, paths.restore)
     return (output, *form[1:]) if isinstance(form, tuple) else output
 
 
