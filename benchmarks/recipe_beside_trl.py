@@ -75,7 +75,8 @@ class Trial:
         file = model.with_suffix(".yaml")
         file.write_text(yaml.safe_dump(config))
         self.call(["-m", "truestep", "train", str(file)], model.name)
-        self.call(["-m", "truestep", "export", str(run), "--output", str(model)], f"{model.name}-export")
+        export = ["export", str(run), "--output", str(model), "--dtype", "float32"]  # as TRL saves it; bfloat16 rounds
+        self.call(["-m", "truestep", *export], f"{model.name}-export")
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         shutil.rmtree(run / "checkpoints")
         return {"seconds": [line["step_time"] for line in lines], "rewards": [line["reward"] for line in lines]}

@@ -84,7 +84,7 @@ def test_the_fused_attention_is_used_and_keeps_documents_apart(
 ) -> None:
     calls = []
     honest = attention._varlen
-    monkeypatch.setattr(attention, "_varlen", lambda *values: (calls.append(1), honest(*values))[1])
+    monkeypatch.setattr(attention, "_varlen", lambda *values, **named: (calls.append(1), honest(*values, **named))[1])
     policy = load_policy(tiny_model(kind), dtype="bfloat16", device="cuda")
     needs = Needs(logprobs=False, advantages=False, advantage_rule="none")
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from families.compare import of_policy
 from families.tiny_families import tiny_config
+from interpreted import HALF, use
 from oracles import experts as oracle
 from tiny import expert_model
 from truestep.model.experts import grouped
@@ -224,3 +225,25 @@ def test_compiled_layers_compute_what_plain_layers_do(
         for numbers in (found, plain)
     )
     assert ours <= 1.5 * theirs
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("sizes", [(0, 3, 0, 70, 1), (64, 65, 0, 0), (0, 0)])
+def test_the_kernel_adds_each_experts_outer_products(
+    sizes: tuple[int, ...], adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = use("kernels", monkeypatch)
+    from truestep.weights.grouped_kernel import add_gradients
+
+    generator, rows = torch.Generator().manual_seed(0), sum(sizes) + 2  # two rows that belong to no expert
+    first, second = (torch.randn(rows, width, generator=generator).to(HALF) for width in (24, 40))
+    ends = torch.tensor(sizes).cumsum(0).int()
+    buffer = torch.randn(len(sizes), 24, 40, generator=generator)
+    expected, start = buffer.double() if adds else torch.zeros(buffer.shape, dtype=torch.float64), 0
+    for expert, size in enumerate(sizes):
+        for row in range(start, start + size):
+            expected[expert] += torch.outer(first[row].double(), second[row].double())
+        start += size
+    given = [each.to(device) for each in (first, second, ends, buffer)]
+    add_gradients(*given, adds=adds)
+    torch.testing.assert_close(given[3].double().cpu(), expected, rtol=1e-6, atol=1e-5)

@@ -4,10 +4,13 @@ Operators of compiled code take the number, and find the weight and the owner of
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+
+_ALIGNMENT = 16  # bytes
 
 
 class Buffers(Protocol):
@@ -17,13 +20,10 @@ class Buffers(Protocol):
         """Add `gradient.T @ rows` to a parameter's gradient buffer: [tokens, N], [tokens, K]."""
 
     def add_grouped(
-        self,
-        parameter: torch.nn.Parameter,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        runs: Iterable[tuple[int, slice]],
+        self, parameter: torch.nn.Parameter, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor
     ) -> None:
-        """Add `first[run].T @ second[run]` to the numbered matrix of a parameter's gradient buffer, for each run."""
+        """Add `first[run].T @ second[run]` to each matrix of a parameter's gradient buffer. The run of rows of a matrix
+        ends where `ends` says."""
 
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Move each group of parameters to contiguous memory, one after another."""
@@ -51,3 +51,21 @@ def entry(number: int) -> tuple[Any, torch.nn.Parameter]:
 
 def _nobody() -> Any:
     return None
+
+
+def runs_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield the number and the rows of each run that has rows. On a GPU, the host waits for `ends`."""
+    for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if end > start:
+            yield number, slice(start, end)
+
+
+def aligned(*operands: torch.Tensor) -> bool:
+    """Tell whether kernels that copy blocks of 16 bytes can read these matrices."""
+    return all(
+        operand.is_contiguous()
+        and operand.numel() > 0
+        and operand.shape[-1] * operand.itemsize % _ALIGNMENT == 0
+        and operand.data_ptr() % _ALIGNMENT == 0
+        for operand in operands
+    )

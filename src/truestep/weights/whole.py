@@ -18,6 +18,7 @@ import torch
 
 from truestep.gpu.pinned import to_host
 from truestep.ranks.group import ALONE, Ranks
+from truestep.weights.gradient_buffers import aligned, runs_of
 from truestep.weights.pieces import WeightSlice, pieces_of, sum_parts
 from truestep.weights.protocol import Weights, some_rows
 
@@ -102,26 +103,19 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def add_grouped(
-        self,
-        parameter: torch.nn.Parameter,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        runs: Iterable[tuple[int, slice]],
+        self, parameter: torch.nn.Parameter, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor
     ) -> None:
         """Add the products of runs of rows, [R, N] and [R, K], to the matrices [N, K] of a parameter's buffer."""
-        buffer = self._buffers[parameter]
-        fresh, left = self._is_first(parameter), set(range(len(buffer)))
-        for matrix, run in runs:
-            place, rows, others = buffer[matrix], first[run].T, second[run]
-            left.discard(matrix)
-            if not buffer.is_cuda:  # CPU products cannot add to a buffer of another type
-                place.addmm_(rows.to(buffer.dtype), others.to(buffer.dtype), beta=0 if fresh else 1)
-            elif fresh:
-                torch.mm(rows, others, out_dtype=buffer.dtype, out=place)
-            else:
-                torch.addmm(place, rows, others, out_dtype=buffer.dtype, out=place)
-        for matrix in left if fresh else ():
-            buffer[matrix].zero_()
+        buffer, fresh = self._buffers[parameter], self._is_first(parameter)
+        if buffer.is_cuda and first.dtype == second.dtype == torch.bfloat16 and aligned(first, second):
+            from truestep.weights.grouped_kernel import add_gradients  # Triton
+
+            add_gradients(first, second, ends, buffer, adds=not fresh)
+            return
+        if fresh:
+            buffer.zero_()
+        for matrix, run in runs_of(ends):  # products of other types cannot add to a buffer of float32
+            buffer[matrix].addmm_(first[run].T.to(buffer.dtype), second[run].to(buffer.dtype))
 
     @torch.no_grad()
     def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:

@@ -7,15 +7,10 @@ operators so that compiled code keeps their results for the backward pass, and n
 Dimensions: T tokens, k experts of each, R = T · k rows, E experts, K inputs, N outputs.
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 import torch
 
 from truestep.gpu.operators import operator
-from truestep.weights.gradient_buffers import entry
-
-_ALIGNMENT = 16  # bytes
+from truestep.weights.gradient_buffers import aligned, entry, runs_of
 
 
 def _sorted_shapes(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,7 +48,7 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
         found: torch.Tensor = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
         return found
     result = _product_shape(rows, weights, ends, by_rows)
-    for expert, run in _runs(ends):
+    for expert, run in runs_of(ends):
         torch.mm(rows[run], matrices[expert], out=result[run])
     return result
 
@@ -71,7 +66,7 @@ def grouped_gradient(first: torch.Tensor, second: torch.Tensor, ends: torch.Tens
         found: torch.Tensor = torch.nn.functional.grouped_mm(first.T, second, offs=ends)
         return found
     result = _gradient_shape(first, second, ends).zero_()
-    for expert, run in _runs(ends):
+    for expert, run in runs_of(ends):
         torch.mm(first[run].T, second[run], out=result[expert])
     return result
 
@@ -94,25 +89,11 @@ def grouped_backward(
     """Return the gradient of a product's rows, and add that of its weights to the float32 buffer of the weight with
     this number. In compiled code an operator that returned nothing would be left out."""
     owner, parameter = entry(int(number))
-    owner.add_grouped(parameter, *((gradient, rows) if by_rows else (rows, gradient)), _runs(ends))
+    gradient, rows = gradient.contiguous(), rows.contiguous()
+    owner.add_grouped(parameter, *((gradient, rows) if by_rows else (rows, gradient)), ends)
     return grouped_product(gradient, weights, ends, not by_rows)
-
-
-def _runs(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the experts that have rows, and their rows."""
-    for expert, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
-        if end > start:
-            yield expert, slice(start, end)
 
 
 def _in_one_kernel(*operands: torch.Tensor) -> bool:
     """Tell whether torch's grouped kernel can multiply these."""
-    return all(
-        operand.is_cuda
-        and operand.dtype == torch.bfloat16
-        and operand.is_contiguous()
-        and operand.numel() > 0
-        and operand.shape[-1] * operand.itemsize % _ALIGNMENT == 0
-        and operand.data_ptr() % _ALIGNMENT == 0
-        for operand in operands
-    )
+    return aligned(*operands) and all(operand.is_cuda and operand.dtype == torch.bfloat16 for operand in operands)
