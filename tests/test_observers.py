@@ -87,7 +87,7 @@ def test_an_observer_is_told_of_everything_in_its_turn(
 def test_a_run_that_fails_is_not_finished(
     tiny_model: Callable[[str], Path], tmp_path: Path, told: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("truestep.run.trainer.gradient_norm", lambda *_, **__: float("nan"))
+    monkeypatch.setattr("truestep.step.learner.gradient_norm", lambda *_, **__: float("nan"))
     with pytest.raises(TrainingError, match="norm is nan"):
         observed(tiny_model("llama"), tmp_path, told).run()
     assert told == [("started",), ("rollouts", 5), ("close",), ("source close", False)]

@@ -123,7 +123,7 @@ def test_documents_are_not_blamed_for_ruined_weights(
     name = "model.layers.0.mlp.up_proj.weight"
 
     def ruin() -> None:
-        assert not trainer.update_check.ruined(), "the update itself was right"
+        assert not trainer.learner.update_check.ruined(), "the update itself was right"
         with torch.no_grad():
             trainer.policy.weights.master[name].fill_(value)
             trainer.policy.weights.master["model.layers.0.mlp.gate_proj.weight"].fill_(value)

@@ -18,6 +18,8 @@ _HOME = {  # of each public name
     "dump_config": "truestep.config.load",
     "TruestepError": "truestep.errors",
     "train": "truestep.commands.running",
+    "Session": "truestep.commands.session",
+    "Sample": "truestep.commands.session",
     "TrainingResult": "truestep.commands.running",
     "score": "truestep.commands.looking",
     "verify": "truestep.commands.looking",

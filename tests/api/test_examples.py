@@ -16,12 +16,13 @@ from selection import nightly_except
 from truestep.ranks.forks import fork_context
 
 FOLDER = Path(__file__).parents[2] / "examples" / "python"
-PROGRAMS = ("with_callbacks", "own_objective", "own_source", "sweep", "look_inside")
+PROGRAMS = ("with_callbacks", "own_objective", "own_source", "sweep", "look_inside", "own_loop")
 LAST_LINES = {
     "with_callbacks": "all 2 steps are done; learning rate 0.002",
     "own_objective": "all 2 steps are done; surprise ",
     "own_source": "the data ended after step 2",
     "sweep": "compared in ",
+    "own_loop": "saved: made/own-loop/step-00000002",
     "look_inside": "the data ended after step 2; a Hugging Face directory: ",
 }
 

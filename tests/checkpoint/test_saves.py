@@ -176,7 +176,7 @@ def test_an_update_waits_until_what_it_changes_is_copied(
 FAILS = """
 import sys
 import torch
-from truestep.run import trainer
+from truestep.step import learner
 from truestep.run.checkpoint import staging
 from truestep.commands.cli import main
 
@@ -195,7 +195,7 @@ def slow(*arguments, **options):
     return made(*arguments, **options)
 
 staging.{owner} = slow
-trainer.clip_scale = fail
+learner.clip_scale = fail
 main(["train", sys.argv[1]])
 """
 

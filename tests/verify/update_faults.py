@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from truestep.run import trainer
+from truestep.step import learner
 from truestep.step.compute.runner import StepRunner
 from truestep.step.update import gradient_clipping as clipping
 from truestep.step.update.optimizer import LearningRate
@@ -67,25 +67,25 @@ def decay_that_warm_up_is_part_of(self: LearningRate, step: int, honest: Any) ->
 
 def applied_rate(factor: float) -> None:
     """The schedule is right, and the optimizer is given another rate."""
-    honest = trainer.update
-    trainer.update = lambda optimizer, weights, rate, scale=1.0: honest(optimizer, weights, factor * rate, scale)
+    honest = learner.update
+    learner.update = lambda optimizer, weights, rate, scale=1.0: honest(optimizer, weights, factor * rate, scale)
 
 
 def rate_of_the_first_step_for_ever() -> None:
-    honest, first = trainer.update, list[float]()
+    honest, first = learner.update, list[float]()
 
     def update(optimizer: Any, weights: Any, rate: float, scale: float = 1.0) -> None:
         first.append(rate)
         honest(optimizer, weights, first[0], scale)
 
-    trainer.update = update
+    learner.update = update
 
 
 # --- clipping
 
 
 def scale_of(change: Callable[[float, float | None], float]) -> None:
-    trainer.clip_scale = change
+    learner.clip_scale = change
 
 
 def unclipped(norm: float, threshold: float | None) -> float:
@@ -109,25 +109,25 @@ def by_what_is_above(norm: float, threshold: float | None) -> float:
 
 
 def clip_by_value() -> None:
-    honest = trainer.update
+    honest = learner.update
 
     def update(optimizer: Any, weights: Any, rate: float, scale: float = 1.0) -> None:
         for gradient in weights.gradients.values():
             gradient.clamp_(-0.01, 0.01)
         honest(optimizer, weights, rate, 1.0)
 
-    trainer.update = update
+    learner.update = update
 
 
 def clip_each_weight() -> None:
-    honest = trainer.update
+    honest = learner.update
 
     def update(optimizer: Any, weights: Any, rate: float, scale: float = 1.0) -> None:
         for gradient in weights.gradients.values():
             gradient.mul_(min(1.0, 0.1 / float(gradient.norm().clamp(min=1e-30))))
         honest(optimizer, weights, rate, 1.0)
 
-    trainer.update = update
+    learner.update = update
 
 
 def scale_that_the_optimizer_forgets() -> None:
@@ -279,18 +279,18 @@ def only_signs(honest: Any, given: Given) -> None:
 
 
 def updated(times: int) -> None:
-    honest = trainer.update
+    honest = learner.update
 
     def update(*arguments: Any) -> None:
         for _ in range(times):
             honest(*arguments)
 
-    trainer.update = update
+    learner.update = update
 
 
 def stale_gradients() -> None:
     """The optimizer takes the gradient of the step before."""
-    honest, old = trainer.update, dict[str, torch.Tensor]()
+    honest, old = learner.update, dict[str, torch.Tensor]()
 
     def update(optimizer: Any, weights: Any, *rest: Any) -> None:
         for name, gradient in weights.gradients.items():
@@ -299,11 +299,11 @@ def stale_gradients() -> None:
             old[name] = new
         honest(optimizer, weights, *rest)
 
-    trainer.update = update
+    learner.update = update
 
 
 def frozen_weights_decay() -> None:
-    honest = trainer.update
+    honest = learner.update
 
     def update(optimizer: Any, weights: Any, rate: float, scale: float = 1.0) -> None:
         honest(optimizer, weights, rate, scale)
@@ -311,7 +311,7 @@ def frozen_weights_decay() -> None:
             with torch.no_grad():
                 weight.mul_(1 - 10 * rate)
 
-    trainer.update = update
+    learner.update = update
 
 
 def loaded_in_bfloat16() -> None:
@@ -346,7 +346,7 @@ def gradient_times(factor: float) -> None:
         return statistics, gradient * factor
 
     StepRunner._head = scaled  # type: ignore[method-assign]
-    honest_norm = trainer.gradient_norm
+    honest_norm = learner.gradient_norm
 
     def norm(weights: Any, meanwhile: Any = lambda: None) -> float:
         for gradient in weights.gradients.values():
@@ -354,18 +354,18 @@ def gradient_times(factor: float) -> None:
         return honest_norm(weights, meanwhile)
 
     StepRunner._head = honest  # type: ignore[method-assign]
-    trainer.gradient_norm = norm
+    learner.gradient_norm = norm
 
 
 def divided_by_ranks() -> None:
-    honest = trainer.gradient_norm
+    honest = learner.gradient_norm
 
     def norm(weights: Any, meanwhile: Any = lambda: None) -> float:
         for gradient in weights.gradients.values():
             gradient.div_(weights.ranks.size)
         return honest(weights, meanwhile)
 
-    trainer.gradient_norm = norm
+    learner.gradient_norm = norm
 
 
 # --- the table

@@ -85,7 +85,7 @@ def _prompts(
         fields = {name: value for name, value in record.items() if name not in ("prompt", "id")}
         if not is_json:
             _check_fields(fields, where)
-        ids = _tokenise(record["prompt"], tokenizer, where)
+        ids = tokenise(record["prompt"], tokenizer, where)
         if vocabulary_size is not None and max(ids) >= vocabulary_size:
             raise PromptError(
                 f"{where}: the tokenizer gives token id {max(ids)}, and the model's vocabulary has {vocabulary_size}"
@@ -147,7 +147,8 @@ def find_prompts(path: str | Path, option: str | None = None) -> Path:
     return source
 
 
-def _tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
+def tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
+    """Return the ids of a prompt, which is text or chat messages. `where` stands in messages."""
     if isinstance(prompt, str):
         try:
             prompt.encode()

@@ -41,6 +41,14 @@ class Denominator:
                 raise ValueError(f"unknown normalize_by: {other}")
         return 1 / denominator.double()
 
+    def step_scale(self, totals: StepTotals) -> float:
+        """Return the ratio of all labels' weights with these totals to those with `ONE_OF_EACH`."""
+        return 1 / max(totals.num_labels if self.normalize_by == "labels" else totals.num_documents, 1)
+
+
+# With these totals, what is computed is that of the step times its denominator, whatever else the step has.
+ONE_OF_EACH = StepTotals(num_documents=1, num_labels=1, num_tokens=1)
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -61,6 +69,14 @@ class Objective:
     clip_cov: ClipCov | None = None
     kl_cov: KlCov | None = None
     routers: bool = False  # the loss also has the terms of the policy's routers, which no label has
+
+    def step_scale(self, totals: StepTotals) -> float | None:
+        """Return the ratio of the coefficients with these totals to those with `ONE_OF_EACH`. None: terms have
+        different denominators, so no number is the ratio of all."""
+        scale, other = self.denominator.step_scale(totals), self.entropy_denominator
+        if other is not None and other.step_scale(totals) != scale:
+            return None
+        return scale / max(totals.num_documents, 1) if self.gradient_divisor == "deepspeed" else scale
 
     @property
     def steered_weight(self) -> float | None:

@@ -4,7 +4,7 @@ import glob
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,21 @@ def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
 
     Of records with the same id the first valid one is kept. If the loss needs no advantages, rewards are only logged.
     """
-    items: list[Rollout | Rejected] = collect(paths, checks, lambda rollout: rollout)
+    return _with_advantages(collect(paths, checks, lambda rollout: rollout), checks)
+
+
+def check_records(records: Iterable[Any], checks: Checks) -> Sequence[Rollout]:
+    """Check records of a program, and compute advantages as for those of files. A bad record raises `DataError`."""
+    collected = _Collected(replace(checks, stop_at_rejected=True), lambda rollout: rollout)
+    for number, record in enumerate(records):
+        try:
+            collected.add(parse_record(record, f"record {number}", checks), ("records", number))
+        except BadRecord as error:
+            collected.add_bad(error, ("records", number))
+    return _with_advantages(collected.finish(), checks).rollouts
+
+
+def _with_advantages(items: Sequence[Rollout | Rejected], checks: Checks) -> Documents:
     rule = checks.needs.advantage_rule if checks.needs.advantages else "none"
     rejected = tuple(item for item in items if isinstance(item, Rejected))
     rollouts = assign_advantages(items, rule=rule, group_size=checks.group_size)

@@ -52,6 +52,7 @@ from truestep.step.before.annotators import Annotators
 from truestep.step.before.check import SamplerCheck
 from truestep.step.compute.runner import StepRunner
 from truestep.step.held_out import HeldOutLoss
+from truestep.step.learner import Learner
 from truestep.step.plan.ahead import PlansAhead
 from truestep.step.plan.queue import PlanQueue
 from truestep.step.update.optimizer import StateError, restore_optimizer
@@ -140,17 +141,14 @@ def make_trainer(
         if supply.publication is not None:
             supply.publication.saved(latest, progress.step, queue.documents_seen)
     return Trainer(
-        policy=policy,
+        learner=Learner(runner.with_entropy_bonus(progress.entropy_bonus), optimizer, config.optimizer.gradient_clip),
         source=supply.source,
         plans=PlansAhead(queue, ranks, overlap=supply.source.plans_ahead),
         ranks=ranks,
         watch=watch,
-        runner=runner.with_entropy_bonus(progress.entropy_bonus),
         annotators=annotators,
         check=check,
-        optimizer=optimizer,
         learning_rate=make_learning_rate(config),
-        gradient_clip=config.optimizer.gradient_clip,
         directory=directory,
         checkpoints=store,
         saves=Saves(store, ranks),

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +18,6 @@ from truestep.metrics.spent import StepTimes
 from truestep.metrics.types import Max
 from truestep.model.policy import Policy
 from truestep.process.garbage import LongLived
-from truestep.process.progress import working
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.source import Interrupted, Source
@@ -31,13 +29,14 @@ from truestep.step.before.annotators import Annotators
 from truestep.step.before.check import SamplerCheck
 from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.gpu_use import gpu_metrics
+from truestep.step.learner import Learner
 from truestep.step.plan.ahead import Planned, PlansAhead
 from truestep.step.update.blame import find_cause
-from truestep.step.update.gradient_clipping import clip_scale, explain_useless, gradient_norm, usable
-from truestep.step.update.optimizer import LearningRate, forget_prepared, optimizer_parts, prepare, update
+from truestep.step.update.gradient_clipping import explain_useless
+from truestep.step.update.optimizer import LearningRate, optimizer_parts
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
-from truestep.weights.finite import UpdateCheck, some
+from truestep.weights.finite import some
 
 
 class TrainingError(TruestepError):
@@ -69,13 +68,10 @@ class RunState:
 class Trainer:
     """The parts of a run, and the loop over its steps."""
 
-    policy: Policy
+    learner: Learner
     source: Source
     plans: PlansAhead
-    runner: StepRunner
-    optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
-    gradient_clip: float | None
     directory: RunDirectory
     checkpoints: CheckpointStore
     saves: Saves
@@ -94,16 +90,24 @@ class Trainer:
     times: StepTimes = field(default_factory=StepTimes)
     ended: str = "not run yet"  # how the run ended, as a sentence
     finished: bool = False  # all steps were made or the data ended: the run was not stopped
-    update_check: UpdateCheck = field(init=False)
     _num_rejected: int = 0  # records rejected since the last step
     _long_lived: LongLived = field(default_factory=LongLived)
-
-    def __post_init__(self) -> None:
-        self.update_check = UpdateCheck(self.policy.weights)
 
     @property
     def step(self) -> int:
         return self.state.step
+
+    @property
+    def policy(self) -> Policy:
+        return self.learner.policy
+
+    @property
+    def runner(self) -> StepRunner:
+        return self.learner.runner
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.learner.optimizer
 
     @property
     def sinks(self) -> list[Sink]:
@@ -236,23 +240,17 @@ class Trainer:
         accumulated = self._accumulate(plan, measured)
         if (fault := self._fault(plan, accumulated)) is not None:
             raise self._unusable(number, fault)
-        norm = gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
+        norm = self.learner.gradient_norm()
         # Weights that are not finite also make an unusable gradient: check them before the documents are blamed.
-        useless = not usable(norm, self.gradient_clip)
-        if useless or self.update_check.costs_nothing:
+        useless = not self.learner.usable(norm)
+        if useless or self.learner.update_check.costs_nothing:
             self._check_weights()
         if useless:
             raise self._useless(number, plan, accumulated, norm)
         self.observers.gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
-        with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
-            scale = clip_scale(norm, self.gradient_clip)
-            self.saves.before_update()
-            update(self.optimizer, self.policy.weights, rate, scale)
-            if self.policy.routing is not None and accumulated.loads is not None:
-                self.policy.routing.move_biases(accumulated.loads)
-            self.update_check.ask(rate)
-        self.runner = self.runner.steered(accumulated.metrics)
+        self.learner.update(rate, norm, accumulated.loads, before=self.saves.before_update)
+        self.learner.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
         self.watch.phase(f"ending step {number}")
@@ -310,21 +308,21 @@ class Trainer:
     def _useless(self, number: int, plan: StepPlan, accumulated: Accumulated, norm: float) -> TrainingError:
         """Make the error of a gradient that no update may use, and name its cause."""
         self.watch.phase(f"looking for what makes the gradient of step {number} {norm}")
-        cause = find_cause(self.runner, plan, self.gradient_clip)
-        why = explain_useless(norm, self.gradient_clip)
-        forget_prepared(self.optimizer)
+        cause = find_cause(self.runner, plan, self.learner.gradient_clip)
+        why = explain_useless(norm, self.learner.gradient_clip)
+        self.learner.forget_gradient()
         return self._unusable(number, f"{why} (loss {accumulated.line()['loss']}); {cause}")
 
     def _check_weights(self) -> None:
         """Raise if the last update left weights that are not finite. Called before weights are saved, published,
         evaluated or trained, on every rank."""
-        if not (ruined := self.update_check.ruined()):
+        if not (ruined := self.learner.update_check.ruined()):
             return
         self._finish_save()
-        forget_prepared(self.optimizer)
+        self.learner.forget_gradient()
         raise TrainingError(
             f"step {self.step}: its update left weights that are not finite, or close to it: {some(ruined)}. Its "
-            f"gradient was finite, and the learning rate {self.update_check.learning_rate:g}: lower "
+            f"gradient was finite, and the learning rate {self.learner.update_check.learning_rate:g}: lower "
             "optimizer.learning_rate. Nothing was saved, published or evaluated since, and the last checkpoint is "
             f"{self.checkpoints.latest() or 'not written yet'}"
         )

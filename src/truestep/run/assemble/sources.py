@@ -147,7 +147,8 @@ def advantage_rule(config: Config) -> AdvantageRule:
     return AdvantageRule.of(data.advantages, data.advantage_scale, data.advantage_std_floor, penalty)
 
 
-def _checks(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Checks:
+def checks_of(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Checks:
+    """Return what the configuration's loss requires of records."""
     data, supervised = config.data, config.loss.supervised
     return Checks(
         Needs(
@@ -195,7 +196,7 @@ def read_documents(
 ) -> Documents:
     """Read the documents of data.path. Without `tokenizer`, the model's is loaded if messages need one. With
     `as_written`, rewards and advantages stay as in the files, and truncated documents are kept."""
-    checks = _checks(config, vocabulary_size, tokenizer or tokenizer_of(config))
+    checks = checks_of(config, vocabulary_size, tokenizer or tokenizer_of(config))
     if as_written:
         needs = dataclasses.replace(checks.needs, advantages=False)
         checks = dataclasses.replace(checks, needs=needs, truncated="keep")
@@ -215,7 +216,7 @@ def held_out_documents(config: Config, vocabulary_size: int, tokenizer: Callable
     """Read the documents of evaluation.path, whole on every rank."""
     assert config.evaluation is not None and config.evaluation.path is not None
     path = config.evaluation.path
-    checks = dataclasses.replace(_checks(config, vocabulary_size, tokenizer), stop_at_rejected=False)
+    checks = dataclasses.replace(checks_of(config, vocabulary_size, tokenizer), stop_at_rejected=False)
     return open_documents(expand_paths(path if isinstance(path, str) else list(path)), checks, _cache_directory(config))
 
 
@@ -241,7 +242,7 @@ def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
         return Supply(SharedPeekableSource(None, ranks))
     assert config.checkpoint.directory is not None
     ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
-    checks = _checks(config, policy.vocabulary_size, lambda: policy.tokenizer)
+    checks = checks_of(config, policy.vocabulary_size, lambda: policy.tokenizer)
     timeout = config.schedule.stall_timeout
     transport = make_transport(data.source)
     source = StreamSource(transport, checks, timeout, ids, data.group_timeout)

@@ -105,11 +105,18 @@ class StepRunner:
         return math.lcm(self.pad_to_multiple, self._ranks.token_share)
 
     def accumulate(
-        self, plan: StepPlan, *, backward: bool = True, extra_metrics: Mapping[str, Metric] | None = None
+        self,
+        plan: StepPlan,
+        *,
+        backward: bool = True,
+        extra_metrics: Mapping[str, Metric] | None = None,
+        first: bool = True,
+        last: bool = True,
     ) -> Accumulated:
         """Run the plan. Reduce its metrics and `extra_metrics` of each rank over all ranks; with `backward`, compute
-        the whole gradient. All ranks must call this, since each has a part of the weights."""
-        sums, runs = self._accumulate(plan, backward)
+        the whole gradient. All ranks must call this, since each has a part of the weights. A plan that is not the
+        `first` of its step adds to the gradient; before the `last` one the gradient is not reduced over the ranks."""
+        sums, runs = self._accumulate(plan, backward, first, last)
         parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores, sums.compared))
         routing = self.policy.routing
         loads = None if routing is None else summed(self._ranks.gather(routing.counts))
@@ -126,11 +133,11 @@ class StepRunner:
         compared = None if self.compares is None else _table(plan, rows)
         return Accumulated(metrics, _of_documents(plan, scores), compared, loads)
 
-    def _accumulate(self, plan: StepPlan, backward: bool) -> tuple[_RankSums, list[Passes]]:
+    def _accumulate(self, plan: StepPlan, backward: bool, first: bool, last: bool) -> tuple[_RankSums, list[Passes]]:
         if plan.ranks != self._ranks.data:
             raise ValueError(f"the plan is for {plan.ranks} data ranks, but there are {self._ranks.data}")
         sums = _RankSums({}, {}, [])
-        if backward:
+        if backward and first:
             self.policy.weights.zero_gradients()
         micro_batches = plan.of_rank(self._ranks.data_rank)
         computed, counted = self._begin(plan, micro_batches)
@@ -178,11 +185,15 @@ class StepRunner:
                     self._measure(
                         sums, self._pack(plan, members, exact), plan, RowStatistics(nothing, nothing, nothing)
                     )
-        if backward:
-            with self.stopwatch.measure("reduce"):
-                self.policy.weights.reduce()
+        if backward and last:
+            self.reduce()
             marks.mark("gradients", self.policy.device)
         return sums, runs
+
+    def reduce(self) -> None:
+        """Sum the gradient over the ranks."""
+        with self.stopwatch.measure("reduce"):
+            self.policy.weights.reduce()
 
     def _begin(self, plan: StepPlan, micro_batches: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
         """Divide the micro-batches of a step: those that have a loss, and those whose choices of experts alone count.

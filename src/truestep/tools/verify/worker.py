@@ -66,7 +66,7 @@ def _run(task: Task) -> Ranks:
     watch = Watch(ranks, config.schedule.stall_timeout)
     with watch.watching():
         trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks, watch=watch)
-        trainer.runner = dataclasses.replace(trainer.runner, keep_scores=True)
+        trainer.learner.runner = dataclasses.replace(trainer.runner, keep_scores=True)
         trainer.steps = None  # the run ends with its documents, whatever schedule.steps is
         witness = _Witness(trainer, task)
         trainer.save_rule = SaveRule(never=True)  # the run is never resumed

@@ -1,0 +1,63 @@
+"""A policy with its objective and its optimizer: gradients of plans, and updates by them.
+
+`train` and `Session` are loops over it. All ranks call its methods together.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from truestep.metrics.loads import Counts
+from truestep.model.policy import Policy
+from truestep.process.progress import working
+from truestep.step.compute.runner import StepRunner
+from truestep.step.update.gradient_clipping import clip_scale, gradient_norm, usable
+from truestep.step.update.optimizer import forget_prepared, prepare, update
+from truestep.weights.finite import UpdateCheck
+
+
+@dataclass
+class Learner:
+    runner: StepRunner
+    optimizer: torch.optim.Optimizer
+    gradient_clip: float | None
+    update_check: UpdateCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.update_check = UpdateCheck(self.policy.weights)
+
+    @property
+    def policy(self) -> Policy:
+        return self.runner.policy
+
+    def gradient_norm(self) -> float:
+        """Compute the norm of the whole gradient, before clipping."""
+        return gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
+
+    def usable(self, norm: float) -> bool:
+        """Tell whether an update may use a gradient of this norm."""
+        return usable(norm, self.gradient_clip)
+
+    def forget_gradient(self) -> None:
+        """Undo what `gradient_norm` has begun, if no update follows it."""
+        forget_prepared(self.optimizer)
+
+    def update(
+        self,
+        rate: float,
+        norm: float,
+        loads: Counts | None,
+        scale: float = 1.0,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Update the weights by the gradient times `scale`, clipped; `norm` is that of the scaled gradient. `loads`:
+        the step's choices of experts. `before` is called when the weights are about to change."""
+        with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
+            clip = clip_scale(norm, self.gradient_clip)
+            before()
+            update(self.optimizer, self.policy.weights, rate, clip * scale)
+            if self.policy.routing is not None and loads is not None:
+                self.policy.routing.move_biases(loads)
+            self.update_check.ask(rate)

@@ -1,0 +1,282 @@
+"""Loops of one's own: they are `train` bit for bit, and depend neither on calls nor on ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from checkpoints import latest, read_weights
+from documents import same_bits
+from plain_rewards import digit_reward
+from ranks.cases import on_ranks
+from small_runs import file_config, read_lines, sampled_config, sort_prompts, word_model, write_lines, write_rollouts
+from tiny import expert_model, make_model
+from truestep import Callback, Rollout, Run, Session, TruestepError
+from truestep.commands.session import SessionError
+from truestep.config.schema import Config
+from truestep.run.train import train
+from truestep.types import StepTotals
+
+GRPO = {"loss": {"type": "grpo", "normalize_by": "labels"}}
+KINDS: dict[str, dict[str, Any]] = {
+    "labels": {"loss": {"type": "grpo", "normalize_by": "labels", "entropy_bonus": 0.1, "z_loss": 0.01}},
+    "means": {"loss": {"type": "gspo", "normalize_by": "document_means", "gradient_divisor": "deepspeed"}},
+}
+
+
+def options(tmp_path: Path, **sections: Any) -> tuple[Config, list[dict[str, Any]]]:
+    model = tmp_path / "model"
+    if not model.exists():
+        make_model(model, "llama")
+    records = write_rollouts(tmp_path / "rollouts.jsonl", 15)
+    return file_config(model, tmp_path / "rollouts.jsonl", tmp_path / "run", **sections), records
+
+
+def weights_of(session: Session, folder: Path) -> dict[str, torch.Tensor]:
+    return read_weights(session.save(folder))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(same_bits(value, other[name]) for name, value in one.items())
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:
+    """The distance of two models' weights, as a share of how far they have moved."""
+    moved = sum(float((one[name] - start[name]).double().square().sum()) for name in one) ** 0.5
+    return sum(float((one[name] - other[name]).double().square().sum()) for name in one) ** 0.5 / moved
+
+
+class Order(Callback):
+    """The prompts of a run's groups, in their order."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_rollouts(self, run: Run, rollouts: Sequence[Rollout]) -> None:
+        self.names += [str(rollout.metadata["prompt_id"]) for rollout in rollouts[::4]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_over_records_is_train_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    config, records = options(tmp_path, **KINDS[kind])
+    train(config, Console(file=io.StringIO()))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    with Session(config) as session:
+        for number in range(3):
+            some = records[5 * number : 5 * number + 5]
+            session.forward_backward(some, totals=session.totals(some))
+            made = session.step()
+            for name in ("loss", "grad_norm", "learning_rate", "num_labels", "documents_seen"):
+                expected = lines[number][name]
+                found = session.documents_seen if name == "documents_seen" else made[name]
+                assert found == expected, name
+        assert same(weights_of(session, tmp_path / "own"), read_weights(latest(tmp_path / "run")))
+
+
+def test_a_grpo_of_twenty_lines_is_train_bit_for_bit(tmp_path: Path) -> None:
+    prompts = sort_prompts(64)
+    model = word_model(tmp_path / "model")
+    config = sampled_config(
+        model, write_lines(tmp_path / "prompts.jsonl", prompts), tmp_path / "run", deterministic=True
+    )
+    order = Order()
+    train(config, Console(file=io.StringIO()), callbacks=[order])
+    asked = {one["id"]: one for one in prompts}
+
+    with Session(config) as session:
+        for step in range(3):
+            tasks = [asked[name] for name in order.names[2 * step : 2 * step + 2]]
+            records = []
+            for task, samples in zip(tasks, session.sample([task["prompt"] for task in tasks], count=4), strict=True):
+                for one in samples:
+                    reward = digit_reward(task["prompt"], one.text, answer=task["answer"])
+                    records.append(one.record(reward=reward, group_id=f"{step} {task['id']}"))
+            session.forward_backward(records, totals=session.totals(records))
+            session.step()
+        assert same(weights_of(session, tmp_path / "own"), read_weights(latest(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_does_not_depend_on_its_calls(kind: str, tmp_path: Path) -> None:
+    config, records = options(tmp_path, **KINDS[kind])
+    found, lines = [], []
+    cuts: tuple[tuple[int, ...], ...] = ((15,), (1, 7, 7), (5, 4, 3, 2, 1))
+    with Session(config) as session:
+        start = weights_of(session, tmp_path / "start")
+        for number, cut in enumerate(cuts):
+            session.load(None)
+            first = 0
+            for size in cut:
+                session.forward_backward(records[first : first + size])
+                first += size
+            lines.append(session.step())
+            found.append(weights_of(session, tmp_path / f"cut-{number}"))
+        session.load(None)
+        session.forward_backward(records, totals=session.totals(records))
+        lines.append(session.step())
+        found.append(weights_of(session, tmp_path / "known"))
+    for line, weights in zip(lines, found, strict=True):
+        assert line["num_documents"] == 15
+        assert line["loss"] == pytest.approx(lines[-1]["loss"], rel=1e-5, abs=1e-7)
+        assert line["grad_norm"] == pytest.approx(lines[-1]["grad_norm"], rel=1e-5)
+        assert apart(weights, found[-1], start) < 1e-4  # Adam's first step divides each number by itself
+
+
+def test_a_function_of_log_probs_has_autograds_gradient(tmp_path: Path) -> None:
+    """DPO over pairs of documents, against one float64 graph of transformers' own model."""
+    config, records = options(tmp_path, optimizer={"learning_rate": 1e-2, "gradient_clip": None})
+    records = records[:6]
+
+    def dpo(logprobs: Sequence[torch.Tensor], documents: Sequence[Rollout]) -> torch.Tensor:
+        sums = [one.sum() for one in logprobs]
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return -sum((torch.nn.functional.logsigmoid(0.1 * (a - b)) for a, b in pairs), torch.zeros(())) / 3
+
+    with Session(config) as session:
+        session.forward_backward(records, dpo)
+        norm = session.gradient_norm()
+        gradients = session.policy.weights.collect_gradients()
+        documents = session.documents(records, needs_all=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    model.get_input_embeddings().padding_idx = None  # torch would keep the gradient of this row 0
+    exact = []
+    for document in documents:
+        ids = torch.tensor(document.input_ids)[None]
+        logits = model(input_ids=ids).logits[0, :-1] / (document.temperature or 1.0)
+        chosen = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        exact.append(chosen[torch.tensor(document.loss_mask[1:])])
+    dpo(exact, documents).backward()
+    expected = {name: value.grad for name, value in model.named_parameters()}
+    assert gradients is not None
+    square = 0.0
+    for name, gradient in gradients.items():
+        right = expected[name]
+        assert right is not None
+        assert (gradient.double().cpu() - right).norm() <= 1e-5 * max(float(right.norm()), 1e-3), name
+        square += float(right.square().sum())
+    assert norm == pytest.approx(square**0.5, rel=1e-5)
+
+
+def test_losses_by_name_and_forward(tmp_path: Path) -> None:
+    """A loss by name, next to the same loss as a function of log-probs."""
+    config, records = options(tmp_path, optimizer={"learning_rate": 1e-2, "gradient_clip": None})
+    with Session(config) as session:
+        count = session.totals(records).num_labels
+        scores = session.forward_backward(records, {"type": "cross_entropy"})
+        by_name = session.gradient_norm()
+        session.drop()
+        session.forward_backward(records, lambda logprobs, _: -torch.cat(logprobs).sum() / count)
+        assert session.gradient_norm() == pytest.approx(by_name, rel=1e-5)
+        session.drop()
+        for one, other in zip(scores, session.logprobs(records), strict=True):
+            np.testing.assert_array_equal(one.logprobs, other)
+
+
+def test_what_is_saved_goes_on_bitwise_and_is_exported(tmp_path: Path) -> None:
+    config, records = options(tmp_path, **GRPO)
+
+    def go_on(session: Session) -> dict[str, torch.Tensor]:
+        for _ in range(2):
+            session.forward_backward(records)
+            session.step()
+        return weights_of(session, tmp_path / "end")
+
+    with Session(config) as session:
+        session.forward_backward(records)
+        session.step()
+        kept = session.save(tmp_path / "kept")
+        first = go_on(session)
+        session.export(tmp_path / "exported", dtype="float32")
+    with Session(config, weights=kept) as again:
+        assert (again.steps, again.documents_seen) == (1, 15)
+        shutil.rmtree(tmp_path / "end")
+        assert same(first, go_on(again))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    assert all(torch.equal(first[name], value.detach()) for name, value in model.named_parameters())
+
+
+def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
+    config, records = options(tmp_path, **GRPO)
+    with Session(config) as session:
+        with pytest.raises(SessionError, match="call forward_backward first"):
+            session.step()
+        session.forward_backward(records)
+        with pytest.raises(SessionError, match="holds no gradient"):
+            session.save(tmp_path / "kept")
+        with pytest.raises(SessionError, match="divided alike"):
+            session.forward_backward(records, totals=StepTotals(30, 100, 200))
+        session.gradient_norm()
+        with pytest.raises(SessionError, match="is whole"):
+            session.forward_backward(records)
+        session.drop()
+        with pytest.raises(SessionError, match="one number that is computed from the log-probs"):
+            session.forward_backward(records, lambda logprobs, documents: 1.0)  # type: ignore[arg-type,return-value]
+        with pytest.raises(TruestepError, match="records:1: input_ids"):
+            session.forward_backward([records[0], {**records[1], "id": "another", "input_ids": [-5, 3]}])
+        with pytest.raises(SessionError, match="no documents"):
+            session.forward_backward([])
+        with pytest.raises(SessionError, match="sample: heat is unknown"):
+            session.sample([[1, 2]], heat=2)
+
+
+def test_what_needs_the_whole_step_is_refused_without_its_counts(tmp_path: Path) -> None:
+    bonus = {"type": "grpo", "normalize_by": "labels", "entropy_bonus": 0.1, "entropy_normalize_by": "documents"}
+    every = ({"loss": bonus}, {"data.advantages": "batch_normalized"}, {"model.experts.balance": "loss"})
+    for number, changes in enumerate(every):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if "model.experts.balance" in changes:
+            expert_model(folder / "model")
+        config, records = options(folder)
+        config = config.changed(changes)
+        grouped = [{**record, "group_id": str(place // 5), "reward": place % 3} for place, record in enumerate(records)]
+        if "data.advantages" in changes:
+            grouped = [{name: value for name, value in one.items() if name != "advantage"} for one in grouped]
+        with Session(config) as session:
+            with pytest.raises(SessionError, match="give `totals`"):
+                session.forward_backward(grouped)
+            session.forward_backward(grouped, totals=session.totals(grouped))
+            assert session.gradient_norm() > 0
+
+
+def many_calls(config: dict[str, Any], records: list[dict[str, Any]], folder: str) -> None:
+    with Session(Config.model_validate(config)) as session:
+        for cut in ((0, 15), (0, 4, 15)):
+            for first, end in pairwise(cut):
+                session.forward_backward(records[first:end])
+            line = session.step()
+        samples = session.sample([[3, 4], [5], [6, 7]], count=2, temperature=0.0, max_new_tokens=4)
+        session.forward_backward(records, lambda logprobs, _: torch.cat(logprobs).square().mean())
+        line["by function"] = session.gradient_norm()
+        session.drop()
+        session.save(folder)
+    (Path(folder) / "line.json").write_text(
+        json.dumps({"line": line, "samples": [[one.token_ids for one in group] for group in samples]})
+    )
+
+
+@pytest.mark.parametrize("parallel", [{"data_shard": 2}, {"data_shard": 1, "data_replicate": 2}, {"tensor": 2}])
+def test_two_ranks_are_one(parallel: dict[str, int], tmp_path: Path) -> None:
+    config, records = options(tmp_path, **GRPO, optimizer={"epsilon": 1e-3})
+    plain = config.model_dump(exclude_unset=True)
+    many_calls(plain, records, str(tmp_path / "one"))
+    on_ranks(2, many_calls, plain | {"parallel": parallel}, records, str(tmp_path / "two"))
+    one, two = (json.loads((tmp_path / name / "line.json").read_text()) for name in ("one", "two"))
+    assert one["samples"] == two["samples"]
+    for name in ("loss", "grad_norm", "by function", "num_labels", "ratio_new_old"):
+        where = (one["line"][name], two["line"][name])
+        assert where[0] == pytest.approx(where[1], rel=1e-4, abs=1e-7), name
+    weights = [read_weights(sorted((tmp_path / name).glob("step-*"))[-1]) for name in ("one", "two")]
+    for name, value in weights[0].items():
+        assert (value - weights[1][name]).abs().max() < 1e-5, name
