@@ -36,7 +36,7 @@ class Sample:
     def table(self, documents_seen: int, tolerance: float) -> np.ndarray:
         labels = pack(self.documents).labels
         own, entropy = torch.from_numpy(self.logprobs), torch.from_numpy(self.entropy)
-        return compare(labels, own, entropy, documents_seen, tolerance).numpy()
+        return compare(labels, own, entropy, documents_seen, tolerance)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -38,8 +38,8 @@ def compare(
     entropy: torch.Tensor,  # [T] of the policy
     documents_seen: int,
     tolerance: float,
-) -> torch.Tensor:  # [D, K] float64
-    """Compute the sums of `COLUMNS` for each document. `tolerance`: in nats.
+) -> np.ndarray:  # [D, K] float64
+    """Compute the sums of `COLUMNS` for each document, on the host. `tolerance`: in nats.
 
     `up` and `down` are logarithms of bets against the sampler (a test by betting): log(1/2 + r/2) and
     log(3/2 - min(r, 2)/2), where r is the policy's probability of the token divided by the sampler's. If tokens were
@@ -47,7 +47,7 @@ def compare(
     probability of at most a.
     """
     if not logprobs.is_cuda and _all_agree(labels, logprobs, documents_seen):
-        return torch.from_numpy(_sums_of_agreeing(labels, logprobs, entropy, tolerance))
+        return _sums_of_agreeing(labels, logprobs, entropy, tolerance)
     known = (labels.has["logprobs"] & labels.has["model_version"])[labels.document]
     standing = known & (labels.model_version == documents_seen)
     older = known & ~standing
@@ -64,7 +64,7 @@ def compare(
     values[_OF_STANDING].masked_fill_(~standing, 0)
     values[_OF_OLDER].masked_fill_(~older, 0)
     sums = values.new_zeros(len(COLUMNS), len(labels.num_labels))
-    return sums.index_add_(1, labels.document, values).T
+    return sums.index_add_(1, labels.document, values).T.cpu().numpy()
 
 
 def _all_agree(labels: PackedLabels, logprobs: torch.Tensor, documents_seen: int) -> bool:
