@@ -37,6 +37,7 @@ from truestep.errors import TruestepError
 from truestep.files.disks import DiskError, no_file, writing
 from truestep.files.whole import append_json_line, write_whole
 from truestep.model.loading.load import load_policy
+from truestep.report.runs import read_run
 
 PLENTY = 1 << 26
 FULL = "the disk is full (No space left on device); of the "
@@ -246,3 +247,17 @@ def test_a_publication_names_what_has_no_room(limit: int, tmp_path: Path) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert directory.write(policy, 0, torch.float32).is_dir(), "once there is room"
+
+
+def test_a_link_to_itself_is_named(tmp_path: Path) -> None:
+    loop, model = tmp_path / "loop.jsonl", tokenised_model(tmp_path / "model", "llama")
+    loop.symlink_to(loop.name)
+    ended = CliRunner().invoke(main, ["data", "check", str(loop)])
+    assert ended.exit_code == 1 and "loop.jsonl" in ended.output and "symbolic links" in ended.output, ended.output
+    assert "Traceback" not in ended.output
+    write_rollouts(tmp_path / "good.jsonl", 5)
+    good = file_config(model, tmp_path / "good.jsonl", tmp_path / "run").model_dump(exclude_unset=True)
+    for sections in ({"data": {**good["data"], "path": str(loop)}}, {"checkpoint": {"directory": str(loop)}}):
+        with pytest.raises((TruestepError, OSError), match=r"loop\.jsonl"):
+            quiet_trainer(Config.model_validate(good | sections))
+    assert read_run(loop).problems == [f"The directory {loop} does not exist."]

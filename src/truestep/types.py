@@ -105,6 +105,11 @@ class Rollout:
     def num_labels(self) -> int:
         return int(self.loss_mask.sum())
 
+    @cached_property
+    def completion(self) -> bytes:
+        """The ids of the labels, by which completions are compared."""
+        return self.input_ids[self.loss_mask].tobytes()
+
     @property
     def sequences(self) -> tuple[Rollout, ...]:
         """The document's sequences, each with the id of its record. A document of one record is its own sequence."""
@@ -122,7 +127,7 @@ class Rollout:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_sequences"}
+        return {name: value for name, value in vars(self).items() if name not in ("_sequences", "completion")}
 
     def _sequence(self, number: int, span: slice, membership: Membership) -> Rollout:
         """Return one sequence: its part of every array, and the document's other values."""

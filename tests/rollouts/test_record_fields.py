@@ -64,11 +64,18 @@ def test_reference_logprobs_may_be_one_a_token():
         ({"rewards": {"a": 1e39}}, "rewards['a'] is 1e+39: not finite in float32"),
         ({"rewards": {"": 1.0}}, "rewards has a part '': its name is not printable text"),
         ({"rewards": {"a\n\x1b[31m": 1.0}}, "rewards has a part 'a\\n\\x1b[31m': its name is not printable text"),
+        ({"rewards": {str(number): 1.0 for number in range(257)}}, "rewards has more than 256 parts"),
         ({"advantage": [1.0, 2.0, 3.0]}, "advantage has 3 values: expected 5 (one a token) or 2 (one a label)"),
     ],
 )
 def test_bad_values_are_rejected(fields, expected):
     assert reason(changed(**fields)) == expected
+
+
+def test_so_many_parts_may_a_reward_have():
+    """Null is no part: a row of a Parquet file has the names of all rows."""
+    parts = {str(number): 1.0 for number in range(256)}
+    assert parse(changed(rewards=parts | {f"null {number}": None for number in range(500)})).rewards == parts
 
 
 def test_an_advantage_of_each_token_follows_the_two_lengths_of_logprobs():

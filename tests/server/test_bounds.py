@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gzip
 import json
 import tracemalloc
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from server.test_wire import ASKED, ask, reply
@@ -176,3 +179,74 @@ def test_an_honest_large_stream_is_read() -> None:
     lines += f"data: {json.dumps({'choices': [choice | {'finish_reason': 'length'}]})}\n\ndata: [DONE]\n\n"
     (read,) = ask(lambda server: server.stream(request, 1, lambda index, tokens: None), reply(lines))
     assert read.token_ids == [150_000] * tokens
+
+
+def endless(name: str) -> bytes:
+    """Give an answer of which some part outside the body never ends, or claims what cannot be."""
+    head, chunked = b"HTTP/1.1 200 X\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+    return {
+        "header": head + b"X: " + b"a" * 8 * MIB,
+        "headers": head + b"X: a\r\n" * MIB,
+        "trailers": head + chunked + b"2\r\n{}\r\n0\r\n" + b"X: a\r\n" * MIB,
+        "extension of a chunk": head + chunked + b"2;" + b"a" * 8 * MIB,
+        "size of a chunk": head + chunked + b"F" * 40 + b"\r\n{}",
+        "length": head + b"Content-Length: 1" + b"0" * 30 + b"\r\n\r\n{}",
+        "two lengths": head + b"Content-Length: 2\r\nContent-Length: 7\r\n\r\n{}",
+        "another protocol": b"HTTP/1.1 101 X\r\nUpgrade: websocket\r\nConnection: upgrade\r\n\r\n{}",
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("header", "headers", "trailers", "extension of a chunk", "size of a chunk", "length", "two lengths"),
+        "another protocol",
+    ],
+)
+def test_what_stands_around_a_body_is_bounded_too(name: str) -> None:
+    answer = endless(name)
+
+    def refused() -> None:
+        with pytest.raises(UnreachableError, match="ProtocolError"):
+            ask(CALLS["complete"], answer)
+
+    assert peak_of(refused) < 25 * MIB
+
+
+def test_answers_before_the_answer_never_end() -> None:
+    with pytest.raises(UnreachableError, match=r"gave no whole answer within 0\.2 s"):
+        ask(CALLS["complete"], b"HTTP/1.1 100 Continue\r\n\r\n" * 500_000, timeout=0.2)
+
+
+def test_no_cookie_is_kept() -> None:
+    """Two answers could set 120, so that every later request had 100 KB of headers, more than other servers read."""
+    cookies = [f"Set-Cookie: c{number}={'x' * 900}" for number in range(60)]
+    heads: list[bytes] = []
+
+    async def thrice(server: Any) -> None:
+        for _ in range(3):
+            with contextlib.suppress(BadAnswerError):
+                await server.complete(ASKED, 1)
+
+    ask(thrice, *[with_headers(b"{}", *cookies)] * 3, heads=heads)
+    assert len(heads) == 3 and not any(b"cookie" in head.lower() for head in heads)
+
+
+def test_lines_of_a_stream_in_any_pieces() -> None:
+    """Also in single bytes, of which one line may have millions."""
+    text = b"data: one\r\n\r\ndata: two\n" + b"x" * 300 + b"\nlast line without an end"
+
+    async def lines(pieces: list[bytes], most: int) -> list[bytes]:
+        response = httpx.Response(200, content=_given(pieces))
+        return [line async for line in over_http._lines("/path", response, most)]
+
+    for size in (1, 2, 7, 1000):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert asyncio.run(lines(pieces, 300)) == [b"data: one", b"", b"data: two", b"x" * 300]
+        with pytest.raises(BadAnswerError, match="an event is not read"):
+            asyncio.run(lines(pieces, 299))
+
+
+async def _given(pieces: list[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece

@@ -36,7 +36,7 @@ class Sample:
     def table(self, documents_seen: int, tolerance: float) -> np.ndarray:
         labels = pack(self.documents).labels
         own, entropy = torch.from_numpy(self.logprobs), torch.from_numpy(self.entropy)
-        return compare(labels, own, entropy, documents_seen, tolerance).numpy()
+        return compare(labels, own, entropy, documents_seen, tolerance)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -121,8 +121,6 @@ def test_the_sums_are_those_of_plain_loops() -> None:
             assert document.logprobs is not None
             given = float(document.logprobs[1 + place])
             expected["logprobs"] += own
-            mixed = (int(document.input_ids[1 + place]) + 1) * (7919 * place + 104729)
-            expected["mark"] += mixed * mixed % 2**30
             gap = max(abs(own - given) - abs(given) / 256 - 0.0005, 0.0) * (1 if own > given else -1)
             up = math.log((1 + math.exp(gap)) / 2) - 0.005
             if number == 1:

@@ -7,6 +7,7 @@ Dimensions: T labels, D documents, K columns.
 """
 
 import math
+from functools import cache
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from truestep.types import PackedLabels
 LEVELS = ((1.0, 0.25), (2.0, 0.05), (5.0, 2e-3), (16.0, 2e-4), (64.0, 0.0))
 _BEYOND = tuple(f"beyond_{level:g}" for level, _ in LEVELS)
 # Sums over standing tokens, then over older tokens, then over all.
-COLUMNS = ("standing", *_BEYOND, "up", "down", "surprise", "entropy", "older", "older_up", "logprobs", "mark")
+COLUMNS = ("standing", *_BEYOND, "up", "down", "surprise", "entropy", "older", "older_up", "logprobs")
 COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 _OF_STANDING, _OF_OLDER = slice(0, COLUMN["older"]), slice(COLUMN["older"], COLUMN["logprobs"])
 
@@ -37,8 +38,8 @@ def compare(
     entropy: torch.Tensor,  # [T] of the policy
     documents_seen: int,
     tolerance: float,
-) -> torch.Tensor:  # [D, K] float64
-    """Compute the sums of `COLUMNS` for each document. `tolerance`: in nats.
+) -> np.ndarray:  # [D, K] float64
+    """Compute the sums of `COLUMNS` for each document, on the host. `tolerance`: in nats.
 
     `up` and `down` are logarithms of bets against the sampler (a test by betting): log(1/2 + r/2) and
     log(3/2 - min(r, 2)/2), where r is the policy's probability of the token divided by the sampler's. If tokens were
@@ -46,7 +47,7 @@ def compare(
     probability of at most a.
     """
     if not logprobs.is_cuda and _all_agree(labels, logprobs, documents_seen):
-        return torch.from_numpy(_sums_of_agreeing(labels, logprobs, entropy, tolerance))
+        return _sums_of_agreeing(labels, logprobs, entropy, tolerance)
     known = (labels.has["logprobs"] & labels.has["model_version"])[labels.document]
     standing = known & (labels.model_version == documents_seen)
     older = known & ~standing
@@ -58,19 +59,20 @@ def compare(
     down = signed.clamp_(max=math.log(2)).expm1_().mul_(-0.5).log1p_().sub_(slack)
     one, entropy = torch.ones_like(own), entropy.double()
     beyonds = [(beyond > level * tolerance).double() for level, _ in LEVELS]
-    values = torch.stack([one, *beyonds, up, down, own + entropy, entropy, one, up, own, _marks(labels)])
+    values = torch.stack([one, *beyonds, up, down, own + entropy, entropy, one, up, own])
     # Not multiplied by 0, since values may be infinite or NaN.
     values[_OF_STANDING].masked_fill_(~standing, 0)
     values[_OF_OLDER].masked_fill_(~older, 0)
     sums = values.new_zeros(len(COLUMNS), len(labels.num_labels))
-    return sums.index_add_(1, labels.document, values).T
+    return sums.index_add_(1, labels.document, values).T.cpu().numpy()
 
 
 def _all_agree(labels: PackedLabels, logprobs: torch.Tensor, documents_seen: int) -> bool:
     """Tell whether all labels are standing, with log-probs that differ by less than any rounding that is allowed. On a
     GPU, the host would have to wait for the answer."""
-    known = labels.has["logprobs"].numpy() & labels.has["model_version"].numpy()
-    if not (known.all() and (labels.model_version.numpy() == documents_seen).all()):
+    if not (labels.has["logprobs"].numpy().all() and labels.has["model_version"].numpy().all()):
+        return False
+    if not (labels.model_version.numpy() == documents_seen).all():
         return False
     gaps = np.abs(logprobs.detach().numpy() - labels.old_logprobs.numpy())
     return len(gaps) > 0 and bool(gaps.max() < 0.9 * _ROUNDING)  # False if one is NaN
@@ -80,29 +82,20 @@ def _sums_of_agreeing(
     labels: PackedLabels, logprobs: torch.Tensor, entropy: torch.Tensor, tolerance: float
 ) -> np.ndarray:  # [D, K]
     """Compute the sums of `compare` where `_all_agree`: nothing is beyond a level, and every bet is lost by the slack.
-    NumPy's few calls take a third of the time of torch's many."""
-    counts = labels.num_labels.numpy()
-    starts = counts.cumsum() - counts
-    values = np.empty((3, len(labels)))
-    values[0], values[1] = logprobs.detach().numpy(), entropy.detach().numpy()
-    places = np.arange(0, 7919 * len(labels), 7919) - (7919 * starts - 104729)[labels.document.numpy()]
-    mixed = (labels.ids.numpy() + 1) * places
-    values[2] = mixed * mixed & (2**30 - 1)
-    some = counts > 0
-    own, random, marks = np.add.reduceat(values, starts[some], axis=1)
-    sums = np.zeros((len(counts), len(COLUMNS)))
-    sums[:, COLUMN["standing"]] = counts
-    for name in ("up", "down"):
-        sums[:, COLUMN[name]] = -_SLACK * tolerance * counts
-    for name, column in (("surprise", own + random), ("entropy", random), ("logprobs", own), ("mark", marks)):
-        sums[some, COLUMN[name]] = column
+    After a pass of the model, each call takes as long as its code needs to come back to the caches: few calls are
+    fast, and few numbers are not."""
+    counts, document = labels.num_labels.numpy(), labels.document.numpy()
+    own, random = (np.bincount(document, of.detach().numpy(), len(counts)) for of in (logprobs, entropy))
+    sums = np.outer(counts, _of_an_agreeing_label(tolerance))
+    sums[:, COLUMN["surprise"]] = own + random
+    sums[:, COLUMN["entropy"]] = random
+    sums[:, COLUMN["logprobs"]] = own
     return sums
 
 
-def _marks(labels: PackedLabels) -> torch.Tensor:  # [T] float64
-    """Hash each label's token and place in its document. Identical completions have the same sum of hashes, bitwise,
-    which identifies copies."""
-    before = labels.num_labels.cumsum(0) - labels.num_labels
-    place = torch.arange(len(labels), device=labels.ids.device) - before[labels.document]
-    mixed = (labels.ids + 1) * (7919 * place + 104729)
-    return (mixed * mixed).remainder(2**30).double()  # sums of up to 2^23 labels are exact: below 2^53
+@cache
+def _of_an_agreeing_label(tolerance: float) -> np.ndarray:  # [K]
+    row = np.zeros(len(COLUMNS))
+    row[COLUMN["standing"]] = 1.0
+    row[[COLUMN["up"], COLUMN["down"]]] = -_SLACK * tolerance
+    return row

@@ -4,6 +4,7 @@ Each file is read once, line by line, into compact tables.
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -139,7 +140,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Name runs by their directories. Equal names get the parent's name in front, or else a number."""
-    resolved = [path.resolve() for path in paths]
+    resolved = [Path(os.path.realpath(path)) for path in paths]
     names = [path.name or str(path) for path in resolved]
     longer = [f"{path.parent.name}/{path.name}" for path in resolved]
     names = [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
@@ -150,7 +151,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
-    run = Run(name=name or path.resolve().name, path=path)
+    run = Run(name=name or os.path.basename(os.path.realpath(path)), path=path)
     if not path.is_dir():
         run.problems.append(f"The directory {path} does not exist.")
         return run

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,10 +46,10 @@ def expand_paths(path: str | list[str]) -> list[Path]:
     patterns = [path] if isinstance(path, str) else list(path)
     if not patterns:
         raise DataError("no data files: data.path is an empty list")
-    found: dict[Path, Path] = {}  # by resolved path: `a.jsonl` and `./a.jsonl` are one file
+    found: dict[str, Path] = {}  # by resolved path: `a.jsonl` and `./a.jsonl` are one file
     for pattern in patterns:
         for file in _matches(pattern):
-            found.setdefault(file.resolve(), file)
+            found.setdefault(os.path.realpath(file), file)  # no error for a link to itself: whoever opens it says so
     return list(found.values())
 
 

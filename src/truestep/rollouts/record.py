@@ -23,6 +23,7 @@ from truestep.rollouts.values import BadRecord, Check, checked, checked_array, d
 from truestep.types import Rollout
 
 LONGEST_TEXT = 4096  # characters of a text field; the ledger repeats ids at every step
+_MOST_PARTS = 256  # of a reward: each is a metric of its own
 
 Record = Mapping[str, Any]
 
@@ -313,6 +314,8 @@ def _parts(given: Any, whole: str, check: Callable[[Any], Any]) -> dict[str, flo
         return None
     if not isinstance(parts, Mapping):
         raise BadRecord(f"{whole} is {describe(parts)}: expected an object of numbers by name")
+    if sum(value is not None for value in parts.values()) > _MOST_PARTS:
+        raise BadRecord(f"{whole} has more than {_MOST_PARTS} parts")
     checked_parts: dict[str, float] = {}
     for name, value in parts.items():
         if not isinstance(name, str) or not name.isprintable() or not name.strip():

@@ -91,7 +91,7 @@ class UpdateCheck:
         weights = self._weights
         parts = [part for part in weights.computed().values() if part.numel()]
         norms = torch._foreach_norm(parts) if parts else (torch.zeros((), device=weights.device),)
-        total = torch.stack(list(norms)).sum().float()
+        total = torch.stack(norms).sum(dtype=torch.float32)
         for group in MESH if weights.ranks.size > 1 else ():
             weights.ranks.sum_over(group, total)
         return total

@@ -195,6 +195,9 @@ class WholeWeights(Weights):
                 every[name].data = every[name].detach().clone()
                 names[every[name].data_ptr()] = known
 
+    def computed(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self._by_name.items()}
+
     def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
         own = self._by_name[name]
         return None if self._masters[name] is own else some_rows(own.detach(), rows)

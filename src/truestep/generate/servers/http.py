@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, ClassVar
 
 import httpx
@@ -25,7 +26,8 @@ _KEY_HINT = "; set sampler.api_key_env to the variable that holds its key"
 
 
 class HttpClient:
-    """Requests to one address. Answers are bounded and uncompressed, and redirects are not followed."""
+    """Requests to one address. Answers are bounded and uncompressed, redirects are not followed, and no cookie is kept:
+    a server could set others in each answer, which all later requests would carry."""
 
     hints: ClassVar[Mapping[int, str]] = {}  # appended to error messages, by status
     setting: ClassVar[str] = ""  # begins error messages: the option that names the address
@@ -36,6 +38,7 @@ class HttpClient:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=_IDENTITY | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             follow_redirects=False,
             timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -189,15 +192,15 @@ async def _pieces(path: str, response: httpx.Response, most: float = math.inf) -
 
 async def _lines(path: str, response: httpx.Response, most: int) -> AsyncIterator[bytes]:
     """Yield the lines of an answer. Raise an error if one has more than `most` bytes."""
-    left = bytearray()
+    line = bytearray()  # grows in place: a line may come in millions of pieces
     async for piece in _pieces(path, response):
-        left += piece
-        *lines, rest = left.split(b"\n") if b"\n" in piece else (left,)
-        if max(map(len, (*lines, rest))) > most:
-            raise BadAnswerError(f"{path}: an event is not read: {too_long(most)}, more than it may hold")
-        left = bytearray(rest)
-        for line in lines:
-            yield bytes(line.rstrip(b"\r"))
+        for number, part in enumerate(piece.split(b"\n")):
+            if number:
+                yield bytes(line.rstrip(b"\r"))
+                line.clear()
+            line += part
+            if len(line) > most:
+                raise BadAnswerError(f"{path}: an event is not read: {too_long(most)}, more than it may hold")
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,7 @@ def make_check(
     rule, served = make_rule(config, runner.policy), isinstance(sampler, ServerSampler)
     # Draws are not tested if completions are selected: the remaining tokens are not plain draws from the policy.
     chosen = data.zero_advantage == "replace" or data.truncated != "keep"
-    judge = Judge(tolerance_of(config), runner.policy.vocabulary_size, draws=served and not chosen)
+    judge = Judge(tolerance_of(config), runner.policy.vocabulary_size, draws=served and not chosen, served=served)
     if not isinstance(sampler, ServerSampler):
         return SamplerCheck(runner, rule, judge, warn=say)
     ahead = sampler.max_staleness > 0 and sampler.check_share > 0

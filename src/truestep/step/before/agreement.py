@@ -47,31 +47,44 @@ class Judge:
     tolerance: float  # nats, of sampler.tolerance
     vocabulary_size: int
     draws: bool = True  # completions are not chosen by what was drawn, so their probabilities can be judged
-    _running: dict[str, np.ndarray] = field(default_factory=dict)  # a server's sums, older ones counting less
+    served: bool = True  # by servers, which documents name; False: all are drawn in this process
+    _running: dict[str, list[float]] = field(default_factory=dict)  # a server's sums, older ones counting less
 
     def find(self, documents: Sequence[Rollout], table: np.ndarray) -> Fault | None:
         """Judge a step's documents, whose sums `table` [D, COLUMNS] has."""
-        if not np.isfinite(table).all():  # NaN: the gradient's check says so
+        step = table.sum(0)
+        if not np.isfinite(step).all():  # NaN: the gradient's check says so
             table = np.nan_to_num(table, nan=0.0, posinf=_ENDLESS, neginf=-_ENDLESS)
-        of = [server_of(document) for document in documents]
-        servers = list(dict.fromkeys(of))
+            step = table.sum(0)
+        if step[COLUMN["older"]]:
+            table = _less_the_choice(table)
+            step = table.sum(0)
+        servers = list(dict.fromkeys(map(server_of, documents))) if self.served else [_HERE]
         bound = -math.log(ALPHA / (4 * (len(documents) + len(servers))))
-        agree = not (table[:, _SHOWS] > 0).any()
+        agree = not len(table) or not _any_shown(table.max(0).tolist())
         for server in servers:
-            places = range(len(of)) if len(servers) == 1 else [place for place, one in enumerate(of) if one == server]
-            fault = self._of_server(server, places, table if len(servers) == 1 else table[places], bound, agree)
+            places: Sequence[int] = range(len(documents))
+            if len(servers) > 1:
+                places = [place for place in places if server_of(documents[place]) == server]
+            rows, sums = (table, step) if len(servers) == 1 else (table[places], table[places].sum(0))
+            fault = self._of_server(server, places, rows, sums.tolist(), bound, agree)
             if fault is not None:
                 return fault
-        return self._contradicting(documents, table) or self._repeated(documents, table, bound)
+        contradiction = self._contradicting(documents, table) if step[COLUMN["older"]] else None
+        return contradiction or self._repeated(documents, table, bound)
 
     def _of_server(
-        self, server: str, places: Sequence[int], rows: np.ndarray, bound: float, agree: bool
+        self,
+        server: str,
+        places: Sequence[int],
+        rows: np.ndarray,  # of its documents
+        step: list[float],  # the sums of `rows`
+        bound: float,
+        agree: bool,
     ) -> Fault | None:
         """Judge a server's documents. `agree`: no document has evidence against its log-probs."""
-        rows = _less_the_choice(rows)
-        step = rows.sum(0)
         total = self._remember(server, step)
-        if not agree or (total[_SHOWS] > 0).any():
+        if not agree or _any_shown(total):
             evidence = self._evidence(np.vstack([rows, step, total]))
             each = evidence[:-2].max(1)
             worst = int(each.argmax())
@@ -83,20 +96,20 @@ class Judge:
             return Fault(server, tuple(places), _too_sure(total), of_draws=True)
         return None
 
-    def _remember(self, server: str, step: np.ndarray) -> np.ndarray:
+    def _remember(self, server: str, step: Sequence[float]) -> list[float]:
         """Add a step's sums to those of the server's earlier steps. A bet that was lost is not owed."""
-        before = self._running.get(server, np.zeros(len(COLUMNS)))
+        before = self._running.get(server, [0.0] * len(COLUMNS))
         for name in _BETS:
             before[COLUMN[name]] = max(before[COLUMN[name]], 0.0)
-        self._running[server] = step + _KEPT * before
-        return self._running[server].copy()
+        self._running[server] = [new + _KEPT * old for new, old in zip(step, before, strict=True)]
+        return self._running[server]
 
     def _evidence(self, rows: np.ndarray) -> np.ndarray:  # [R, COLUMNS] -> [R, tests], in nats
         """Compute the evidence against the log-probs of documents, or of servers: of each level, then of each bet."""
         beyond, bets = rows[:, _BEYOND], rows[:, [COLUMN[name] for name in _BETS]]
         return np.hstack([_poisson(beyond, rows[:, COLUMN["standing"], None] * _RATES), bets])
 
-    def _words(self, row: np.ndarray, evidence: np.ndarray) -> str:
+    def _words(self, row: Sequence[float], evidence: np.ndarray) -> str:
         strongest, standing = int(evidence.argmax()), row[COLUMN["standing"]]
         if strongest < len(LEVELS):
             level = LEVELS[strongest][0]
@@ -106,7 +119,7 @@ class Judge:
             return f"{row[COLUMN['older']]:.0f} tokens of older weights are much likelier than it says"
         return f"over {standing:.0f} tokens, the policy's probabilities over its own do not average to 1"
 
-    def _draws_evidence(self, row: np.ndarray) -> float:
+    def _draws_evidence(self, row: Sequence[float]) -> float:
         """Compute the evidence that tokens were drawn too likely, by Freedman's inequality.
 
         log p(token) + entropy has mean 0 and is at most the entropy. A distribution of entropy H over V tokens has a
@@ -125,22 +138,21 @@ class Judge:
         """
         labels = table[:, COLUMN["standing"]] + table[:, COLUMN["older"]]
         own = (table[:, COLUMN["logprobs"]] + self.tolerance * labels).tolist()
-        alike: dict[float, list[int]] = defaultdict(list)  # places by mark; Python's loop is faster than NumPy's calls
-        for place, (mark, count) in enumerate(zip(table[:, COLUMN["mark"]].tolist(), labels.tolist(), strict=True)):
+        alike: dict[bytes, list[int]] = defaultdict(list)  # places by completion
+        for place, (document, count) in enumerate(zip(documents, labels.tolist(), strict=True)):
             if count:
-                alike[mark].append(place)
+                alike[document.completion].append(place)
         drawn = sum(map(len, alike.values()))
         for places in alike.values():
             if len(places) < 2:
                 continue
-            likeliest = max(own[place] for place in places)
-            if _too_often(len(places), drawn, likeliest) <= bound:
+            likeliest = max([own[place] for place in places])
+            if (1 - len(places)) * likeliest <= bound or _too_often(len(places), drawn, likeliest) <= bound:
                 continue
             # The weights that drew older tokens are gone: their sampler's word counts where it is higher.
             older = [documents[place] for place in places if table[place, COLUMN["older"]]]
             likeliest = max([likeliest, *(float(at_labels(document, "logprobs").sum()) for document in older)])
-            same = len({at_labels(documents[place], "input_ids").tobytes() for place in places}) == 1
-            if same and _too_often(len(places), drawn, likeliest) > bound:
+            if _too_often(len(places), drawn, likeliest) > bound:
                 servers = " and ".join(sorted({server_of(documents[place]) for place in places}))
                 problem = f"the same completion came {len(places)} times, and its log-prob is {likeliest:.3g}"
                 return Fault(servers, tuple(places), problem, of_draws=True)
@@ -160,6 +172,11 @@ class Judge:
                 problem = f"the probabilities that it names for different tokens behind one text add up to {total:.3g}"
                 return Fault(server, tuple(places), problem)
         return None
+
+
+def _any_shown(sums: Sequence[float]) -> bool:
+    """Tell whether there is any evidence against log-probs."""
+    return any(sums[place] > 0 for place in _SHOWS)
 
 
 def at_labels(document: Rollout, name: str) -> np.ndarray:
@@ -188,14 +205,12 @@ def _total_where_they_part(documents: Sequence[Rollout]) -> float:
 
 def _less_the_choice(rows: np.ndarray) -> np.ndarray:
     """Take off the bets of older documents what their choice may have added."""
-    older = rows[:, COLUMN["older"]] > 0
-    if older.any():
-        rows = rows.copy()
-        rows[older, COLUMN["older_up"]] -= _SELECTED
+    rows = rows.copy()
+    rows[rows[:, COLUMN["older"]] > 0, COLUMN["older_up"]] -= _SELECTED
     return rows
 
 
-def _too_sure(row: np.ndarray) -> str:
+def _too_sure(row: Sequence[float]) -> str:
     count = max(row[COLUMN["standing"]], 1.0)
     drawn, expected = row[COLUMN["surprise"]] - row[COLUMN["entropy"]], -row[COLUMN["entropy"]]
     return (

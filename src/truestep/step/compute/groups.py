@@ -44,7 +44,7 @@ def _most_common(groups: Sequence[Sequence[Rollout]]) -> Mean:
     prompts = {members[0].input_ids[~members[0].loss_mask].tobytes() for members in groups}
     if len(prompts) < 2:
         return Mean(0.0, 0.0)
-    counts = Counter(member.input_ids[member.loss_mask].tobytes() for members in groups for member in members)
+    counts = Counter(member.completion for members in groups for member in members)
     return Mean(float(max(counts.values())), float(counts.total()))
 
 

@@ -293,7 +293,7 @@ def _compare(
 ) -> np.ndarray:  # [sequences, COLUMNS]
     """Compare a micro-batch's log-probs of the sampler with the policy's; return the sums on the host."""
     logprobs = micro_batch.logprobs(statistics)
-    return compare(micro_batch.labels, logprobs, statistics.entropy, documents_seen, tolerance).cpu().numpy()
+    return compare(micro_batch.labels, logprobs, statistics.entropy, documents_seen, tolerance)
 
 
 def _table(plan: StepPlan, compared: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.ndarray:
