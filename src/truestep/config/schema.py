@@ -453,6 +453,8 @@ def _ranks(config: "Config") -> Iterator[str]:
             "evaluation, set evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 "
             "(generating works with parallel.tensor)"
         )
+    if parallel.expert > 1:
+        yield from _experts(config)
     if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
         yield "parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1"
     if config.model.compile and parallel.tensor > 1:
@@ -460,6 +462,23 @@ def _ranks(config: "Config") -> Iterator[str]:
             f"model.compile: layers that are cut over parallel.tensor: {parallel.tensor} ranks are not compiled; "
             "remove one of the two"
         )
+
+
+def _experts(config: "Config") -> Iterator[str]:
+    """Check what experts that are divided over ranks do not support."""
+    evaluation, divided = config.evaluation, f"parallel.expert: {config.parallel.expert}"
+    if config.sampler is not None and config.sampler.type == "in_process":
+        yield (
+            f"{divided} leaves no rank with all experts, which sampling needs: set sampler.type: server, remove "
+            "sampler (and train on data.path or data.source), or set parallel.expert: 1"
+        )
+    if evaluation is not None and evaluation.path is None and not evaluation.servers:
+        yield (
+            f"{divided} leaves no rank with all experts, which evaluation needs: remove evaluation, set "
+            "evaluation.servers: true with servers that sample, or set parallel.expert: 1"
+        )
+    if config.optimizer.type == "muon":
+        yield f"optimizer.type: muon does not support {divided}: set another optimizer.type, or parallel.expert: 1"
 
 
 def _reference(config: "Config") -> Iterator[str]:

@@ -496,6 +496,9 @@ class ParallelConfig(Section):
     context: Count = 1
     """Context parallelism: split the tokens of each micro-batch over this many ranks, for documents whose activations
     do not fit one GPU. It must divide the number of the model's query heads."""
+    expert: Count = 1
+    """Expert parallelism: divide the experts of a mixture over this many of the ranks that data_shard, context and
+    tensor number. Tokens travel to their experts. It must divide the number of experts, and be a multiple of tensor."""
     pipeline: Count = 1
     """Pipeline parallelism: split the layers over this many ranks. It communicates least, so it suits slow links."""
     stages_per_rank: Count = 1

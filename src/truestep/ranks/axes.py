@@ -1,6 +1,9 @@
 """The dimensions in which a run's ranks are laid out. Coordinates, counts and groups follow from one table.
 
 rank = (((stage · replicas + replica) · data_shard + part) · context + run) · tensor + slice
+
+A derived dimension numbers no ranks of its own: it divides ranks that other dimensions number. N expert ranks are
+neighbours: their numbers in (part · context + run) · tensor + slice differ in the remainder by N.
 """
 
 import math
@@ -43,6 +46,8 @@ AXES = (
     Axis("tensor", 4, "cut", splits_tokens=True),
     Axis("pipeline", 0, "layers"),
 )
+# Derived dimensions, by name, and the dimensions whose ranks each divides: their digits are the last ones.
+DERIVED = {"expert": ("data_shard", "context", "tensor")}
 _DIGITS = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.order))
 
 # Sets of dimensions, by properties.
@@ -67,16 +72,23 @@ class RankLayout:
     """The number of ranks in each dimension."""
 
     sizes: tuple[int, ...]  # in the order of AXES; -1: as many as the other dimensions leave
+    derived: tuple[int, ...]  # in the order of DERIVED
 
     def __init__(self, **sizes: int):
-        unknown = set(sizes) - set(_DIGITS)
+        unknown = set(sizes) - {*_DIGITS, *DERIVED}
         if unknown:
             raise TypeError(f"ranks have no dimension {min(unknown)}")
         object.__setattr__(self, "sizes", tuple(sizes.get(axis.name, axis.default) for axis in AXES))
+        object.__setattr__(self, "derived", tuple(sizes.get(name, 1) for name in DERIVED))
 
     @cached_property
     def by_name(self) -> dict[str, int]:
         return {axis.name: size for axis, size in zip(AXES, self.sizes, strict=True)}
+
+    @cached_property
+    def every(self) -> dict[str, int]:
+        """The size of each dimension, also of derived ones."""
+        return self.by_name | dict(zip(DERIVED, self.derived, strict=True))
 
     def over(self, size: int) -> "RankLayout":
         """Return the layout for `size` ranks, with data_shard -1 replaced. Raise `RankError` if it does not fit
@@ -94,7 +106,22 @@ class RankLayout:
                 f"{' x '.join(options) or 'parallel.data_shard: 1'} {need} {asked} rank{'s' if asked > 1 else ''}, and "
                 f"this run has {size}: start {asked} with torchrun --nproc-per-node, or set parallel.data_shard: -1"
             )
-        return RankLayout(**sizes | {"data_shard": data_shard})
+        layout = RankLayout(**self.every | {"data_shard": data_shard})
+        layout._check_derived()
+        return layout
+
+    def _check_derived(self) -> None:
+        for name, many in zip(DERIVED, self.derived, strict=True):
+            divided = [axis.name for axis in AXES if axis.name in DERIVED[name] and self.by_name[axis.name] > 1]
+            if self.count(DERIVED[name]) % many:
+                ranks = " x ".join(f"parallel.{axis}: {self.by_name[axis]}" for axis in divided)
+                raise RankError(
+                    f"parallel.{name}: {many} does not divide the ranks that have parts of the weights: "
+                    f"{ranks or 'parallel.data_shard: 1'}"
+                )
+            tensor = self.by_name["tensor"]
+            if many > 1 and many % tensor:
+                raise RankError(f"parallel.{name}: {many} is not a multiple of parallel.tensor: {tensor}")
 
     def count(self, names: Collection[str]) -> int:
         """Return the number of ranks in these dimensions."""
@@ -103,6 +130,11 @@ class RankLayout:
     def number(self, rank: int, names: Collection[str]) -> int:
         """Return a rank's number among the ranks of these dimensions."""
         return self._number_at(self.places(rank), names)
+
+    def derived_place(self, rank: int, name: str) -> tuple[int, int]:
+        """Return the number of a rank's group along a derived dimension, among those of its stage and replica, and its
+        place in the group."""
+        return divmod(self.number(rank, DERIVED[name]), self.every[name])
 
     def places(self, rank: int) -> dict[str, int]:
         """Return a rank's coordinate in each dimension."""

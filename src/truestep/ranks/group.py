@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from truestep.process import progress
-from truestep.ranks.axes import CUT, DATA, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
+from truestep.ranks.axes import CUT, DATA, DERIVED, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
 from truestep.ranks.pipeline import wires
 
 T = TypeVar("T")
@@ -88,13 +88,17 @@ class Ranks:
     sampling: dist.ProcessGroup | None = None  # as `host`, for another thread that spreads requests of sampling
     team: dist.ProcessGroup | None = None  # gloo, the ranks that compute with slices of the same weights
     mesh: DeviceMesh | None = None  # with the dimensions of MESH; None: one rank
-    # The groups that this rank is in, by the names of GROUPS; `ends`: first and last rank of its pipeline; and `wires`.
+    # With `replicate`, and `shard`: the ranks over which this rank's experts are sharded. None: experts are not divided.
+    expert_mesh: DeviceMesh | None = None
+    # The groups that this rank is in, by the names of GROUPS and DERIVED; `ends`: first and last rank of its pipeline; and `wires`.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def size_of(self, axis: str) -> int:
-        return self.layout.by_name[axis]
+        return self.layout.every[axis]
 
     def place_on(self, axis: str) -> int:
+        if axis in DERIVED:
+            return self.layout.derived_place(self.rank, axis)[1]
         return self.layout.places(self.rank)[axis]
 
     @property
@@ -135,6 +139,10 @@ class Ranks:
     def shard(self) -> int:
         """The number of this rank's shard of every weight."""
         return self.layout.number(self.rank, SPREAD)
+
+    @property
+    def expert(self) -> int:
+        return self.size_of("expert")
 
     @property
     def context(self) -> int:
@@ -299,24 +307,39 @@ def _connecting(seconds: float) -> Iterator[None]:
 @cache
 def _lay_out(layout: RankLayout, kind: str) -> Ranks:
     """Make the groups of a layout. They are cached, since each costs threads and connections."""
-    shape = tuple(layout.count(axes) for axes in MESH.values())
-    backend: Any = None
-    if kind == "cpu":
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = _NO_CLOCK
-        backend = dict.fromkeys(MESH, ("gloo", options))
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=tuple(MESH), backend_override=backend)
-    if kind == "cuda":
-        for name in MESH:
-            distributed_c10d._set_pg_timeout(_NO_CLOCK, mesh.get_group(name))
+    mesh = _mesh(kind, {name: layout.count(axes) for name, axes in MESH.items()})
     host, ahead, sampling = (dist.new_group(backend="gloo", timeout=_NO_CLOCK) for _ in range(3))
     team: dist.ProcessGroup | None = None
     for members in layout.groups(CUT):
         if len(members) > 1:  # every rank makes the groups of all teams
             made = dist.new_group(members, backend="gloo", timeout=_NO_CLOCK)
             team = made if dist.get_rank() in members else team
-    groups = _groups(dist.get_rank(), layout, mesh)
-    return Ranks(dist.get_rank(), layout, host, ahead, sampling, team, mesh, groups)
+    groups, experts = _groups(dist.get_rank(), layout, mesh), None
+    if layout.every["expert"] > 1:
+        experts = _expert_mesh(layout, kind)
+        groups["expert"] = experts.get_group("expert")
+    return Ranks(dist.get_rank(), layout, host, ahead, sampling, team, mesh, experts, groups)
+
+
+def _mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    backend: Any = None
+    if kind == "cpu":
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = _NO_CLOCK
+        backend = dict.fromkeys(sizes, ("gloo", options))
+    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=backend)
+    if kind == "cuda":
+        for name in sizes:
+            distributed_c10d._set_pg_timeout(_NO_CLOCK, mesh.get_group(name))
+    return mesh
+
+
+def _expert_mesh(layout: RankLayout, kind: str) -> DeviceMesh:
+    """Make the mesh of the experts' weights: groups of expert ranks, and the ranks that share each rank's experts."""
+    many, sizes = layout.every["expert"], layout.by_name
+    shards = layout.count(DERIVED["expert"]) // many
+    first = {"pipeline": sizes["pipeline"], "replicate": sizes["data_replicate"]}
+    return _mesh(kind, first | {"shard": shards, "expert": many})
 
 
 def _groups(rank: int, layout: RankLayout, mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

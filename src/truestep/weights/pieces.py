@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from truestep.ranks.axes import CUT, largest_slice, slice_at
+from truestep.ranks.axes import CUT, DERIVED, largest_slice, slice_at
 from truestep.ranks.group import Ranks
 
 
@@ -24,13 +24,27 @@ class WeightSlice:
     # be smaller or empty. Along other axes every rank has the whole weight, and a partial gradient (from its tokens or
     # heads).
     cut: Mapping[str, int] = field(default_factory=dict)
+    # Over the derived axis `expert`, each rank has some of the experts, whole, and the sum of their gradient over all
+    # tokens of its group.
     # The pipeline ranks that have the weight. A tied embedding is on two, each with a partial gradient.
     stages: tuple[int, ...] = (0,)
     at_end: bool = False  # the weight is the embedding's or the head's
 
     def counted_on(self, ranks: Ranks) -> bool:
         """Return whether sums over all weights count the slice on this rank: one of the ranks with equal values."""
-        return ranks.stage == self.stages[0] and all(axis in self.cut or ranks.place_on(axis) == 0 for axis in CUT)
+        return ranks.stage == self.stages[0] and all(self.is_cut(axis) or ranks.place_on(axis) == 0 for axis in CUT)
+
+    def is_cut(self, axis: str) -> bool:
+        """Tell whether the ranks of an axis have different parts of the weight."""
+        return axis in self.cut or any(axis in DERIVED[name] for name in self.cut if name in DERIVED)
+
+    def shard_of(self, ranks: Ranks) -> tuple[int, int]:
+        """Return the number of ranks over which this rank's slice is sharded, and the number of its shard."""
+        derived = next((name for name in self.cut if name in DERIVED), None)
+        if derived is None:
+            return ranks.shards, ranks.shard
+        layout = ranks.layout
+        return layout.count(DERIVED[derived]) // layout.every[derived], layout.derived_place(ranks.rank, derived)[0]
 
     def with_width(self, width: int | None) -> "WeightSlice":
         """Return the description of a tensor with the same cuts and another last dimension (None: the same one)."""
@@ -80,5 +94,5 @@ def sum_parts(ranks: Ranks, pieces: dict[str, WeightSlice], gradients: dict[str,
     """All-reduce partial gradients in place: of uncut weights over tensor ranks, of tied embeddings over both ends of
     the pipeline."""
     for axis in CUT:
-        ranks.sum_all(axis, [gradient for name, gradient in gradients.items() if axis not in pieces[name].cut])
+        ranks.sum_all(axis, [gradient for name, gradient in gradients.items() if not pieces[name].is_cut(axis)])
     ranks.sum_all("ends", [gradient for name, gradient in gradients.items() if len(pieces[name].stages) > 1])

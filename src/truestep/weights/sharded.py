@@ -73,6 +73,12 @@ class ShardedWeights(Weights):
         precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32, cast_forward_inputs=False)
         dimensions = ("replicate", "shard") if self.ranks.size_of("data_replicate") > 1 else ("shard",)
         options: dict[str, Any] = {"mesh": self.ranks.mesh[dimensions], "mp_policy": precision}
+        divided = {name for name, piece in self.pieces.items() if "expert" in piece.cut}
+        if self.ranks.expert_mesh is not None:
+            of_experts = options | {"mesh": self.ranks.expert_mesh[dimensions]}
+            for name, module in model.named_modules():
+                if any(f"{name}.{own}" in divided for own, _ in module.named_parameters(recurse=False)):
+                    fully_shard(module, reshard_after_forward=self._reshard, **of_experts)
         for layer in filter(_has_weights, self._layers):
             fully_shard(layer, reshard_after_forward=self._reshard, **options)
         # A tied embedding stays gathered for the head.
@@ -149,12 +155,12 @@ class ShardedWeights(Weights):
     def before_forward(self, coming: StagePass) -> None:
         # A layer's weights are gathered once for all micro-batches of a group.
         reshard = self._reshard and (coming.group == 1 or (not coming.backward and coming.last_of_group))
-        for layer in self._layers[coming.layers]:
-            layer.set_reshard_after_forward(reshard, recurse=False)
+        for module in self._modules_of(coming):
+            module.set_reshard_after_forward(reshard, recurse=False)
 
     def before_backward(self, coming: StagePass) -> None:
         self._base.set_is_last_backward((coming.last and coming.final) or self._reduce_each)
-        modules = [*self._layers[coming.layers]]
+        modules = self._modules_of(coming)
         if coming.begins:
             modules.append(self._embedding)
         if coming.ends:
@@ -162,6 +168,11 @@ class ShardedWeights(Weights):
         for module in modules:
             module.set_requires_gradient_sync(coming.last or self._reduce_each, recurse=False)
             module.set_reshard_after_backward(coming.last_of_group, recurse=False)
+
+    def _modules_of(self, coming: StagePass) -> list[Any]:
+        """List the FSDP groups of a stage's layers: each layer, and its experts if they are divided over ranks."""
+        every = (module for layer in self._layers[coming.layers] for module in layer.modules())
+        return [module for module in every if isinstance(module, FSDPModule)]
 
     @contextmanager
     def head(self, model: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -209,37 +220,40 @@ class ShardedWeights(Weights):
 
     def _rows(self, name: str) -> int:
         """Return the rows of a rank's shard; the last ranks may have fewer or none."""
-        return -(-self._sharded[name].shape[0] // self.ranks.shards)
+        return -(-self._sharded[name].shape[0] // self.pieces[name].shard_of(self.ranks)[0])
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        rows = self._rows(name)
-        return piece[rows * self.ranks.shard : rows * (self.ranks.shard + 1)]
+        rows, number = self._rows(name), self.pieces[name].shard_of(self.ranks)[1]
+        return piece[rows * number : rows * (number + 1)]
 
     def unshard_on_first(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         # Parts are rounded before they are sent, which halves the bytes, and are received directly into the result.
         joined: dict[str, torch.Tensor] = {}
-        messages: list[Any] = []
+        messages: dict[Any, list[Any]] = {}
         for name, part in parts.items():
             kind = min(dtype, part.dtype, key=lambda kind: kind.itemsize)
-            if self.ranks.shard:
-                messages += self._message(dist.isend, part.to(self.device, kind), 0)
+            group = self._group_of(name)
+            asked = messages.setdefault(group, [])
+            if self.pieces[name].shard_of(self.ranks)[1]:
+                asked += _message(dist.isend, part.to(self.device, kind), 0, group)
                 continue
             shape = (self._sharded[name].shape[0], *part.shape[1:])
             whole = joined[name] = torch.empty(shape, dtype=kind, device=self.device)
             first, *others = whole.split(self._rows(name))
             first.copy_(part)
             for rank, place in enumerate(others, start=1):
-                messages += self._message(dist.irecv, place, rank)
-        if messages:
-            for sending in dist.batch_isend_irecv(messages):
+                asked += _message(dist.irecv, place, rank, group)
+        for asked in filter(None, messages.values()):
+            for sending in dist.batch_isend_irecv(asked):
                 sending.wait()
         return joined
 
-    def _message(self, kind: Any, content: torch.Tensor, peer: int) -> list[Any]:
-        """Make a message within the shard group, as bytes, because not every backend supports every type."""
-        if not content.numel():  # the last ranks may have no rows
-            return []
-        return [dist.P2POp(kind, content.contiguous().view(-1).view(torch.uint8), group=self._group, group_peer=peer)]
+    def _group_of(self, name: str) -> dist.ProcessGroup:
+        """Return the ranks over which this rank's slice of a weight is sharded."""
+        experts = self.ranks.expert_mesh
+        if experts is None or "expert" not in self.pieces[name].cut:
+            return self._group
+        return experts.get_group("shard")
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -267,6 +281,13 @@ class ShardedWeights(Weights):
 
     def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
         return some_rows(self._computed[name], rows) if name in self._computed else None
+
+
+def _message(kind: Any, content: torch.Tensor, peer: int, group: dist.ProcessGroup) -> list[Any]:
+    """Make a message within a shard group, as bytes, because not every backend supports every type."""
+    if not content.numel():  # the last ranks may have no rows
+        return []
+    return [dist.P2POp(kind, content.contiguous().view(-1).view(torch.uint8), group=group, group_peer=peer)]
 
 
 def gather_from(sharded: Any, padded: torch.Tensor) -> None:

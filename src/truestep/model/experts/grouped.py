@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from truestep.model.experts.mixture import Weight, mixture
+from truestep.model.experts.over_ranks import ExpertRanks, mixture_over_ranks
 from truestep.model.fast.by_class import ours_runs, put_in
 from truestep.weights.gradient_buffers import enter
 from truestep.weights.whole import WholeWeights
@@ -21,12 +22,15 @@ _TOLERANCE = 1e-4
 class GroupedExperts(torch.nn.Module):
     first_number: torch.Tensor | None
     last_number: torch.Tensor | None
+    ranks: ExpertRanks | None  # over which the experts are divided
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
         if not ours_runs():
             return super().forward(x, index, weights)
         adds = torch.is_grad_enabled() and x.requires_grad
         first, last = self.weights_of(adds)
+        if self.ranks is not None:
+            return mixture_over_ranks(x, index, weights, first, last, self.activation, self.ranks)
         return mixture(x, index, weights, first, last, self.activation)
 
     def weights_of(self, adds: bool) -> tuple[Weight, Weight]:
@@ -95,7 +99,7 @@ def _replace(module: Any) -> None:
         return
     finally:
         module.config._experts_implementation = implementation
-    put_in(module, GroupedExperts, first_number=None, last_number=None)
+    put_in(module, GroupedExperts, first_number=None, last_number=None, ranks=None)
     found = module(x, index, scores)
     same = isinstance(expected, torch.Tensor) and expected.shape == found.shape
     if not same or not (found - expected).norm() <= _TOLERANCE * expected.norm():

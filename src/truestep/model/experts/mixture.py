@@ -46,9 +46,41 @@ def _backward(saved: Any, gradient: torch.Tensor, rows: torch.Tensor, weights: t
     return of_rows, of_weights
 
 
-def _summed(rows: torch.Tensor, places: torch.Tensor, experts: int) -> torch.Tensor:  # [R, H] -> [T, H]
+@dataclass(frozen=True)
+class Rows:
+    """The rows of tokens' choices, sorted by expert."""
+
+    order: torch.Tensor  # [R] the choice of each row; a token's choices follow each other
+    places: torch.Tensor  # [R] the row of each choice
+    ends: torch.Tensor  # [E] the end of each expert's run of rows
+    each: int = 0  # choices of a token; 0: tokens have different numbers, and the next two say which
+    tokens: torch.Tensor | None = None  # [R] the token of each row
+    starts: torch.Tensor | None = None  # [T] the first choice of each token
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self.order, self.places, self.ends, self.each, self.tokens, self.starts
+
+
+def _tokens(order: torch.Tensor, each: int, tokens: torch.Tensor | None) -> torch.Tensor:
+    """Return the token of each row."""
+    return order // each if tokens is None else tokens
+
+
+def _summed(
+    rows: torch.Tensor, places: torch.Tensor, each: int, starts: torch.Tensor | None
+) -> torch.Tensor:  # [R, H] -> [T, H]
     """Sum the rows of each token."""
-    return rows[places].unflatten(0, (-1, experts)).sum(1)
+    return rows[places].unflatten(0, (-1, each)).sum(1) if starts is None else summed_runs(rows, places, starts)
+
+
+def summed_runs(rows: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:  # [R, H] -> [T, H]
+    """Sum runs of rows in a fixed order, in float32 or wider: run t is `rows[places[starts[t] : starts[t + 1]]]`."""
+    if not len(rows) or not len(starts):
+        return rows.new_zeros(len(starts), rows.shape[1])
+    exact = rows.is_cuda or rows.dtype in (torch.float32, torch.float64)  # a GPU sums in float32 and rounds once
+    found = torch.nn.functional.embedding_bag(places, rows if exact else rows.float(), starts, mode="sum")
+    return found.to(rows.dtype)
 
 
 class _Taken(torch.autograd.Function):
@@ -56,19 +88,30 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        saved: Any, x: Any, weights: Any, order: Any, places: Any, ends: Any, experts: int, by_rows: bool, number: Any
+        saved: Any,
+        x: Any,
+        weights: Any,
+        order: Any,
+        places: Any,
+        ends: Any,
+        each: int,
+        tokens: Any,
+        starts: Any,
+        by_rows: bool,
+        number: Any,
     ) -> torch.Tensor:
-        saved.save_for_backward(x, weights, order, places, ends)
-        saved.experts, saved.by_rows, saved.number = experts, by_rows, number
-        found: torch.Tensor = ours.grouped_product(x[order // experts], weights, ends, by_rows)
+        saved.save_for_backward(x, weights, order, places, ends, tokens, starts)
+        saved.each, saved.by_rows, saved.number = each, by_rows, number
+        found: torch.Tensor = ours.grouped_product(x[_tokens(order, each, tokens)], weights, ends, by_rows)
         return found
 
     @staticmethod
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
-        x, weights, order, places, ends = saved.saved_tensors
-        rows, of_weights = _backward(saved, gradient.contiguous(), x[order // saved.experts], weights, ends)
-        of_x = None if rows is None else _summed(rows, places, saved.experts)
-        return of_x, of_weights, None, None, None, None, None, None
+        x, weights, order, places, ends, tokens, starts = saved.saved_tensors
+        taken = x[_tokens(order, saved.each, tokens)]
+        rows, of_weights = _backward(saved, gradient.contiguous(), taken, weights, ends)
+        of_x = None if rows is None else _summed(rows, places, saved.each, starts)
+        return of_x, of_weights, *[None] * 8
 
 
 class _GivenBack(torch.autograd.Function):
@@ -82,23 +125,26 @@ class _GivenBack(torch.autograd.Function):
         order: Any,
         places: Any,
         ends: Any,
-        experts: int,
+        each: int,
+        tokens: Any,
+        starts: Any,
         by_rows: bool,
         number: Any,
     ) -> torch.Tensor:
-        saved.save_for_backward(rows, weights, order, ends)
-        saved.experts, saved.by_rows, saved.number = experts, by_rows, number
-        return _summed(ours.grouped_product(rows, weights, ends, by_rows), places, experts)
+        saved.save_for_backward(rows, weights, order, ends, tokens)
+        saved.each, saved.by_rows, saved.number = each, by_rows, number
+        return _summed(ours.grouped_product(rows, weights, ends, by_rows), places, each, starts)
 
     @staticmethod
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
-        rows, weights, order, ends = saved.saved_tensors
-        of_rows, of_weights = _backward(saved, gradient[order // saved.experts], rows, weights, ends)
-        return of_rows, of_weights, None, None, None, None, None, None
+        rows, weights, order, ends, tokens = saved.saved_tensors
+        given = gradient[_tokens(order, saved.each, tokens)]
+        of_rows, of_weights = _backward(saved, given, rows, weights, ends)
+        return of_rows, of_weights, *[None] * 8
 
 
 class _Sorted(torch.autograd.Function):
-    """The weights of choices in the order of rows: [T, k] -> [R]."""
+    """The weights of choices in another order: [...] -> [R]. `places` undoes `order`."""
 
     @staticmethod
     def forward(saved: Any, weights: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -123,7 +169,7 @@ def _given_back(*given: Any) -> Any:
 
 
 @torch.compiler.allow_in_graph
-def _sorted(*given: Any) -> Any:
+def in_order(*given: Any) -> Any:
     return _Sorted.apply(*given)
 
 
@@ -136,17 +182,28 @@ def mixture(
     activation: Callable[[torch.Tensor], torch.Tensor],  # [R, outputs of `first`] -> [R, inputs of `last`]
 ) -> torch.Tensor:  # [T, H]
     """Compute the output of experts for tokens that have chosen them."""
-    experts = index.shape[1]
     order, places, ends = ours.sorted_by_expert(index, first.values.shape[0])
-    given = order, places, ends, experts
-    inner = _taken(x, first.values, *given, first.by_rows, first.number)
+    return of_rows(x, Rows(order, places, ends, index.shape[1]), index, weights, first, last, activation)
+
+
+def of_rows(
+    x: torch.Tensor,  # [T, H]
+    rows: Rows,
+    index: torch.Tensor,  # [T, k] or [R], by choice
+    weights: torch.Tensor,  # of the same shape
+    first: Weight,
+    last: Weight,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # [T, H]
+    """Compute the output of experts for tokens, given the rows of their choices."""
+    inner = _taken(x, first.values, *rows.given, first.by_rows, first.number)
     if first.bias is not None:
-        inner = inner + _of_rows(first.bias, index, order)
-    scale = _sorted(weights, order, places)[:, None]
-    rows = (activation(inner) * scale).to(x.dtype)
-    result = _given_back(rows, last.values, *given, last.by_rows, last.number)
+        inner = inner + _of_rows(first.bias, index, rows.order)
+    scale = in_order(weights, rows.order, rows.places)[:, None]
+    outer = (activation(inner) * scale).to(x.dtype)
+    result = _given_back(outer, last.values, *rows.given, last.by_rows, last.number)
     if last.bias is not None:
-        result = result + _weighted(weights, index, last.bias).to(x.dtype)
+        result = result + _weighted(weights, index, rows, len(x), last.bias).to(x.dtype)
     return result
 
 
@@ -155,10 +212,14 @@ def _of_rows(bias: torch.Tensor, index: torch.Tensor, order: torch.Tensor) -> to
     return _chosen(index.flatten()[order], bias) @ bias
 
 
-def _weighted(weights: torch.Tensor, index: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # [E, N] -> [T, N]
+def _weighted(
+    weights: torch.Tensor, index: torch.Tensor, rows: Rows, tokens: int, bias: torch.Tensor
+) -> torch.Tensor:  # [E, N] -> [T, N]
     """Sum the biases of each token's experts with the weights of the choices."""
-    spread = torch.zeros(index.shape[0], bias.shape[0], dtype=weights.dtype, device=weights.device)
-    return spread.scatter(1, index, weights).to(bias.dtype) @ bias
+    spread = torch.zeros(tokens, bias.shape[0], dtype=weights.dtype, device=weights.device)
+    if rows.tokens is None:
+        return spread.scatter(1, index, weights).to(bias.dtype) @ bias
+    return spread.index_put((rows.tokens[rows.places], index), weights).to(bias.dtype) @ bias
 
 
 def _chosen(index: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # [R] -> [R, E]

@@ -8,6 +8,7 @@ results do not change.
 Compiled layers do not use this for `elementwise`: the compiler selects what to keep (`compiler_backends`).
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,15 +24,15 @@ FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _GROUPED = ("aten::_grouped_mm", "truestep::grouped_product")  # of experts, transformers' and ours
 # What decides which experts a token has. If it were computed again and rounded otherwise, a token could have others.
-_CHOICES = ("aten::topk", "truestep::sorted_by_expert")
+_CHOICES = ("aten::topk", "truestep::sorted_by_expert", "truestep::choices_over_ranks")
 _NARROW = 2  # `selective` keeps a product if its wider side is at most this multiple of the narrower
 
 
-def recompute_activations(model: Any, how: str = FULL) -> None:
-    """Switch on transformers' recomputation of each layer in the backward pass."""
+def recompute_activations(model: Any, options: Mapping[str, Any]) -> None:
+    """Switch on transformers' recomputation of each layer in the backward pass, by `checkpoint_options`."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"{type(model).__name__} does not support model.activation_checkpointing")
-    options = checkpoint_options(how)
+    options = dict(options)
     if hasattr(model, "activation_checkpointing_enable"):  # since about transformers 5.20
         model.activation_checkpointing_enable(options)
     else:
@@ -41,20 +42,23 @@ def recompute_activations(model: Any, how: str = FULL) -> None:
             module.training = True  # it recomputes in training mode only; what is in it stays as it is: no noise
 
 
-def checkpoint_options(how: str) -> dict[str, Any]:
-    """Return the options of `torch.utils.checkpoint`."""
-    return {"use_reentrant": False, "context_fn": partial(_contexts, how)}
+def checkpoint_options(how: str, choices_kept: bool = False) -> dict[str, Any]:
+    """Return the options of `torch.utils.checkpoint`. `choices_kept`: `full` keeps which experts tokens have."""
+    return {"use_reentrant": False, "context_fn": partial(_contexts, how, choices_kept)}
 
 
-def _contexts(how: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(how: str, choices_kept: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Make the contexts in which a layer is computed and recomputed."""
     plain = nullcontext(), nullcontext()
-    computed, again = plain if how == FULL else create_selective_checkpoint_contexts(partial(_policy, how))
+    keeps_some = how != FULL or choices_kept
+    computed, again = create_selective_checkpoint_contexts(partial(_policy, how)) if keeps_some else plain
     return computed, HandedAgain(again)
 
 
 def _policy(how: str, context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    kept = is_kept(operation, arguments) or (how == ELEMENTWISE and is_product(operation))
+    kept = _name_of(operation) in _CHOICES
+    if how != FULL:
+        kept = kept or is_kept(operation, arguments) or (how == ELEMENTWISE and is_product(operation))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

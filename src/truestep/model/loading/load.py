@@ -12,6 +12,7 @@ import torch
 from truestep.gpu import marks
 from truestep.head.logits import HeadSettings
 from truestep.model.adapter import Adapter, AdapterSource
+from truestep.model.cuts.experts import check_division, divide_experts
 from truestep.model.cuts.stages import Stages, keep_own
 from truestep.model.cuts.tensor import cut_model, tensor_plan
 from truestep.model.experts.grouped import group_experts, settle_experts
@@ -90,6 +91,11 @@ class LoadOptions:
     def recomputes(self) -> str:
         """The activation checkpointing mode; empty: none."""
         return str(FULL if self.activation_checkpointing is True else self.activation_checkpointing or "")
+
+    @property
+    def checkpointing(self) -> dict[str, Any]:
+        """The options of torch's checkpoint."""
+        return checkpoint_options(self.recomputes or FULL, choices_kept=self.ranks.expert > 1)
 
     @property
     def compiler_recomputes(self) -> bool:
@@ -178,6 +184,10 @@ def _read(loading: Loading) -> None:
     loading.model, loading.tokenizer = read_directory(*given)
 
 
+def _check_experts(loading: Loading) -> None:
+    check_division(loading.model, loading.options.ranks.expert)
+
+
 def _freeze(loading: Loading) -> None:
     freeze_weights(loading.model, loading.options.freeze)
 
@@ -202,7 +212,7 @@ def _prepare(loading: Loading) -> None:
 
 
 def _recompute(loading: Loading) -> None:
-    recompute_activations(loading.model, loading.options.recomputes)
+    recompute_activations(loading.model, loading.options.checkpointing)
 
 
 def _try(loading: Loading) -> None:
@@ -224,7 +234,7 @@ def _compile(loading: Loading) -> None:
     if not layers:
         raise ModelError(f"model.compile: {type(loading.model).__name__} has no list of layers to compile")
     options = loading.options
-    compile_layers(layers, checkpoint_options(options.recomputes or FULL), remakes=options.compiler_recomputes)
+    compile_layers(layers, options.checkpointing, remakes=options.compiler_recomputes)
 
 
 def _measure(loading: Loading) -> None:
@@ -251,6 +261,9 @@ def _cut(loading: Loading) -> None:
         loading.exchange = TokenExchange(group)
         plan = tensor_plan(model.config, ranks.tensor)
         pieces = cut_model(model, plan, ranks, loading.exchange, pieces, place)
+    if ranks.expert > 1:
+        pieces = divide_experts(model, ranks, pieces)
+    if group is not None or ranks.expert > 1:
         with borrowed_weights(model, place):
             probe_cut(model, loading.probe, place, ranks)
     loading.pieces = pieces if loading.stages is None else keep_own(model, loading.stages, ranks.stage, pieces)
@@ -321,6 +334,7 @@ class Pass(NamedTuple):
 # The order matters: a pass sees the model as those before it left it.
 PASSES: tuple[Pass, ...] = (
     Pass(_read),
+    Pass(_check_experts, lambda options: options.ranks.expert > 1),
     Pass(_freeze, lambda options: bool(options.freeze)),
     Pass(_freeze_routers, lambda options: options.experts.router == "frozen"),
     Pass(_attach, lambda options: options.adapter is not None),

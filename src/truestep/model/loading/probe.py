@@ -113,16 +113,20 @@ def probe_context(model: Any, probe: Probe, device: torch.device, context: Conte
 
 @torch.no_grad()
 def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
-    """Probe a float32 model that is cut over tensor ranks, because its plan may be incomplete. All tensor ranks call
-    this."""
+    """Probe a float32 model whose layers are cut over tensor ranks, because its plan may be incomplete, or whose experts
+    are divided. All of these ranks call this."""
     group, tokens = ranks.group("tensor"), len(probe.hidden)
-    assert group is not None
     padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
     documents = [*probe.documents, padding] if len(padding) else probe.documents
-    what = f"parallel.tensor: {ranks.tensor}: the layers of {type(model).__name__}, cut by its own plan,"
+    cuts = {"tensor": "cut by its own plan", "expert": "with its experts over ranks"}
+    options = [name for name in cuts if ranks.size_of(name) > 1]
+    asked = " and ".join(f"parallel.{name}: {ranks.size_of(name)}" for name in options)
+    what = f"{asked}: the layers of {type(model).__name__}, {' and '.join(cuts[name] for name in options)},"
     with _explained(f"{what} do not run"):
-        own = packed_hidden(model, _tokens(documents), device).float()
-    _compare(f"{what} give other values", gather_same(own, group)[:tokens], probe.hidden)
+        hidden = packed_hidden(model, _tokens(documents), device).float()
+    if group is not None:
+        hidden = gather_same(hidden, group)
+    _compare(f"{what} give other values", hidden[:tokens], probe.hidden)
 
 
 @torch.no_grad()

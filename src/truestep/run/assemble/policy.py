@@ -9,13 +9,13 @@ from truestep.model.experts.routing import ExpertSettings
 from truestep.model.loading.adapter_source import adapter_source
 from truestep.model.loading.load import LoadOptions, load_policy
 from truestep.model.policy import Policy
-from truestep.ranks.axes import AXES, RankLayout
+from truestep.ranks.axes import AXES, DERIVED, RankLayout
 from truestep.ranks.group import Ranks, join
 
 
 def join_ranks(config: Config) -> Ranks:
     parallel = config.parallel
-    layout = RankLayout(**{axis.name: getattr(parallel, axis.name) for axis in AXES})
+    layout = RankLayout(**{name: getattr(parallel, name) for name in (*(axis.name for axis in AXES), *DERIVED)})
     return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
 
 

@@ -1,0 +1,158 @@
+"""The output of a mixture whose experts are divided over ranks.
+
+A token is sent once to each rank that has experts of it, in the model's compute type, with the weights of its choices
+there. That rank computes the weighted sum of its experts and sends it back, and the token's rank adds up what came from
+each rank, in float32. Each rank sends as many tokens as it likes, or none. The gradient goes the same ways back.
+
+The choices that travel are made once: an operator tells the ranks what comes, and recomputation keeps its results.
+
+Dimensions: T tokens of this rank, k experts of each, C copies of tokens that are sent, R choices, H hidden. Those that
+come from other ranks are C' and R'.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from truestep.gpu.operators import operator
+from truestep.model.experts.mixture import Rows, Weight, in_order, of_rows, summed_runs
+from truestep.model.experts.operators import ends_of
+from truestep.ranks.exchange import transfer
+
+_numbers = itertools.count()
+_known: weakref.WeakValueDictionary[int, "ExpertRanks"] = weakref.WeakValueDictionary()
+
+
+class ExpertRanks:
+    """The ranks over which a model's experts are divided."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.size = group, dist.get_world_size(group)
+        self.number = next(_numbers)  # for the operator
+        _known[self.number] = self
+
+    def send(self, rows: torch.Tensor, sizes: Sequence[int], coming: Sequence[int]) -> torch.Tensor:
+        """Send consecutive rows to each rank. Gradients are sent back."""
+        there = partial(_sent, group=self.group, sizes=list(sizes), coming=list(coming))
+        back = partial(_sent, group=self.group, sizes=list(coming), coming=list(sizes))
+        return transfer(rows, there, back)
+
+
+def _sent(
+    rows: torch.Tensor, *, group: dist.ProcessGroup, sizes: list[int], coming: list[int]
+) -> torch.Tensor:  # [sum of sizes, ...] -> [sum of coming, ...]
+    received = rows.new_empty(sum(coming), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), coming, sizes, group=group)
+    return received
+
+
+def _shapes(index: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Tensor, ...]:
+    raise NotImplementedError("experts that are divided over ranks are not traced")
+
+
+@operator(
+    "choices_over_ranks(Tensor index, int experts, int ranks) -> (Tensor, Tensor, Tensor, Tensor)",
+    _shapes,
+)
+@torch.no_grad()
+def choices_over_ranks(
+    index: torch.Tensor, experts: int, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tell each rank which tokens and choices it gets. `experts`: of each rank. Return
+
+    the choices [T, k] in the order in which they are sent: by rank, then by token: [R];
+    the token of each copy, in the order in which copies are sent: [C];
+    the numbers of copies and of choices that go to each rank and that come from each, on the host: [4, ranks];
+    the choices that come: each one's expert, counted from this rank's first, and the number of its copy: [2, R'].
+    """
+    group = _known[ranks]
+    rank, order = (index.flatten() // experts).sort(stable=True)
+    token = order // index.shape[1]
+    begins = torch.ones_like(order, dtype=torch.bool)  # the first choice of a copy
+    begins[1:] = (rank[1:] != rank[:-1]) | (token[1:] != token[:-1])
+    numbers = torch.arange(group.size, device=rank.device)
+    choices = torch.searchsorted(rank, numbers, right=True).diff(prepend=numbers.new_zeros(1))
+    copies = torch.zeros_like(choices).scatter_add_(0, rank, begins.to(choices.dtype))
+    going = torch.stack([copies, choices])
+    coming = torch.empty_like(going.T.contiguous())
+    dist.all_to_all_single(coming, going.T.contiguous(), group=group.group)
+    coming = coming.T
+    counts = torch.cat([going, coming]).cpu()
+    # A copy's number among those that go to its rank.
+    copy = begins.cumsum(0) - 1 - (copies.cumsum(0) - copies)[rank]
+    told = torch.stack([index.flatten()[order] % experts, copy], 1)
+    _, choices_to, _, choices_from = counts.tolist()
+    arrived = _sent(told, group=group.group, sizes=choices_to, coming=choices_from).T.contiguous()
+    # The copies of a rank come behind those of the ranks before it.
+    before = coming[0].cumsum(0) - coming[0]
+    arrived[1] += before.repeat_interleave(coming[1], output_size=arrived.shape[1])
+    return order, token[begins], counts, arrived
+
+
+@torch.compiler.disable  # its sizes depend on what routers choose
+def mixture_over_ranks(
+    x: torch.Tensor,  # [T, H]
+    index: torch.Tensor,  # [T, k], of all experts
+    weights: torch.Tensor,  # [T, k]
+    first: Weight,  # of this rank's experts
+    last: Weight,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    ranks: ExpertRanks,
+) -> torch.Tensor:  # [T, H]
+    """Compute the output of experts for this rank's tokens. All ranks of the group call this together."""
+    experts = first.values.shape[0]
+    order, sent, counts, arrived = torch.ops.truestep.choices_over_ranks(index, experts, ranks.number)
+    copies_to, choices_to, copies_from, choices_from = counts.tolist()
+    runs = _runs_of(sent, len(x))
+    copies = ranks.send(_Copied.apply(x, sent, *runs), copies_to, copies_from)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    scales = ranks.send(in_order(weights, order, back), choices_to, choices_from)
+    parts = of_rows(copies, _rows_of(*arrived, len(copies), experts), arrived[0], scales, first, last, activation)
+    summed: torch.Tensor = _Summed.apply(ranks.send(parts, copies_from, copies_to), sent, *runs)
+    return summed
+
+
+def _runs_of(token: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of each token's copies, in order of tokens, and the start of each token's run."""
+    sorted_tokens, places = token.sort(stable=True)
+    return places, torch.searchsorted(sorted_tokens, torch.arange(tokens, device=token.device))
+
+
+def _rows_of(expert: torch.Tensor, copy: torch.Tensor, copies: int, experts: int) -> Rows:
+    """Sort choices by expert. A copy's choices follow each other."""
+    chosen, order = expert.sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    starts = torch.searchsorted(copy, torch.arange(copies, device=copy.device))
+    return Rows(order, places, ends_of(chosen, experts), 0, copy[order], starts)
+
+
+class _Copied(torch.autograd.Function):
+    """Copies of tokens: [T, H] -> [C, H]."""
+
+    @staticmethod
+    def forward(saved: Any, x: torch.Tensor, token: Any, places: Any, starts: Any) -> torch.Tensor:
+        saved.save_for_backward(places, starts)
+        return x[token]
+
+    @staticmethod
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        return summed_runs(gradient.contiguous(), *saved.saved_tensors), None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """Sums of what came back for each token: [C, H] -> [T, H]."""
+
+    @staticmethod
+    def forward(saved: Any, parts: torch.Tensor, token: Any, places: Any, starts: Any) -> torch.Tensor:
+        saved.save_for_backward(token)
+        return summed_runs(parts, places, starts)
+
+    @staticmethod
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        (token,) = saved.saved_tensors
+        return gradient[token], None, None, None
