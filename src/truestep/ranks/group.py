@@ -88,9 +88,10 @@ class Ranks:
     sampling: dist.ProcessGroup | None = None  # as `host`, for another thread that spreads requests of sampling
     team: dist.ProcessGroup | None = None  # gloo, the ranks that compute with slices of the same weights
     mesh: DeviceMesh | None = None  # with the dimensions of MESH; None: one rank
-    # With `replicate`, and `shard`: the ranks over which this rank's experts are sharded. None: experts are not divided.
+    # The mesh with `replicate`, and `shard`: the ranks that share this rank's experts. None: all ranks share all.
     expert_mesh: DeviceMesh | None = None
-    # The groups that this rank is in, by the names of GROUPS and DERIVED; `ends`: first and last rank of its pipeline; and `wires`.
+    # The groups that this rank is in, by the names of GROUPS and DERIVED; `ends`: first and last rank of its pipeline;
+    # and `wires`.
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def size_of(self, axis: str) -> int:

@@ -113,8 +113,8 @@ def probe_context(model: Any, probe: Probe, device: torch.device, context: Conte
 
 @torch.no_grad()
 def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
-    """Probe a float32 model whose layers are cut over tensor ranks, because its plan may be incomplete, or whose experts
-    are divided. All of these ranks call this."""
+    """Probe a float32 model whose layers are cut over tensor ranks, because its plan may be incomplete, or whose
+    experts are divided. All of these ranks call this."""
     group, tokens = ranks.group("tensor"), len(probe.hidden)
     padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
     documents = [*probe.documents, padding] if len(padding) else probe.documents

@@ -16,8 +16,10 @@ import numpy as np
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files.whole import write_json_lines
+from truestep.model.cuts.experts import check_division
 from truestep.model.cuts.tensor import tensor_plan
 from truestep.model.loading.load import load_policy
+from truestep.model.loading.read import read_model
 from truestep.model.mixers.context_parallel import check_heads
 from truestep.model.mixers.recurrence import cannot_share
 from truestep.ranks.axes import RankLayout
@@ -246,7 +248,7 @@ def permits(case: Case, layout: Layout) -> bool:
     """Tell whether a layout can train the model: its heads and layers must be divisible, with enough layers for
     stages. Compiled layers are not cut over tensor ranks."""
     parallel = layout.options.get("parallel", {})
-    cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank")}
+    cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank", "expert")}
     if cut["tensor"] > 1 and case.options["model"]["compile"]:
         return False
     model = case.model, case.options["model"]["trust_remote_code"]
@@ -261,7 +263,7 @@ def _can_share(model: Path, trust_remote_code: bool) -> bool:
 
 @cache
 def _can_be_cut(
-    model: Path, trust_remote_code: bool, tensor: int, context: int, pipeline: int, stages_per_rank: int
+    model: Path, trust_remote_code: bool, tensor: int, context: int, pipeline: int, stages_per_rank: int, expert: int
 ) -> bool:
     from transformers import AutoConfig
 
@@ -270,6 +272,8 @@ def _can_be_cut(
         check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), context, tensor)
         if tensor > 1:
             tensor_plan(config, tensor)
+        if expert > 1:
+            check_division(read_model(model, trust_remote_code)[0], expert)
         if pipeline > 1:
             ranks = Ranks(0, RankLayout(data_shard=1, pipeline=pipeline))
             load_policy(
