@@ -119,6 +119,8 @@ class Policy:
         end, here = tokens.num_tokens, slice(0, len(tokens))
         if self.context is not None:
             here = self.context.run(len(tokens))
+        start, size = slice_of(here.stop - here.start, self.weights.ranks, "tensor")
+        here = slice(here.start + start, here.start + start + size)
         count = min(max(end - here.start, 0), here.stop - here.start)
         sequences = tokens.sequences
         return OwnTokens(count, None if sequences is None else sequences[here][:count])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from truestep.model.adapter import LoraLinear, product
+from truestep.model.experts.grouped import is_experts
 from truestep.model.heads import HeadSizes
 from truestep.ranks.axes import slice_at
 from truestep.ranks.exchange import TokenExchange
@@ -28,6 +29,7 @@ _UNCUT = ("replicated_with_grad_allreduce", "replicate", "sequence_parallel")
 # A style for weights whose outputs are gathered at once: as if they were not cut. Their module runs on all tokens.
 _WHOLE = "colwise_gather_output"
 _KEY_VALUE = ("k_proj", "v_proj")
+_EXPERTS = "moe_tp_experts"  # experts: cut by `parallel.expert` in place of the plan
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,15 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def tensor_plan(config: Any, ranks: int) -> TensorPlan:
-    """Make the plan from a model's configuration alone, so that a model is refused before weights are read."""
+def tensor_plan(config: Any, ranks: int, *, divided: bool = False) -> TensorPlan:
+    """Make the plan from a model's configuration alone, so that a model is refused before weights are read. `divided`:
+    experts are divided over these ranks, and their blocks compute a rank's own tokens."""
     text = config.get_text_config()
     kind = config.model_type
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     of_layers = {name: style for name, style in plan.items() if "*" in name and style not in _UNCUT}
+    experts = {name for name, style in of_layers.items() if style == _EXPERTS and divided}
+    of_layers = {name: style for name, style in of_layers.items() if not {name, _parent(name)} & experts}
     if not of_layers:
         raise _refusal(f"{kind} has no plan for tensor parallelism (base_model_tp_plan)")
     gathering = {name for name, style in of_layers.items() if style == _WHOLE}
@@ -70,6 +75,8 @@ def tensor_plan(config: Any, ranks: int) -> TensorPlan:
     unpaired = cut.halves ^ {_parent(name) for name in cut.rows}
     if unpaired:
         raise _refusal(f"{kind}'s plan cuts {min(unpaired)} either by columns or by rows; both are needed")
+    if experts and not any("attn" in name for name in (*cut.halves, *whole)):
+        raise _refusal(f"{kind}'s plan does not cut attention")
     for name in ("num_attention_heads", "intermediate_size"):
         size = getattr(text, name, None)
         if isinstance(size, int) and size % ranks:
@@ -98,6 +105,10 @@ def cut_model(
     for name, module in list(model.base_model.named_modules()):
         pattern = re.sub(r"\.\d+\.", ".*.", name, count=1)
         met.add(pattern)
+        if any(is_experts(child) for child in module.children()):
+            # The other layers' MLP may have the same name: this block computes a rank's own tokens.
+            met |= {named for named in (*plan.columns, *plan.rows) if _parent(named) == pattern}
+            continue
         if pattern in plan.halves | plan.whole:
             _gather_for(module, exchange)
         if pattern in plan.whole:

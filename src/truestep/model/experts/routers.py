@@ -137,7 +137,7 @@ class RoutedLayers:
         return RoutedLayers({routed.name: routed.experts for routed in found}, biases)
 
 
-def check_settings(model: Any, settings: ExpertSettings, tensor_ranks: int) -> None:
+def check_settings(model: Any, settings: ExpertSettings) -> None:
     """Refuse options that the model's routers cannot follow. All layers must be there."""
     options = [f"{name}: {value}" for name, value in settings.counted]
     if not options:
@@ -145,8 +145,6 @@ def check_settings(model: Any, settings: ExpertSettings, tensor_ranks: int) -> N
     routers = list(routed_in(model))
     if not routers or not all(isinstance(routed.router, CountedRouter) for routed in routers):
         raise no_routers(model, options[0])
-    if tensor_ranks > 1:
-        raise ModelError(f"model.experts.{options[0]} is not supported with parallel.tensor: {tensor_ranks}")
     name = type(model).__name__
     if settings.balance == "bias" and any(routed.bias is None for routed in routers):
         raise ModelError(f"model.experts.balance: bias: the routers of {name} have no bias of choices: set it to loss")

@@ -224,7 +224,7 @@ def _try(loading: Loading) -> None:
             fuse_layers(model)
         group_experts(model)
         count_routes(model)
-        check_settings(model, loading.options.experts, loading.options.ranks.tensor)
+        check_settings(model, loading.options.experts)
         with adapters_called(model):
             _probe(loading)
 
@@ -259,7 +259,7 @@ def _cut(loading: Loading) -> None:
     pieces, group = pieces_of(model), ranks.group("tensor")
     if group is not None:
         loading.exchange = TokenExchange(group)
-        plan = tensor_plan(model.config, ranks.tensor)
+        plan = tensor_plan(model.config, ranks.tensor, divided=ranks.expert > 1)
         pieces = cut_model(model, plan, ranks, loading.exchange, pieces, place)
     if ranks.expert > 1:
         pieces = divide_experts(model, ranks, pieces)
@@ -349,7 +349,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(_read_weights),
     Pass(_report_layers),
     Pass(_add_gradients),
-    Pass(_count_routes, lambda options: options.ranks.tensor == 1),
+    Pass(_count_routes),
     Pass(_attend),
 )
 

@@ -65,7 +65,7 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
         config = AutoConfig.from_pretrained(directory, **options)
         check_heads(HeadSizes.of(config).queries, ranks.context, ranks.tensor)
         if ranks.tensor > 1:  # refused before anything is read
-            tensor_plan(config, ranks.tensor)
+            tensor_plan(config, ranks.tensor, divided=ranks.expert > 1)
         check_layers(config.get_text_config().num_hidden_layers, pipeline)
         if stored is not None:
             model = model_of_parts(directory, config, stored, trust_remote_code)

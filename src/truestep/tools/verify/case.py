@@ -271,7 +271,7 @@ def _can_be_cut(
     try:
         check_heads(getattr(config.get_text_config(), "num_attention_heads", 0), context, tensor)
         if tensor > 1:
-            tensor_plan(config, tensor)
+            tensor_plan(config, tensor, divided=expert > 1)
         if expert > 1:
             check_division(read_model(model, trust_remote_code)[0], expert)
         if pipeline > 1:

@@ -57,6 +57,8 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
         Layout("replicas 2 x expert 2", 4, parallel(data_replicate=2, expert=2)),
         Layout("context 2, expert 2", 2, parallel(context=2, expert=2)),
         Layout("data 2 x context 2, expert 4", 4, parallel(context=2, expert=4)),
+        Layout("tensor 2, expert 2", 2, parallel(tensor=2, expert=2)),
+        Layout("data 2 x tensor 2, expert 4", 4, parallel(tensor=2, expert=4)),
         Layout("expert 2 x pipeline 2", 4, parallel(expert=2, pipeline=2)),
         Layout("context 2 x tensor 2", 4, parallel(context=2, tensor=2)),
         Layout("context 2 x pipeline 2", 4, parallel(context=2, pipeline=2)),
