@@ -454,7 +454,7 @@ def _ranks(config: "Config") -> Iterator[str]:
             "(generating works with parallel.tensor)"
         )
     if parallel.expert > 1:
-        yield from _experts(config)
+        yield from _expert_ranks(config)
     if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
         yield "parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1"
     if config.model.compile and parallel.tensor > 1:
@@ -464,7 +464,7 @@ def _ranks(config: "Config") -> Iterator[str]:
         )
 
 
-def _experts(config: "Config") -> Iterator[str]:
+def _expert_ranks(config: "Config") -> Iterator[str]:
     """Check what experts that are divided over ranks do not support."""
     evaluation, divided = config.evaluation, f"parallel.expert: {config.parallel.expert}"
     if config.sampler is not None and config.sampler.type == "in_process":

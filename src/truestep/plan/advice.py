@@ -23,7 +23,7 @@ class Saving:
 
 def layout_of(config: Config, size: int) -> RankLayout:
     """Return the configuration's layout of `size` ranks."""
-    names = RankLayout().by_name
+    names = RankLayout().every
     return RankLayout(**{name: getattr(config.parallel, name) for name in names}).over(size)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, AdamWConfig, MuonConfig
 from truestep.model.heads import HeadSizes, attending_layers
-from truestep.plan.memory import LABELS, computed_size, host_bytes, recomputes, reduces_each, remakes
+from truestep.plan.memory import LABELS, computed_size, copies_of_a_token, host_bytes, recomputes, reduces_each, remakes
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape
 from truestep.ranks.axes import RankLayout
@@ -82,6 +82,7 @@ class _Rank:
     weights: float  # weights of its layers that multiply a token
     trained: float  # trained weights, before sharding
     untrained: float  # fraction of its layers' products without a weight gradient
+    gathered: float  # fraction of its weights that it gathers: of experts, those of its expert rank
     heads: HeadSizes
 
     @property
@@ -93,7 +94,7 @@ def plan_time(
     config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, work: Work | None = None
 ) -> StepTime:
     """Compute the time of a step by part, without sampling and without waiting for documents."""
-    sizes = layout.by_name
+    sizes = layout.every
     work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
     rank = _rank(config, shape, sizes, work)
     parts = _computation(config, shape, rates, work, rank)
@@ -115,8 +116,9 @@ def plan_time(
 
 def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Work) -> _Rank:
     data, stages, tensor = sizes["data_shard"] * sizes["data_replicate"], sizes["pipeline"], sizes["tensor"]
-    place = (0, stages, config.parallel.stages_per_rank, tensor)
-    trained = shape.part(*place, trained=True)
+    place = (0, stages, config.parallel.stages_per_rank, tensor, tensor if sizes["expert"] > 1 else 1)
+    trained, whole = shape.part(*place, trained=True), shape.part(*place)
+    gathered = shape.part(*place[:-1], sizes["expert"]).all / max(1, whole.all)
     return _Rank(
         sizes,
         max(1, math.ceil(work.tokens / data / config.data.tokens_per_microbatch - 0.05)),
@@ -126,7 +128,8 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
         attending_layers(shape.config) / stages,
         sum(shape.layer_costs) / stages / tensor,
         float(trained.all),
-        1 - sum(trained.layers) / max(1, sum(shape.part(*place).layers)),
+        1 - sum(trained.layers) / max(1, sum(whole.layers)),
+        gathered,
         HeadSizes.of(shape.config),
     )
 
@@ -205,7 +208,10 @@ def _exchange(config: Config, shape: ModelShape, rates: Rates, rank: _Rank, besi
     whole = rank.trained / (1 - rank.untrained) if rank.untrained < 1 else rank.weights
     gathers = (2 if config.parallel.reshard_after_forward else 1) * rank.micro_batches
     reductions = rank.micro_batches if reduces_each(config) else 1
-    weights = (size * whole * gathers + 4 * rank.trained * reductions) * (rank.shards - 1) / rank.shards
+    whole, trained = whole * rank.gathered, rank.trained * rank.gathered
+    travels = copies_of_a_token(shape.config, sizes["expert"]) * (1 - 1 / sizes["expert"])  # copies to other ranks
+    waits += 4 * again * state * rank.layers * travels  # there and back, in both passes
+    weights = (size * whole * gathers + 4 * trained * reductions) * (rank.shards - 1) / rank.shards
     return waits / rates.link + max(0.0, weights / rates.link - _HIDDEN * beside)
 
 

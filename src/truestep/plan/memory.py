@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -56,32 +57,38 @@ def _kinds(
     config: Config, shape: ModelShape, layout: RankLayout, stage: int, activations: Activations
 ) -> dict[str, float]:
     """Compute the bytes of each kind on a rank of a stage."""
-    sizes = layout.by_name
+    sizes = layout.every
     size = computed_size(config)
     shards = sizes["data_shard"] * sizes["context"]
-    part = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
+    place = (stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
+    # Of the experts, a rank rests its share of all, and gathers its expert rank's.
+    resting = sizes["tensor"] if sizes["expert"] > 1 else 1
+    part, gathered = shape.part(*place, resting), shape.part(*place, sizes["expert"])
     tokens = config.data.tokens_per_microbatch / (sizes["context"] * sizes["tensor"])
-    largest = max(part.layers, default=0)
-    trained = shape.part(stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"], trained=True)
+    trained = shape.part(*place, resting, trained=True)
     own = trained.all / shards
     kinds = {
         MASTERS: 0.0 if masters_offloaded(config) else _FLOAT32 * own,
-        WEIGHTS: _computed(config, part, trained.all, shards, size, largest),
+        WEIGHTS: _computed(config, part, gathered, trained.all, shards, size),
         GRADIENTS: _FLOAT32 * own,
         STATES: 0.0 if offloaded(config) else state_bytes(config, shape, trained) / shards,
     }
     if shards > 1:
         several = _several(config) and not reduces_each(config)
-        kinds[UNREDUCED] = _FLOAT32 * (trained.all if several else max(trained.layers, default=0))
+        unreduced = shape.part(*place, sizes["expert"], trained=True)
+        kinds[UNREDUCED] = _FLOAT32 * (unreduced.all if several else max(unreduced.layers, default=0))
     if moving := min(_room(config, shape, trained), host_bytes(config, shape, trained) / shards):
         kinds[MOVING] = moving
     last = stage == sizes["pipeline"] - 1
     # The 1F1B schedule: a stage holds activations of one micro-batch for itself and one for each later stage.
     under_way = sizes["pipeline"] - stage
+    # A token's copies: those that came are kept, and those sent, given back and come back are there for a while.
+    copies = size * shape.hidden * copies_of_a_token(shape.config, sizes["expert"])
+    activations = replace(activations, layer=activations.layer + copies)
     kept, recomputed = _kept(config, activations, len(part.layers))
     kinds[ACTIVATIONS] = under_way * (kept + size * shape.hidden) * tokens
     logits = _logits(config, shape, layout) if last else 0.0
-    kinds[AT_ONCE] = max(logits, recomputed * tokens)
+    kinds[AT_ONCE] = max(logits, (recomputed + 3 * copies) * tokens)
     if has_reference(config):
         whole = size * part.all / shards
         # An offloaded reference is freed before the step's passes: only its excess over their memory counts.
@@ -89,6 +96,12 @@ def _kinds(
         step = sum(kinds.get(kind, 0.0) for kind in (UNREDUCED, ACTIVATIONS, AT_ONCE))
         kinds[REFERENCE] = max(0.0, during - step) if offloads_reference(config) else whole
     return kinds
+
+
+def copies_of_a_token(config: Any, ranks: int) -> float:
+    """Return to how many of the expert ranks a token goes, if its experts are drawn evenly; 0: experts are whole."""
+    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
+    return 0.0 if ranks == 1 else float(ranks * (1 - (1 - 1 / ranks) ** chosen))
 
 
 def _kept(config: Config, activations: Activations, layers: int) -> tuple[float, float]:
@@ -118,14 +131,15 @@ def reduces_each(config: Config) -> bool:
     return config.parallel.reduce_each_micro_batch is True
 
 
-def _computed(config: Config, part: WeightGroup, trained: int, shards: int, size: int, largest: int) -> float:
+def _computed(config: Config, part: WeightGroup, gathered: WeightGroup, trained: int, shards: int, size: int) -> float:
     apart = masters_offloaded(config)  # then the device holds weights in the compute dtype besides the gathered ones
     kept = part.all if apart else part.all - trained  # frozen weights exist in the compute dtype only
     if shards == 1:  # bfloat16: copies of all weights; float32 computes with the master weights
         return size * (part.all if size < _FLOAT32 else kept)
     ends = max(part.embedding, part.head)
-    gathered = 2 * largest if config.parallel.reshard_after_forward else sum(part.layers)
-    return size * (gathered + ends + kept / shards)
+    layers = gathered.layers
+    at_once = 2 * max(layers, default=0) if config.parallel.reshard_after_forward else sum(layers)
+    return size * (at_once + ends + kept / shards)
 
 
 def _several(config: Config) -> bool:
@@ -161,12 +175,13 @@ def _room(config: Config, shape: ModelShape, trained: WeightGroup) -> float:
 
 def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float:
     """Count the bytes of the staging buffer for a checkpoint, on the rank with the largest."""
-    sizes = layout.by_name
+    sizes = layout.every
     size = torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
+    experts = sizes["tensor"] if sizes["expert"] > 1 else 1
     sharing = sizes["data_shard"] * sizes["context"] * sizes["data_replicate"]
 
     def of_stage(stage: int) -> float:
-        place = (stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
+        place = (stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"], experts)
         part, trained = shape.part(*place), shape.part(*place, trained=True)
         frozen = 0 if config.adapter is not None else part.all - trained.all  # an adapter's base weights are not saved
         weights = _FLOAT32 * trained.all + size * frozen

@@ -147,7 +147,7 @@ def make_plan_report(
 
 
 def _title(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]:
-    sizes = ", ".join(f"{name} {size}" for name, size in layout.by_name.items() if size > 1) or "one rank"
+    sizes = ", ".join(f"{name} {size}" for name, size in layout.every.items() if size > 1) or "one rank"
     trained = shape.part(0, 1, 1, 1, trained=True).all
     some = f", {trained / 1e6:,.1f} million of them trained" if trained < shape.total else ""
     return [
@@ -192,7 +192,7 @@ def _values(plan: PlanReport) -> dict[str, Any]:
     step = plan.time
     return {
         "weights": plan.shape.total,
-        "layout": plan.layout.by_name,
+        "layout": plan.layout.every,
         "memory": plan.memory,
         "stages": [{"stage": rank.stage, "bytes": rank.kinds, "total": rank.total} for rank in plan.planned],
         "card": None if plan.rates is None else plan.rates.card,

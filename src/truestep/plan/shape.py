@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from truestep.model.loading.adapter_source import adapter_source, attach_adapter
 from truestep.model.towers import text_config
 from truestep.text import printable
 from truestep.weights.errors import ModelError, no_model
-from truestep.weights.layers import active_weights, layers_of
+from truestep.weights.layers import active_weights, is_of_experts, layers_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class ModelShape:
     norm_names: frozenset[str]
     frozen: frozenset[str] = frozenset()  # the names of weights that are not trained
     adapter: Adapter | None = None
-    _parts: dict[tuple[int, int, int, int, bool], WeightGroup] = field(default_factory=dict, repr=False, compare=False)
+    _parts: dict[tuple[int, int, int, int, int, bool], WeightGroup] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def vocabulary(self) -> int:
@@ -60,20 +62,26 @@ class ModelShape:
     def total(self) -> int:
         return sum(map(math.prod, self.weights.values()))
 
-    def part(self, stage: int, stages: int, per_rank: int, tensor: int, *, trained: bool = False) -> WeightGroup:
-        """Return the numbers of weights of a rank: those of its pipeline stages, divided among tensor ranks, not yet
-        sharded. With `trained`, count trained weights only."""
-        place = (stage, stages, per_rank, tensor, trained)
+    def part(
+        self, stage: int, stages: int, per_rank: int, tensor: int, expert: int = 1, *, trained: bool = False
+    ) -> WeightGroup:
+        """Return the numbers of weights of a rank: those of its pipeline stages, divided among tensor ranks, and
+        experts among expert ranks, not yet sharded. With `trained`, count trained weights only."""
+        place = (stage, stages, per_rank, tensor, expert, trained)
         if place not in self._parts:  # cached, as a search asks for the same parts often
             self._parts[place] = self._part(*place)
         return self._parts[place]
 
-    def _part(self, stage: int, stages: int, per_rank: int, tensor: int, trained: bool) -> WeightGroup:
+    def _part(self, stage: int, stages: int, per_rank: int, tensor: int, expert: int, trained: bool) -> WeightGroup:
         left_out = self.frozen if trained else frozenset()
         cut = cut_by_cost(self.layer_costs, math.prod(self.weights[self.head]), stages * per_rank)
         mine = [index for number, layers in enumerate(cut) if number % stages == stage for index in layers]
-        pattern = _cut_names(self.config, tensor)
-        sizes = [self._size(self.layer_names[index], pattern, tensor, left_out) for index in mine]
+        pattern = _cut_names(self.config, tensor, divided=expert > 1)
+
+        def share(name: str) -> int:
+            return expert if is_of_experts(name) else tensor if pattern and pattern.search(name) else 1
+
+        sizes = [self._size(self.layer_names[index], share, left_out) for index in mine]
         first, last = stage == 0, stage == stages - 1
         ends = -(-self.vocabulary // tensor) * self.hidden
         tied = self.head == self.embedding
@@ -87,16 +95,15 @@ class ModelShape:
         heads = 0 if tied or not last or self.head in left_out else ends
         return WeightGroup(tuple(sizes), embeds, heads, others if last else 0)
 
-    def _size(self, layer: str, pattern: re.Pattern[str] | None, tensor: int, left_out: frozenset[str]) -> int:
+    def _size(self, layer: str, share: Callable[[str], int], left_out: frozenset[str]) -> int:
         own = (item for item in self.weights.items() if item[0].startswith(f"{layer}.") and item[0] not in left_out)
-        inside = [(name, math.prod(shape)) for name, shape in own]
-        return sum(size // tensor if pattern and pattern.search(name) else size for name, size in inside)
+        return sum(math.prod(shape) // share(name) for name, shape in own)
 
 
-def _cut_names(config: Any, tensor: int) -> re.Pattern[str] | None:
+def _cut_names(config: Any, tensor: int, *, divided: bool) -> re.Pattern[str] | None:
     if tensor == 1:
         return None
-    plan = tensor_plan(config, tensor)
+    plan = tensor_plan(config, tensor, divided=divided)
 
     def any_of(names: Sequence[str]) -> str:
         return "|".join(re.escape(name).replace(r"\*", r"\d+") for name in names)

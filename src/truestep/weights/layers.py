@@ -7,6 +7,11 @@ import torch
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names of the expert count in configurations
 
 
+def is_of_experts(name: str) -> bool:
+    """Tell whether a weight's name is that of experts which tokens are routed to."""
+    return "experts." in name and "shared" not in name
+
+
 def layers_of(model: Any) -> tuple[str, list[torch.nn.Module]]:
     """Find the name and the members of the model's list of layers, by the number of layers in its configuration.
 
@@ -26,7 +31,7 @@ def active_weights(model: Any, part: torch.nn.Module, trained: bool | None = Non
     experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), None)
     share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
     return sum(
-        parameter.numel() * (share if "experts." in name and "shared" not in name else 1.0)
+        parameter.numel() * (share if is_of_experts(name) else 1.0)
         for name, parameter in part.named_parameters()
         if trained is None or parameter.requires_grad is trained
     )

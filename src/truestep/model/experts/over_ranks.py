@@ -112,7 +112,8 @@ def mixture_over_ranks(
     copies = ranks.send(_Copied.apply(x, sent, *runs), copies_to, copies_from)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     scales = ranks.send(in_order(weights, order, back), choices_to, choices_from)
-    parts = of_rows(copies, _rows_of(*arrived, len(copies), experts), arrived[0], scales, first, last, activation)
+    expert, copy = arrived
+    parts = of_rows(copies, _rows_of(expert, copy, len(copies), experts), expert, scales, first, last, activation)
     summed: torch.Tensor = _Summed.apply(ranks.send(parts, copies_from, copies_to), sent, *runs)
     return summed
 
