@@ -317,6 +317,21 @@ CASES = [
         "parallel.pipeline: 1 (generating works with parallel.tensor)",
     ),
     (
+        sampled() + "parallel: {expert: 2}\n",
+        "5, run.yaml:4: parallel.expert: 2 leaves no rank with all experts, which sampling needs: set sampler.type: "
+        "server, remove sampler (and train on data.path or data.source), or set parallel.expert: 1",
+    ),
+    (
+        MODEL + "evaluation: {prompts: p, reward: r}\nparallel: {expert: 4}\n",
+        "3, run.yaml:2: parallel.expert: 4 leaves no rank with all experts, which evaluation needs: remove evaluation, "
+        "set evaluation.servers: true with servers that sample, or set parallel.expert: 1",
+    ),
+    (
+        MODEL + "optimizer: {type: muon}\nparallel: {expert: 4}\n",
+        "2, run.yaml:3: optimizer.type: muon does not support parallel.expert: 4: set another "
+        "optimizer.type, or parallel.expert: 1",
+    ),
+    (
         sampled().replace("reward: r", "reward: r, exact: true") + "parallel: {tensor: 2}\n",
         "4, run.yaml:5: sampler.exact: true needs products on one rank, and parallel.tensor: 2 sums them over "
         "ranks: leave out sampler.exact, or set parallel.tensor: 1",

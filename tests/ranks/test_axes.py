@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 
 import pytest
+import torch
 
 from truestep.config.sections import ParallelConfig
 from truestep.ranks.axes import AXES, GROUPS, MESH, WEIGHT_PARTS, RankError, RankLayout
 from truestep.ranks.group import Ranks
+from truestep.weights.pieces import WeightSlice
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,44 @@ def test_every_dimension_is_an_option() -> None:
 
 
 def test_what_is_no_dimension_is_no_layout() -> None:
-    with pytest.raises(TypeError, match="no dimension expert"):
-        RankLayout(expert=2)
+    with pytest.raises(TypeError, match="no dimension expect"):
+        RankLayout(expect=2)
     with pytest.raises(RankError, match=r"parallel\.tensor: 2 does not divide the 3 ranks"):
         RankLayout(tensor=2).over(3)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_expert_ranks_are_neighbours_among_those_that_share_the_weights(size: int) -> None:
+    layouts = [counts for counts in products(size) if len(places(*counts)) == size]
+    for pipeline, replicas, data_shard, context, tensor in layouts:
+        everyone = places(pipeline, replicas, data_shard, context, tensor)
+        sharing = data_shard * context * tensor
+        for many in (many for many in range(2, sharing + 1) if sharing % many == many % tensor == 0):
+            given = {"data_replicate": replicas, "context": context, "tensor": tensor, "pipeline": pipeline}
+            layout = RankLayout(**given, expert=many).over(size)
+            assert layout.sizes == RankLayout(**given).over(size).sizes
+            for place in everyone:
+                ranks = Ranks(place.rank, layout)
+                number = (place.part * context + place.run) * tensor + place.slice
+                assert (ranks.expert, ranks.place_on("expert")) == (many, number % many)
+                divided_by = WeightSlice(torch.Size([8 * many]), cut={"expert": 0})
+                assert divided_by.shard_of(ranks) == (sharing // many, number // many)
+                assert divided_by.is_cut("tensor") and divided_by.counted_on(ranks) is (place.stage == 0)
+                assert WeightSlice(torch.Size([8])).shard_of(ranks) == (ranks.shards, ranks.shard)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "reason"),
+    [
+        ({"expert": 2}, 3, "parallel.expert: 2 does not divide the ranks that have parts of the weights: "
+         "parallel.data_shard: 3"),
+        ({"expert": 2, "data_shard": 1, "data_replicate": 2}, 2, "parallel.expert: 2 does not divide the ranks that "
+         "have parts of the weights: parallel.data_shard: 1"),
+        ({"expert": 2, "pipeline": 2}, 2, "parallel.data_shard: 1"),
+        ({"expert": 8, "context": 2}, 4, "parallel.data_shard: 2 x parallel.context: 2"),
+        ({"expert": 2, "tensor": 4}, 8, "parallel.expert: 2 is not a multiple of parallel.tensor: 4"),
+    ],
+)  # fmt: skip
+def test_expert_ranks_that_are_none(sizes: dict[str, int], ranks: int, reason: str) -> None:
+    with pytest.raises(RankError, match=reason):
+        RankLayout(**sizes).over(ranks)

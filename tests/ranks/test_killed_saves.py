@@ -14,6 +14,7 @@ from ranks.cases import on_ranks, train_all
 from ranks.saving import MOMENTS, OF_FIRST, train_until_killed
 from ranks.test_train_over_ranks import config
 from small_runs import file_hashes, read_lines, without_times, write_rollouts
+from tiny import expert_model
 from truestep.ranks.axes import RankError
 from truestep.run.checkpoint.checksums import find_damage
 from truestep.run.checkpoint.store import CheckpointStore
@@ -25,6 +26,7 @@ CASES = [
     pytest.param(2, {}, ["staging", "writing", "manifest"], id="two"),
     pytest.param(1, {}, [*MOMENTS], id="one", marks=pytest.mark.release),
     pytest.param(2, {"tensor": 2}, [*MOMENTS], id="tensor", marks=pytest.mark.long),
+    pytest.param(2, {"expert": 2}, ["staging", "writing", "manifest"], id="expert", marks=pytest.mark.long),
     pytest.param(4, {"data_replicate": 2}, [*MOMENTS, "staging", "writing"], id="four", marks=pytest.mark.release),
     pytest.param(4, {"pipeline": 2}, [*MOMENTS], id="pipeline", marks=pytest.mark.release),
 ]
@@ -36,11 +38,12 @@ def test_kills_in_the_middle_of_saves_change_nothing(
 ) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", 49)
     draw = random.Random(f"{size} {parallel}")
+    model = expert_model(tmp_path / "model") if "expert" in parallel else tiny_model("qwen3_tied")
 
     def given(name: str) -> dict[str, Any]:
         optimizer = {"type": "adamw_8bit"} if size == 2 else {"type": "muon" if size == 1 else "adamw"}
         return config(
-            tiny_model("qwen3_tied"), tmp_path / "rollouts.jsonl", tmp_path / name, parallel=parallel,
+            model, tmp_path / "rollouts.jsonl", tmp_path / name, parallel=parallel,
             optimizer=optimizer, deterministic=True, checkpoint={"every": 2, "keep": 1},
         )  # fmt: skip
 

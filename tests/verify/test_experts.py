@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from families.tiny_families import tiny_family
 from small_runs import file_config, write_rollouts
 from tiny import expert_model
 from truestep.config.schema import Config
+from truestep.model.experts import over_ranks
 from truestep.model.experts.routing import OwnTokens, Routing
 from truestep.model.policy import Policy
 from truestep.step.compute.runner import StepRunner
@@ -26,10 +29,21 @@ LAYOUTS = {
     "replicas 2",
     "context 2",
     "pipeline 2",
+    "expert 2",
+    "context 2, expert 2",
+    "tensor 2, expert 2",
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"balance": "loss", "strength": 0.3, "z_loss": 0.02},
     "glm4_moe": {"balance": "bias", "strength": 0.01},
+    "gpt_oss": {"z_loss": 0.02},
+    "mixtral": {"router": "frozen"},
+}
+OF_FOUR = {
+    "qwen3_moe": {"expert 4", "data 2 x expert 2, reduced each time", "data 2 x tensor 2, expert 4"},
+    "glm4_moe": {"expert 2 x pipeline 2", "data 2 x context 2, expert 4"},
+    "gpt_oss": {"expert 4", "expert 2 x pipeline 2"},
+    "mixtral": {"replicas 2 x expert 2", "data 2 x tensor 2, expert 4"},
 }
 
 
@@ -41,7 +55,18 @@ def config_of(family: str, folder: Path) -> Config:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", OPTIONS)
+@pytest.mark.parametrize("family", OF_FOUR)
+def test_no_layout_of_four_ranks_changes_a_step(family: str, tmp_path: Path) -> None:
+    wanted = {"one process", *OF_FOUR[family]}
+    verdicts = verify(
+        config_of(family, tmp_path), tmp_path / "out", most_ranks=4, only=lambda layout: layout.name in wanted
+    )
+    assert {verdict.layout.name for verdict in verdicts} == wanted
+    assert all(verdict.passed for verdict in verdicts), [complaints(verdict) for verdict in verdicts]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_no_layout_changes_a_step(family: str, tmp_path: Path) -> None:
     config = config_of(family, tmp_path)
     verdicts = verify(config, tmp_path / "out", most_ranks=2, only=lambda layout: layout.name in LAYOUTS)
@@ -79,12 +104,41 @@ def tokens_counted_once() -> None:
     Policy.own_tokens = once  # type: ignore[method-assign]
 
 
+def gradient_of_one_rank() -> None:
+    """An expert has the gradient of the tokens of one rank alone."""
+    honest = over_ranks.of_rows
+
+    def of_one(copies: Any, rows: Any, index: Any, scales: Any, first: Any, last: Any, activation: Any) -> Any:
+        still = [replace(weight, values=weight.values.detach()) for weight in (first, last)]
+        y = honest(copies, rows, index, scales, *still, activation)
+        own = honest(copies.detach(), rows, index, scales.detach(), first, last, activation)
+        counts = torch.arange(len(copies)) < len(copies) // 2  # copies come in the order of their ranks
+        return y + (own - own.detach()) * counts[:, None]
+
+    over_ranks.of_rows = of_one
+
+
+def token_summed_twice() -> None:
+    """What one rank gives back for a token is added twice, where gradients are computed: the probe sees nothing."""
+    kept = over_ranks._Summed
+
+    class Summed:
+        @staticmethod
+        def apply(parts: Any, token: Any, *runs: Any) -> Any:
+            y = kept.apply(parts, token, *runs)
+            return y.index_add(0, token[:1], parts[:1]) if torch.is_grad_enabled() and len(token) else y
+
+    over_ranks._Summed = Summed  # type: ignore[misc, assignment]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "plant", "layout", "found"),
     [
         ("qwen3_moe", shares_of_a_micro_batch, "smallest micro-batches", "expert_balance"),
         ("qwen3_moe", tokens_counted_once, "shared prefixes", "expert_balance"),
+        ("qwen3_moe", gradient_of_one_rank, "expert 2", "mlp.experts.gate_up_proj"),
+        ("qwen3_moe", token_summed_twice, "expert 2", "logprobs of document"),
         (
             "glm4_moe",
             bias_of_a_rank,
@@ -98,7 +152,7 @@ def test_a_planted_fault_is_found_by_name(family: str, plant: Any, layout: str, 
     (verdict,) = verify(
         config,
         tmp_path / "out",
-        most_ranks=1,
+        most_ranks=2,
         only=lambda one: one.name == layout,
         plant=plant,
     )

@@ -453,8 +453,6 @@ def _ranks(config: "Config") -> Iterator[str]:
             "evaluation, set evaluation.servers: true with servers that sample, or set parallel.pipeline: 1 "
             "(generating works with parallel.tensor)"
         )
-    if parallel.expert > 1:
-        yield from _expert_ranks(config)
     if parallel.stages_per_rank > 1 and parallel.pipeline == 1:
         yield "parallel.stages_per_rank is for pipelines: it needs parallel.pipeline > 1"
     if config.model.compile and parallel.tensor > 1:
@@ -467,6 +465,8 @@ def _ranks(config: "Config") -> Iterator[str]:
 def _expert_ranks(config: "Config") -> Iterator[str]:
     """Check what experts that are divided over ranks do not support."""
     evaluation, divided = config.evaluation, f"parallel.expert: {config.parallel.expert}"
+    if config.parallel.expert == 1:
+        return
     if config.sampler is not None and config.sampler.type == "in_process":
         yield (
             f"{divided} leaves no rank with all experts, which sampling needs: set sampler.type: server, remove "
@@ -559,4 +559,5 @@ _RULES = (
     _evaluation,
     _learning_rate,
     _ranks,
+    _expert_ranks,
 )
