@@ -77,14 +77,16 @@ def choices_over_ranks(
     begins[1:] = (rank[1:] != rank[:-1]) | (token[1:] != token[:-1])
     numbers = torch.arange(group.size, device=rank.device)
     choices = torch.searchsorted(rank, numbers, right=True).diff(prepend=numbers.new_zeros(1))
-    copies = torch.zeros_like(choices).scatter_add_(0, rank, begins.to(choices.dtype))
+    total = torch.cat([numbers.new_zeros(1), begins.cumsum(0)])  # copies before each choice
+    ends = choices.cumsum(0)
+    copies = total[ends] - total[ends - choices]
     going = torch.stack([copies, choices])
     coming = torch.empty_like(going.T.contiguous())
     dist.all_to_all_single(coming, going.T.contiguous(), group=group.group)
     coming = coming.T
     counts = torch.cat([going, coming]).cpu()
     # A copy's number among those that go to its rank.
-    copy = begins.cumsum(0) - 1 - (copies.cumsum(0) - copies)[rank]
+    copy = total[1:] - 1 - (copies.cumsum(0) - copies)[rank]
     told = torch.stack([index.flatten()[order] % experts, copy], 1)
     _, choices_to, _, choices_from = counts.tolist()
     arrived = _sent(told, group=group.group, sizes=choices_to, coming=choices_from).T.contiguous()
@@ -110,8 +112,7 @@ def mixture_over_ranks(
     copies_to, choices_to, copies_from, choices_from = counts.tolist()
     runs = _runs_of(sent, len(x))
     copies = ranks.send(_Copied.apply(x, sent, *runs), copies_to, copies_from)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    scales = ranks.send(in_order(weights, order, back), choices_to, choices_from)
+    scales = ranks.send(in_order(weights, order, _inverse(order)), choices_to, choices_from)
     expert, copy = arrived
     parts = of_rows(copies, _rows_of(expert, copy, len(copies), experts), expert, scales, first, last, activation)
     summed: torch.Tensor = _Summed.apply(ranks.send(parts, copies_from, copies_to), sent, *runs)
@@ -127,9 +128,14 @@ def _runs_of(token: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tens
 def _rows_of(expert: torch.Tensor, copy: torch.Tensor, copies: int, experts: int) -> Rows:
     """Sort choices by expert. A copy's choices follow each other."""
     chosen, order = expert.sort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     starts = torch.searchsorted(copy, torch.arange(copies, device=copy.device))
-    return Rows(order, places, ends_of(chosen, experts), 0, copy[order], starts)
+    return Rows(order, _inverse(order), ends_of(chosen, experts), 0, copy[order], starts)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
 
 
 class _Copied(torch.autograd.Function):
