@@ -57,6 +57,17 @@ def test_what_cannot_be_cut_is_refused_by_its_configuration(kind: str, traits: d
     assert "set parallel.tensor: 1 for this model" in str(refused.value)
 
 
+def test_experts_that_are_divided_are_left_out_of_a_plan() -> None:
+    plan = tensor_plan(settings("qwen3_moe"), 2, divided=True)
+    assert plan.halves == {"layers.*.self_attn", "layers.*.mlp"}, "the MLP of layers without experts"
+    assert not any("experts" in name for name in (*plan.columns, *plan.rows))
+
+
+def test_a_plan_for_experts_alone_is_refused() -> None:
+    with pytest.raises(ModelError, match="parallel.tensor: deepseek_v3's plan does not cut attention"):
+        tensor_plan(settings("deepseek_v3"), 2, divided=True)
+
+
 def test_it_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     settings("phi3").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")

@@ -125,6 +125,33 @@ def test_values_and_gradients_are_those_of_plain_loops(family: str, many: int) -
     on_ranks(many, compare_all, family, many)
 
 
+def copies_are_told() -> None:
+    """Against loops over all tokens of all ranks."""
+    ranks = join(RankLayout(expert=3), device="cpu", stall_timeout=60)
+    together, each = ExpertRanks(ranks.group("expert")), 2
+    draw = torch.Generator().manual_seed(7)
+    indices = [torch.rand(tokens, 6, generator=draw).argsort(1)[:, :3] for tokens in (5, 0, 8)]
+    order, sent, counts, arrived = torch.ops.truestep.choices_over_ranks(indices[ranks.rank], each, together.number)
+
+    def copies(source: int, there: int) -> list[tuple[int, list[int]]]:
+        """The tokens of a rank that go to another one, each once, and their experts there."""
+        found = [(t, [e % each for e in row if e // each == there]) for t, row in enumerate(indices[source].tolist())]
+        return [(token, experts) for token, experts in found if experts]
+
+    going = [copies(ranks.rank, there) for there in range(3)]
+    coming = [copies(source, ranks.rank) for source in range(3)]
+    assert sent.tolist() == [token for rank in going for token, _ in rank]
+    sizes = [[len(rank), sum(len(experts) for _, experts in rank)] for way in (going, coming) for rank in way]
+    assert counts.tolist() == torch.tensor(sizes).view(2, 3, 2).transpose(1, 2).reshape(4, 3).tolist()
+    every = [experts for rank in coming for _, experts in rank]
+    assert arrived.T.tolist() == [[expert, number] for number, experts in enumerate(every) for expert in experts]
+    assert sorted(order.tolist()) == list(range(indices[ranks.rank].numel()))
+
+
+def test_a_token_goes_once_to_each_rank_that_has_experts_of_it() -> None:
+    on_ranks(3, copies_are_told)
+
+
 # ---- A whole model
 
 
