@@ -44,6 +44,7 @@ Every patch of transformers and torch:
 | gpu/operators.py | register_fake | our operators in compiled code; public API |
 | gpu/marks.py | register_hook | layers' gradients report that they are done; public API |
 | model/cuts/stages.py | register_forward_pre_hook, setattr | pass-through modules; models loop over a list of layers |
+| model/cuts/experts.py | ranks, setattr | experts of this rank, in our own modules |
 | model/cuts/tensor.py | register_forward_hook | sums of recurrent layers; public API |
 | model/cuts/tensor.py | forward, register_forward_pre_hook, setattr | weight slices; plain nn.Linear, a plan |
 | model/cuts/tensor.py | weight, in_features, out_features, num_embeddings | sizes of weight slices |
