@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"balance": "loss", "strength": 0.3, "z_loss": 0.02},
     "glm4_moe": {"balance": "bias", "strength": 0.01},
     "gpt_oss": {"z_loss": 0.02},
-    "mixtral": {"router": "frozen"},
+    "mixtral": {"balance": "loss", "strength": 0.3},
 }
 OF_FOUR = {
     "qwen3_moe": {"expert 4", "data 2 x expert 2, reduced each time", "data 2 x tensor 2, expert 4"},
