@@ -71,16 +71,7 @@ def _summed(
     rows: torch.Tensor, places: torch.Tensor, each: int, starts: torch.Tensor | None
 ) -> torch.Tensor:  # [R, H] -> [T, H]
     """Sum the rows of each token."""
-    return rows[places].unflatten(0, (-1, each)).sum(1) if starts is None else summed_runs(rows, places, starts)
-
-
-def summed_runs(rows: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:  # [R, H] -> [T, H]
-    """Sum runs of rows in a fixed order, in float32 or wider: run t is `rows[places[starts[t] : starts[t + 1]]]`."""
-    if not len(rows) or not len(starts):
-        return rows.new_zeros(len(starts), rows.shape[1])
-    exact = rows.is_cuda or rows.dtype in (torch.float32, torch.float64)  # a GPU sums in float32 and rounds once
-    found = torch.nn.functional.embedding_bag(places, rows if exact else rows.float(), starts, mode="sum")
-    return found.to(rows.dtype)
+    return rows[places].unflatten(0, (-1, each)).sum(1) if starts is None else ours.summed_runs(rows, places, starts)
 
 
 class _Taken(torch.autograd.Function):

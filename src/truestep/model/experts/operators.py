@@ -34,6 +34,20 @@ def ends_of(chosen: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
 
+@operator(
+    "summed_runs(Tensor rows, Tensor places, Tensor starts) -> Tensor",
+    lambda rows, _, starts: rows.new_empty(starts.shape[0], rows.shape[1]),
+)
+@torch.no_grad()
+def summed_runs(rows: torch.Tensor, places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:  # [R, H] -> [T, H]
+    """Sum runs of rows in a fixed order, in float32 or wider: run t is `rows[places[starts[t] : starts[t + 1]]]`."""
+    if not len(rows) or not len(starts):
+        return rows.new_zeros(len(starts), rows.shape[1])
+    exact = rows.is_cuda or rows.dtype in (torch.float32, torch.float64)  # a GPU sums in float32 and rounds once
+    found = torch.nn.functional.embedding_bag(places, rows if exact else rows.float(), starts, mode="sum")
+    return found.to(rows.dtype)
+
+
 def _product_shape(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_rows: bool) -> torch.Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[1 if by_rows else 2])
 

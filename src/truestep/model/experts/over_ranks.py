@@ -13,6 +13,7 @@ come from other ranks are C' and R'.
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from truestep.gpu.operators import operator
-from truestep.model.experts.mixture import Rows, Weight, in_order, of_rows, summed_runs
+from truestep.model.experts.mixture import Rows, Weight, in_order, of_rows
 from truestep.model.experts.operators import ends_of
 from truestep.ranks.exchange import transfer
+
+ours = torch.ops.truestep
 
 _numbers = itertools.count()
 _known: weakref.WeakValueDictionary[int, "ExpertRanks"] = weakref.WeakValueDictionary()
@@ -96,7 +99,16 @@ def choices_over_ranks(
     return order, token[begins], counts, arrived
 
 
-@torch.compiler.disable  # its sizes depend on what routers choose
+@dataclass(frozen=True)
+class _Travel:
+    """How this rank's tokens travel: the numbers of copies and choices to and from each rank, and where copies are."""
+
+    ranks: ExpertRanks
+    counts: list[list[int]]
+    sent: torch.Tensor  # [C] the token of each copy
+    runs: tuple[torch.Tensor, torch.Tensor]  # each token's copies
+
+
 def mixture_over_ranks(
     x: torch.Tensor,  # [T, H]
     index: torch.Tensor,  # [T, k], of all experts
@@ -107,15 +119,29 @@ def mixture_over_ranks(
     ranks: ExpertRanks,
 ) -> torch.Tensor:  # [T, H]
     """Compute the output of experts for this rank's tokens. All ranks of the group call this together."""
-    experts = first.values.shape[0]
+    travel, copies, expert, scales, given = _send(x, index, weights, first.values.shape[0], ranks)
+    return _give_back(of_rows(copies, Rows(*given), expert, scales, first, last, activation), travel)
+
+
+@torch.compiler.disable  # sizes depend on what routers choose; what other ranks' tokens go through is compiled
+def _send(
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int, ranks: ExpertRanks
+) -> tuple[_Travel, torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    """Send tokens to their experts. Return the copies that came, each choice's expert and weight, and their rows."""
     order, sent, counts, arrived = torch.ops.truestep.choices_over_ranks(index, experts, ranks.number)
-    copies_to, choices_to, copies_from, choices_from = counts.tolist()
-    runs = _runs_of(sent, len(x))
-    copies = ranks.send(_Copied.apply(x, sent, *runs), copies_to, copies_from)
+    travel = _Travel(ranks, counts.tolist(), sent, _runs_of(sent, len(x)))
+    copies_to, choices_to, copies_from, choices_from = travel.counts
+    copies = ranks.send(_Copied.apply(x, sent, *travel.runs), copies_to, copies_from)
     scales = ranks.send(in_order(weights, order, _inverse(order)), choices_to, choices_from)
     expert, copy = arrived
-    parts = of_rows(copies, _rows_of(expert, copy, len(copies), experts), expert, scales, first, last, activation)
-    summed: torch.Tensor = _Summed.apply(ranks.send(parts, copies_from, copies_to), sent, *runs)
+    return travel, copies, expert, scales, _rows_of(expert, copy, len(copies), experts).given
+
+
+@torch.compiler.disable
+def _give_back(parts: torch.Tensor, travel: _Travel) -> torch.Tensor:
+    """Send the sums of this rank's experts back, and add up what comes back for this rank's tokens."""
+    copies_to, _, copies_from, _ = travel.counts
+    summed: torch.Tensor = _Summed.apply(travel.ranks.send(parts, copies_from, copies_to), travel.sent, *travel.runs)
     return summed
 
 
@@ -148,7 +174,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
-        return summed_runs(gradient.contiguous(), *saved.saved_tensors), None, None, None
+        return ours.summed_runs(gradient.contiguous(), *saved.saved_tensors), None, None, None
 
 
 class _Summed(torch.autograd.Function):
@@ -157,7 +183,8 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(saved: Any, parts: torch.Tensor, token: Any, places: Any, starts: Any) -> torch.Tensor:
         saved.save_for_backward(token)
-        return summed_runs(parts, places, starts)
+        summed: torch.Tensor = ours.summed_runs(parts, places, starts)
+        return summed
 
     @staticmethod
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
