@@ -46,7 +46,17 @@ _SIZES: dict[str, int] = {
     "num_kv_shared_layers": LAYERS // 2,
     "num_experts": 4,
     "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
     "num_experts_per_tok": 2,
+    # latent attention
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
     "sliding_window": 8,
     "max_window_layers": 1,
     # recurrent layers: the gated delta rule, KDA, Mamba
@@ -103,6 +113,8 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
         # tokens: a small epsilon would enlarge its rounding.
         settings |= dict.fromkeys(settings.keys() & {"rms_norm_eps", "layer_norm_epsilon"}, 1e-2)
     sizes = _SIZES | heads | {"linear_num_key_heads": 2 if few_groups else 4}
+    if settings.get("head_dim") == settings.get("qk_rope_head_dim"):
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]  # latent attention: rotary embeddings take this for their size
     for name, size in sizes.items():
         if isinstance(settings.get(name), int) and settings[name]:
             settings[name] = size
