@@ -26,10 +26,11 @@ REFUSED: dict[str, set[str]] = {
     "falcon_h1": {"tensor 2", "pipeline 2"},
     "lfm2": {"tensor 2"},
     "gpt_oss": {"tensor 2"},
+    "deepseek_v3": set(),
 }
 # What states add to a layout is the same for all kinds of them, but where a document or a micro-batch is cut.
 CUTS = {"smallest micro-batches", "shared prefixes", "context 2"}
-WHOLE = [(kind, None) for kind in REFUSED if kind != "falcon_h1"]
+WHOLE = [(kind, None) for kind in REFUSED]
 ADAPTED = [(kind, {"rank": 3}) for kind in ("falcon_h1", "qwen3_5_text")]
 LONG = [*WHOLE[:3], ADAPTED[0]]  # the kinds of recurrent layer, and an adapter beside two kinds in one layer
 

@@ -132,12 +132,16 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
         model = loader.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             # Norms and biases get noise on top of their initial values, matrices noise that distinguishes tokens.
             # A convolution sums few numbers: small weights would leave little of its input.
             scale = (0.15 if parameter.shape[-1] > _FEW else 0.5) if parameter.ndim >= 2 else 0.1
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
+            if parameter.ndim == 1 and name.endswith(("A_log", "dt_bias")):
+                # As families set these first, a state is gone after two tokens. The gradients would be small
+                # differences of large sums, which weights that are rounded to float32 change by more than the bound.
+                parameter.copy_(3 * noise - (0.5 if name.endswith("dt_bias") else 0.0))
         for module in model.modules():
             if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
                 module.q_norm.weight.mul_(0.25)  # scores are not scaled, and would be so large that rounding shows
