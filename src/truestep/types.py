@@ -209,6 +209,8 @@ class StepPlan:
     ranks: int = 1
     repeated: bool = False  # an earlier update trained on the same documents
     sharing: Sharing | None = None  # None: each sequence is computed alone
+    # The segments of each micro-batch that has been asked for, by its members: `prefixes.forest_of`.
+    forests: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         packed = sorted(index for micro_batch in self.micro_batches for index in micro_batch)

@@ -21,6 +21,7 @@ from truestep.model.mixers.paths import make_paths, sum_paths
 from truestep.model.mixers.registered import put_in
 from truestep.model.policy import packed_hidden
 from truestep.rollouts.packing import pack
+from truestep.rollouts.prefixes import share
 from truestep.tools.verify.reference import Float64, Reference
 from truestep.types import PackedBatch, Rollout, Sharing
 
@@ -101,7 +102,7 @@ def _document(number: int, ids: np.ndarray, draw: np.random.Generator) -> Rollou
 
 
 def shared(documents: list[Rollout], multiple: int = 8) -> PackedBatch:
-    batch = pack(documents, multiple, sharing=Sharing())
+    batch = pack(documents, multiple, forest=share([document.input_ids for document in documents], Sharing()))
     assert any(parent >= 0 for parent in batch.tokens.parents)
     assert len(batch.tokens) < sum(document.num_tokens for document in documents)
     return batch
@@ -159,7 +160,7 @@ def test_recomputed_layers_see_the_same_paths(tmp_path: Path) -> None:
     for recomputes, sharing in ((False, None), (True, Sharing())):
         directory = make_model(tmp_path / f"{recomputes}", "gemma2")
         policy = load_policy(directory, device="cpu", activation_checkpointing=recomputes)
-        batch = pack(documents, sharing=sharing)
+        batch = pack(documents, forest=share([document.input_ids for document in documents], sharing))
         policy.weights.zero_gradients()
         rows = policy.hidden(batch.tokens)[batch.labels.rows]
         (rows * torch.linspace(-1, 1, rows.shape[1])).sum().backward()

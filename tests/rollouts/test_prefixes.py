@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from documents import make_document
 from truestep.rollouts.packing import pack
-from truestep.rollouts.prefixes import find_segments
+from truestep.rollouts.prefixes import find_segments, forest_of, share
 from truestep.step.plan.plan import StepRule, plan_exactly, plan_packed
 from truestep.step.plan.trees import find_ties, make_items
 from truestep.types import Rollout, Sharing
@@ -81,16 +81,24 @@ def test_no_micro_batch_of_a_shared_plan_exceeds_its_budget() -> None:
     many = [
         dataclasses.replace(one, input_ids=np.concatenate([[7], one.input_ids[1:]])) for one in documents(5, 12, 40, 30)
     ]
-    for share in ("auto", "always"):
+    for mode in ("auto", "always"):
         for ranks in (1, 3):
-            plan = plan_exactly(many, rule(share, budget=200, ranks=ranks), 0)
+            plan = plan_exactly(many, rule(mode, budget=200, ranks=ranks), 0)
             assert plan.sharing is not None
             sizes = [
-                pack([plan.sequences[index] for index in members], sharing=plan.sharing).tokens.num_tokens
+                pack([plan.sequences[index] for index in members], forest=forest_of(plan, members)).tokens.num_tokens
                 for members in plan.micro_batches
             ]
             assert max(sizes) <= 200
             assert sum(sizes) < 0.7 * plan.totals.num_tokens
+
+
+def test_a_plan_keeps_the_segments_of_its_micro_batches() -> None:
+    plan = plan_exactly(documents(3, 6, 40, 30), rule("always", budget=400), 0)
+    found = [forest_of(plan, members) for members in plan.micro_batches]
+    assert any(forest is not None for forest in found)
+    later = dataclasses.replace(plan, repeated=True)
+    assert all(forest_of(later, members) is forest for members, forest in zip(plan.micro_batches, found, strict=True))
 
 
 def test_few_trees_are_divided_to_keep_all_ranks_busy() -> None:
@@ -111,7 +119,7 @@ def test_a_row_where_documents_part_has_a_label_of_each() -> None:
         Rollout(id=str(number), input_ids=np.array(own), loss_mask=np.arange(len(own)) == len(own) - 1)
         for number, own in enumerate(ids)
     ]
-    batch = pack(three, 4, sharing=Sharing())
+    batch = pack(three, 4, forest=share([document.input_ids for document in three], Sharing()))
     assert batch.tokens.input_ids.tolist() == [1, 2, 3, 4] and batch.tokens.position_ids.tolist() == [0, 1, 2, 2]
     assert batch.tokens.segments.tolist() == [0, 2, 3, 4] and batch.tokens.parents == (-1, 0, 0)
     assert batch.labels.rows.tolist() == [1, 1, 0] and batch.labels.ids.tolist() == [3, 4, 2]

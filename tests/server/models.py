@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from truestep.environments import sorting
 from truestep.tools.demo.model import make_tokenizer
@@ -57,4 +58,47 @@ def give_sampling_defaults(directory: Path) -> Path:
     file.write_text(
         json.dumps(defaults | {"do_sample": True, "top_k": LIKELIEST, "temperature": 0.2}), encoding="utf-8"
     )
+    return directory
+
+
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
+# Families with recurrent layers that a vLLM on a CPU computes in float32. For gated delta rules it wants bfloat16.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": _MAMBA
+    | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 96},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 128, "head_dim": 32},
+}
+
+
+def make_hybrid(directory: Path, family: str, seed: int) -> Path:
+    size = make_tokenizer(directory, sorting.WORDS)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=LONGEST,
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=None,
+        **HYBRIDS[family],
+    )
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # a convolution sums few numbers
+                size_of_sum = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.5
+                parameter.copy_(torch.randn(parameter.shape) * size_of_sum)
+    model.save_pretrained(directory)
     return directory

@@ -12,9 +12,9 @@ import torch
 
 from truestep.rollouts import fields
 from truestep.rollouts.fields import Field, FieldError
-from truestep.rollouts.prefixes import Forest, share
+from truestep.rollouts.prefixes import Forest
 from truestep.text import printable
-from truestep.types import Membership, PackedBatch, PackedLabels, PackedTokens, Rollout, Sharing
+from truestep.types import Membership, PackedBatch, PackedLabels, PackedTokens, Rollout
 
 
 def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -174,15 +174,15 @@ def pack(
     pad_to_multiple: int = 1,
     declared: Sequence[Field] = (),
     of_tokens: Collection[str] = (),
-    sharing: Sharing | None = None,
+    forest: Forest | None = None,
 ) -> PackedBatch:
     """Put documents of one sequence into the CPU tensors of one micro-batch.
 
-    `declared` are the user's fields, `of_tokens` the names of the token-level fields to include. Token-level fields may
-    differ where ids are equal, so nothing is shared with them.
+    `declared` are the user's fields, `of_tokens` the names of the token-level fields to include. `forest`: the segments
+    that the documents share. Token-level fields may differ where ids are equal, so nothing is shared with them.
     """
     ids = [document.input_ids for document in documents]
-    forest = None if of_tokens else share(ids, sharing)
+    forest = None if of_tokens else forest
     tokens = pack_tokens(ids, pad_to_multiple, forest)
     if of_tokens:
         starts = tokens.segments.numpy()

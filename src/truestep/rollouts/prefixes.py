@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from truestep.types import Sharing
+from truestep.types import Sharing, StepPlan
 
 # What one key of a path costs beside a token's own work, in tokens: attention copies the keys and values of a segment's
 # ancestors. On an H200 a copy takes about 1% of a token's time in a model of 1.7B, and others are not far.
@@ -125,3 +125,11 @@ def share(sequences: Sequence[np.ndarray], sharing: Sharing | None) -> Forest | 
     if sharing.budget is not None and forest.tokens > sharing.budget:
         forest = find_segments(sequences)
     return forest if forest.tokens < sum(map(len, sequences)) else None
+
+
+def forest_of(plan: StepPlan, members: tuple[int, ...]) -> Forest | None:
+    """Return the segments of a micro-batch of a plan, which keeps them; None if each sequence is computed alone."""
+    if members not in plan.forests:
+        plan.forests[members] = share([plan.sequences[index].input_ids for index in members], plan.sharing)
+    found: Forest | None = plan.forests[members]
+    return found

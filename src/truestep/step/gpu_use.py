@@ -7,7 +7,7 @@ import torch
 
 from truestep.metrics.spent import PREFIX
 from truestep.model.policy import ModelFacts, Policy
-from truestep.rollouts.prefixes import share
+from truestep.rollouts.prefixes import forest_of
 from truestep.types import StepPlan
 
 GIB = 2**30
@@ -44,9 +44,8 @@ def training_operations(facts: ModelFacts, plan: StepPlan) -> float:
     shared prefix counts once."""
     tokens, squares = 0, 0
     for members in plan.micro_batches:
-        ids = [plan.sequences[index].input_ids for index in members]
-        forest = share(ids, plan.sharing)
-        lengths = [(0, len(own)) for own in ids]
+        forest = forest_of(plan, members)
+        lengths = [(0, plan.sequences[index].num_tokens) for index in members]
         if forest is not None:
             lengths = [(segment.start, segment.stop) for segment in forest.segments]
         tokens += sum(stop - start for start, stop in lengths)

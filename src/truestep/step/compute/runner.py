@@ -25,6 +25,7 @@ from truestep.model.policy import Policy
 from truestep.ranks.group import Ranks
 from truestep.rollouts.fields import Field
 from truestep.rollouts.packing import pack
+from truestep.rollouts.prefixes import forest_of
 from truestep.rollouts.selection import has_advantage
 from truestep.step.compute.episodes import measure_episodes
 from truestep.step.compute.exact import score_exactly
@@ -235,7 +236,7 @@ class StepRunner:
     def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
         """Pack a micro-batch of the plan on this rank's device."""
         sequences = [plan.sequences[index] for index in members]
-        packed = pack(sequences, self._multiple, self.fields, sharing=plan.sharing)
+        packed = pack(sequences, self._multiple, self.fields, forest=forest_of(plan, members))
         share = LabelShare.of(packed, self.policy.context).to(self.policy.device)
         counts = tuple(sequence.num_labels for sequence in sequences)
         packed = packed.to(self.policy.device)

@@ -46,7 +46,17 @@ _SIZES: dict[str, int] = {
     "num_kv_shared_layers": LAYERS // 2,
     "num_experts": 4,
     "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
     "num_experts_per_tok": 2,
+    # latent attention
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
     "sliding_window": 8,
     "max_window_layers": 1,
     # recurrent layers: the gated delta rule, KDA, Mamba
@@ -103,6 +113,8 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
         # tokens: a small epsilon would enlarge its rounding.
         settings |= dict.fromkeys(settings.keys() & {"rms_norm_eps", "layer_norm_epsilon"}, 1e-2)
     sizes = _SIZES | heads | {"linear_num_key_heads": 2 if few_groups else 4}
+    if settings.get("head_dim") == settings.get("qk_rope_head_dim"):
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]  # latent attention: rotary embeddings take this for their size
     for name, size in sizes.items():
         if isinstance(settings.get(name), int) and settings[name]:
             settings[name] = size
@@ -120,12 +132,16 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
         model = loader.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             # Norms and biases get noise on top of their initial values, matrices noise that distinguishes tokens.
             # A convolution sums few numbers: small weights would leave little of its input.
             scale = (0.15 if parameter.shape[-1] > _FEW else 0.5) if parameter.ndim >= 2 else 0.1
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
+            if parameter.ndim == 1 and name.endswith(("A_log", "dt_bias")):
+                # As families set these first, a state is gone after two tokens. The gradients would be small
+                # differences of large sums, which weights that are rounded to float32 change by more than the bound.
+                parameter.copy_(3 * noise - (0.5 if name.endswith("dt_bias") else 0.0))
         for module in model.modules():
             if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
                 module.q_norm.weight.mul_(0.25)  # scores are not scaled, and would be so large that rounding shows
