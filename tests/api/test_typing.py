@@ -57,7 +57,7 @@ def test_a_program_is_checked_strictly(tmp_path: Path) -> None:
     assert not [line for line in lines if line.startswith("good.py") and "note: Revealed" not in line], done.stdout
     revealed = [line for line in lines if "note: Revealed" in line]
     assert len(revealed) == len(truestep.__all__)
-    assert not [line for line in revealed if '"Any"' in line or "def (*Any" in line], done.stdout
+    assert not [line for line in revealed if '"Any"' in line or '"def (*Any' in line], done.stdout
     wrong = {int(re.findall(r":(\d+):", line)[0]) for line in lines if line.startswith("wrong.py") and "error" in line}
     first = PROGRAM.count("\n") + 1
     assert wrong == {first, first + 1, first + 2, first + 4}, done.stdout
