@@ -23,7 +23,7 @@ from truestep.model.mixers import attention, linear_kernels
 from truestep.model.mixers.context_parallel import Context
 from truestep.ranks.exchange import TokenExchange, gather_same
 from truestep.ranks.pipeline import Pipeline
-from truestep.types import PackedTokens
+from truestep.types import NO_ROUTES, PackedTokens, RouteShape
 from truestep.weights.layers import active_weights
 from truestep.weights.pieces import slice_of
 from truestep.weights.protocol import Weights
@@ -31,6 +31,9 @@ from truestep.weights.protocol import Weights
 # The assumed time per FLOP of attention relative to matrix products on a GPU, until it is measured (H200, long
 # documents: 300 against 744 TFLOP/s). It affects how evenly work is balanced, and no result.
 ATTENTION_SLOWNESS = 2.5
+
+
+ROUTES = "routed_experts"  # the field of tokens that names their experts
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Policy:
     adapts: bool = True  # False: the adapter is off
     activations_on_host: ActivationOffload | None = None
     routing: Routing | None = None  # what routers choose in a step; None: no router is counted
+    route_shape: RouteShape = NO_ROUTES  # of the experts that can be given to its tokens
     exchange: TokenExchange | None = None  # communication between tensor ranks; None without tensor parallelism
 
     @property
@@ -120,8 +124,13 @@ class Policy:
         if self.context is not None:
             here = self.context.run(len(tokens))
         count = min(max(end - here.start, 0), here.stop - here.start)
-        sequences = tokens.sequences
-        return OwnTokens(count, None if sequences is None else sequences[here][:count])
+        sequences, routes = tokens.sequences, tokens.fields_of(here).get(ROUTES)
+        return OwnTokens(count, None if sequences is None else sequences[here][:count], routes)
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:
+        """The names of the fields of tokens that the model reads."""
+        return (ROUTES,) if self.routing is not None and self.routing.replays else ()
 
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or this context rank's tokens
         """Compute the last hidden states of a packed micro-batch, with the autograd graph."""
@@ -157,8 +166,8 @@ class Policy:
         return self.activations_on_host.keeping(self.model.config.get_text_config().hidden_size)
 
     def without_adapter(self) -> "Policy":
-        """Return the policy with its adapter off, sharing the same weights."""
-        return replace(self, adapts=False)
+        """Return the policy with its adapter off, sharing the same weights. Its routers choose for themselves."""
+        return replace(self, adapts=False, routing=None)
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [C, H] -> [C, V]
         """Compute logits over the whole vocabulary on every tensor rank, without gradients."""

@@ -44,9 +44,9 @@ def training_operations(facts: ModelFacts, plan: StepPlan) -> float:
     shared prefix counts once."""
     tokens, squares = 0, 0
     for members in plan.micro_batches:
-        ids = [plan.sequences[index].input_ids for index in members]
-        forest = share(ids, plan.sharing)
-        lengths = [(0, len(own)) for own in ids]
+        sequences = [plan.sequences[index] for index in members]
+        forest = share(sequences, plan.sharing)
+        lengths = [(0, sequence.num_tokens) for sequence in sequences]
         if forest is not None:
             lengths = [(segment.start, segment.stop) for segment in forest.segments]
         tokens += sum(stop - start for start, stop in lengths)
