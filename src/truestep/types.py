@@ -149,10 +149,11 @@ class RouteShape:
     experts: tuple[int, ...]  # of each layer that routes
     chosen: int  # of a token in each
     required: bool = False  # records must name them
-    model: str = "the model"  # its class, for messages
+    name: str = "the model"  # its class, for messages
 
 
 NO_ROUTES = RouteShape((), 0)
+ROUTES = "routed_experts"  # the field of tokens that names their experts
 
 
 def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:

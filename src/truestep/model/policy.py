@@ -23,7 +23,7 @@ from truestep.model.mixers import attention, linear_kernels
 from truestep.model.mixers.context_parallel import Context
 from truestep.ranks.exchange import TokenExchange, gather_same
 from truestep.ranks.pipeline import Pipeline
-from truestep.types import NO_ROUTES, PackedTokens, RouteShape
+from truestep.types import NO_ROUTES, ROUTES, PackedTokens, RouteShape
 from truestep.weights.layers import active_weights
 from truestep.weights.pieces import slice_of
 from truestep.weights.protocol import Weights
@@ -31,9 +31,6 @@ from truestep.weights.protocol import Weights
 # The assumed time per FLOP of attention relative to matrix products on a GPU, until it is measured (H200, long
 # documents: 300 against 744 TFLOP/s). It affects how evenly work is balanced, and no result.
 ATTENTION_SLOWNESS = 2.5
-
-
-ROUTES = "routed_experts"  # the field of tokens that names their experts
 
 
 @dataclass(frozen=True)

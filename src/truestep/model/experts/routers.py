@@ -176,7 +176,7 @@ class RoutedLayers:
         chosen = {routed.router.chosen for routed in found}
         can = len(chosen) == 1 and all(chosen) and len(found) == len(list(routed_in(model)))
         counts = tuple(experts.values()) if can else ()
-        return RoutedLayers(experts, biases, RouteShape(counts, min(chosen, default=0), model=type(model).__name__))
+        return RoutedLayers(experts, biases, RouteShape(counts, min(chosen, default=0), name=type(model).__name__))
 
 
 def check_settings(model: Any, settings: ExpertSettings, tensor_ranks: int) -> None:

@@ -169,7 +169,7 @@ def load_policy(path: str | Path, options: LoadOptions | None = None, **named: A
         activations_on_host=ActivationOffload(options.place) if options.offload_activations else None,
         exchange=loading.exchange,
         routing=loading.routing,
-        route_shape=loading.routed.shape if loading.routing is not None else RouteShape((), 0, model=kind),
+        route_shape=loading.routed.shape if loading.routing is not None else RouteShape((), 0, name=kind),
     )
 
 

@@ -11,8 +11,7 @@ from truestep.losses.objective import Objective
 from truestep.metrics.loads import LOADS, Counts, shares_of, together
 from truestep.metrics.types import Mean, Metric, Sum
 from truestep.model.experts.routing import RouterTerms, Routing
-from truestep.model.policy import ROUTES
-from truestep.types import Rollout, StepTotals
+from truestep.types import ROUTES, Rollout, StepTotals
 
 
 def terms_of(routing: Routing, objective: Objective, totals: StepTotals, counts: Counts) -> RouterTerms:
