@@ -39,7 +39,7 @@ def outputs(
 
 
 def weighed(family: str, config: Any, weights: Weights, token: Tensor, numbers: list[int]) -> list[Tensor]:
-    """Weigh given experts by all logits: shares of a softmax or sigmoids, divided by their sum where the family does."""
+    """Weigh given experts by all logits: shares of a softmax, or sigmoids, maybe divided by their sum."""
     logits = weights["router.weight" if family == "gpt_oss" else "gate.weight"] @ token
     if family == "gpt_oss":
         logits = logits + weights["router.bias"]

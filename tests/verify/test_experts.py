@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def shares_of_a_micro_batch() -> None:
     """The balance term takes the shares of the first micro-batch."""
     honest = StepRunner._choices
 
-    def of_one(self: StepRunner, plan: StepPlan, micro_batches: Any) -> Any:
-        return honest(self, plan, micro_batches[:1])
+    def of_one(self: StepRunner, plan: StepPlan, micro_batches: Any, every: Any) -> Any:
+        return honest(self, plan, micro_batches[:1], every[:1])
 
     StepRunner._choices = of_one  # type: ignore[method-assign]
 
@@ -74,9 +75,20 @@ def tokens_counted_once() -> None:
     honest = Policy.own_tokens
 
     def once(self: Policy, tokens: Any) -> OwnTokens:
-        return OwnTokens(honest(self, tokens).count)
+        return replace(honest(self, tokens), sequences=None)
 
     Policy.own_tokens = once  # type: ignore[method-assign]
+
+
+def routes_of_the_next_token() -> None:
+    """A token has the experts that its record names for the token before."""
+    honest = Policy.own_tokens
+
+    def shifted(self: Policy, tokens: Any) -> OwnTokens:
+        own = honest(self, tokens)
+        return own if own.routes is None else replace(own, routes=own.routes.roll(1, 0))
+
+    Policy.own_tokens = shifted  # type: ignore[method-assign]
 
 
 @pytest.mark.long
@@ -85,6 +97,7 @@ def tokens_counted_once() -> None:
     [
         ("qwen3_moe", shares_of_a_micro_batch, "smallest micro-batches", "expert_balance"),
         ("qwen3_moe", tokens_counted_once, "shared prefixes", "expert_balance"),
+        ("qwen3_moe", routes_of_the_next_token, "one process", "route_disagreement"),
         (
             "glm4_moe",
             bias_of_a_rank,

@@ -24,6 +24,7 @@ from truestep.tools.verify.oracle.losses import next_entropy_bonus
 from truestep.tools.verify.oracle.records import Record
 from truestep.tools.verify.oracle.routers import moved_biases
 from truestep.tools.verify.oracle.step import OracleResult, oracle_logprobs, oracle_step
+from truestep.tools.verify.reduced import without_routes
 from truestep.tools.verify.reference import Reference
 from truestep.tools.verify.updates import Updates, scheduled
 
@@ -173,7 +174,7 @@ class Comparer:
             own = self._logprobs(self._case.model, before, records) if before is not None and recomputes else None
             theirs = None
             if self._case.reference is not None:
-                theirs = self._logprobs(self._case.reference, None, records)
+                theirs = self._logprobs(self._case.reference, None, [without_routes(record) for record in records])
             self._references[key] = oracle_step(
                 model,
                 list(records),
