@@ -9,7 +9,7 @@ import pytest
 
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.rollouts.values import BadRecord
-from truestep.types import RouteShape, Rollout
+from truestep.types import Rollout, RouteShape
 
 MODEL = RouteShape((4, 4), 2, name="TinyMoe")
 RECORD: dict[str, Any] = {"id": "a", "input_ids": [5, 6, 7, 8], "prompt_length": 2}
@@ -36,12 +36,12 @@ def changed(place: tuple[int, ...], expert: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("routes", "model", "reason"),
     [
-        (RIGHT[:, :1], MODEL, "routed_experts has 1 layers: TinyMoe routes in 2, and layers that do not route have no row"),
+        (RIGHT[:, :1], MODEL, "has 1 layers: TinyMoe routes in 2, and layers that do not route have no row"),
         (np.repeat(RIGHT, 2, axis=1), MODEL, "routed_experts has 4 layers: TinyMoe routes in 2"),
         (RIGHT[:, :, :1], MODEL, "routed_experts has 1 experts of a token: TinyMoe chooses 2"),
         (changed((1, 0, 1), 4), MODEL, "routed_experts[1][0][1] is 4: TinyMoe has 4 experts in a layer"),
         (changed((2, 1, 0), 1), MODEL, "routed_experts[2][1] names an expert twice"),
-        (RIGHT, RouteShape((), 0, name="Dense"), "routed_experts is there and Dense routes in no layer that can replay it"),
+        (RIGHT, RouteShape((), 0, name="Dense"), "is there and Dense routes in no layer that can replay it"),
         (RIGHT[:2], RouteShape((4, 4), 2, True), "routed_experts has 2 rows: model.experts.replay: require needs 3"),
         (None, RouteShape((4, 4), 2, True), "routed_experts has 0 rows: model.experts.replay: require needs 3"),
     ],

@@ -97,7 +97,7 @@ def routes_of_the_next_token() -> None:
     [
         ("qwen3_moe", shares_of_a_micro_batch, "smallest micro-batches", "expert_balance"),
         ("qwen3_moe", tokens_counted_once, "shared prefixes", "expert_balance"),
-        ("qwen3_moe", routes_of_the_next_token, "one process", "route_disagreement"),
+        ("qwen3_moe", routes_of_the_next_token, "one process", "routing route_disagreement"),
         (
             "glm4_moe",
             bias_of_a_rank,

@@ -124,6 +124,10 @@ class Policy:
         sequences, routes = tokens.sequences, tokens.fields_of(here).get(ROUTES)
         return OwnTokens(count, None if sequences is None else sequences[here][:count], routes)
 
+    def replaying(self, tokens: PackedTokens) -> AbstractContextManager[None]:
+        """Return a context in which tokens have the experts that their records name, and nothing is counted."""
+        return nullcontext() if self.routing is None else self.routing.passing(self.own_tokens(tokens), counts=False)
+
     @property
     def token_fields(self) -> tuple[str, ...]:
         """The names of the fields of tokens that the model reads."""
