@@ -89,7 +89,7 @@ def router_terms(
     return terms
 
 
-def replay_metrics(layers: list[StepRoutes], documents: list[Document]) -> dict[str, Metric]:
+def _replay_metrics(layers: list[StepRoutes], documents: list[Document]) -> dict[str, Metric]:
     """Compute how many tokens are replayed, and where their records and the router disagree."""
     if not layers:
         return {}
@@ -117,9 +117,11 @@ def _number_of(name: str) -> str:
     return next(part for part in name.split(".") if part.isdigit())
 
 
-def load_metrics(layers: list[StepRoutes]) -> dict[str, Metric]:
-    """Compute how evenly experts are loaded, in all layers and in each."""
+def load_metrics(layers: list[StepRoutes], documents: list[Document], options: dict[str, Any]) -> dict[str, Metric]:
+    """Compute how evenly experts are loaded, in all layers and in each, and how far records and router disagree."""
     metrics = _loads([layer.counts for layer in layers], "") if layers else {}
+    if options.get("replay", "auto") != "off":
+        metrics |= _replay_metrics(layers, documents)
     for layer in layers:
         metrics |= _loads([layer.counts], f"/{_number_of(layer.name)}")
     return metrics

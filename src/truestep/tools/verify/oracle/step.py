@@ -17,7 +17,7 @@ from truestep.tools.verify.oracle.losses import (
 )
 from truestep.tools.verify.oracle.metrics import metric_ratios, step_metrics
 from truestep.tools.verify.oracle.records import Document, Record, read_document, read_documents, whole_documents
-from truestep.tools.verify.oracle.routers import StepRoutes, load_metrics, replay_metrics, router_terms, step_routes
+from truestep.tools.verify.oracle.routers import StepRoutes, load_metrics, router_terms, step_routes
 from truestep.tools.verify.oracle.values import Model, label_values
 
 
@@ -77,8 +77,7 @@ def oracle_step(
 
     loss, loss_scale = value_and_scale(terms)
     metrics = step_metrics(documents, values, terms, loss_config, documents_seen_before_step)
-    metrics |= load_metrics(routes)
-    metrics |= replay_metrics(routes, documents) if experts.get("replay", "auto") != "off" else {}
+    metrics |= load_metrics(routes, documents, experts)
     metrics["grad_norm"] = (grad_norm, grad_norm)
     outputs = []
     for document, labels in zip(documents, values, strict=True):
