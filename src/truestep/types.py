@@ -142,6 +142,20 @@ class Rollout:
         return replace(self, id=self.record_ids[number], **own)
 
 
+@dataclass(frozen=True)
+class RouteShape:
+    """What `routed_experts` of a model's tokens are like. A model that replays none has no layers."""
+
+    experts: tuple[int, ...]  # of each layer that routes
+    chosen: int  # of a token in each
+    required: bool = False  # records must name them
+    name: str = "the model"  # its class, for messages
+
+
+NO_ROUTES = RouteShape((), 0)
+ROUTES = "routed_experts"  # the field of tokens that names their experts
+
+
 def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:
     """Return the sequences of documents, in order."""
     return tuple(sequence for document in documents for sequence in document.sequences)
@@ -194,6 +208,7 @@ class Sharing:
 
     least: int = 1  # tokens that a shared segment must save
     budget: int | None = None  # where a micro-batch would have more tokens, all that can be is shared
+    alike: tuple[str, ...] = ()  # fields of tokens that must be the same, too, where tokens are shared
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,11 @@ from oracles import experts as oracle
 from tiny import expert_model
 from truestep.model.experts import grouped
 from truestep.model.experts.grouped import GroupedExperts, group_experts, is_experts
+from truestep.model.experts.routers import RoutedLayers, check_settings, count_routes, make_routing
+from truestep.model.experts.routing import ExpertSettings, OwnTokens
 from truestep.model.fast.by_class import own_code
 from truestep.model.loading.load import load_policy
+from truestep.weights.errors import ModelError
 
 FAMILIES = tuple(oracle.ROUTERS)
 TOKENS = 11
@@ -53,7 +56,9 @@ def computed(block: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def compare(family: str, block: Any, config: Any, x: torch.Tensor) -> list[list[int]]:
+def compare(
+    family: str, block: Any, config: Any, x: torch.Tensor, given: list[list[int] | None] | None = None
+) -> list[list[int]]:
     """Compare a block's output and all gradients with the oracle's. Return the experts of each token."""
     slope = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
     x = x.clone().requires_grad_()
@@ -62,7 +67,7 @@ def compare(family: str, block: Any, config: Any, x: torch.Tensor) -> list[list[
 
     exact = {name: value.detach().double().requires_grad_() for name, value in block.state_dict().items()}
     x64 = x.detach().double().requires_grad_()
-    expected, chosen = oracle.outputs(family, config, exact, x64)
+    expected, chosen = oracle.outputs(family, config, exact, x64, given)
     (expected * slope.double()).sum().backward()
 
     pairs = {"output": (output, expected), "input": (x.grad, x64.grad)}
@@ -97,6 +102,68 @@ def test_values_and_gradients_are_those_of_plain_loops(family: str) -> None:
     assert isinstance(block.experts, GroupedExperts)
     chosen = compare(family, block, config, random_tokens(config))
     assert len({number for numbers in chosen for number in numbers}) > 2, "tokens go to several experts"
+
+
+def routed_block(family: str) -> tuple[Any, Any, Any]:
+    """Make a family's block whose router is counted and replayed, its configuration, and what it routes."""
+    block, config = block_of(family)
+    group_experts(block)
+    model = torch.nn.ModuleList([block])
+    count_routes(model)
+    routing = make_routing(model, RoutedLayers.of(model), ExpertSettings(), {}, torch.device("cpu"))
+    assert routing is not None and routing.shape is not None, "the family's router can be given experts"
+    return block, config, routing
+
+
+def test_given_experts_are_weighed_by_all_logits_with_their_gradient(family: str) -> None:
+    """The router would have chosen others for most tokens, and one token has no route."""
+    block, config, routing = routed_block(family)
+    (experts,), chosen = routing.shape.experts, routing.shape.chosen
+    generator = torch.Generator().manual_seed(9)
+    named = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(TOKENS)])
+    named[4] = -1
+    given = [row.tolist() if row[0] >= 0 else None for row in named]
+    x = random_tokens(config)
+    with routing.passing(OwnTokens(TOKENS, routes=named[:, None].int()), counts=True):
+        computed_ones = compare(family, block, config, x, given)
+    assert all(row is None or row == found for row, found in zip(given, computed_ones, strict=True))
+    own = oracle.outputs(family, config, {n: v.detach().double() for n, v in block.state_dict().items()}, x.double())[1]
+    others = [len(set(row) - set(mine)) for row, mine in zip(given, own, strict=True) if row is not None]
+    assert routing.layers["0.experts"].replayed.tolist() == [TOKENS - 1, sum(n > 0 for n in others), sum(others)]
+    assert sum(others) > TOKENS // 2
+
+
+def test_experts_that_the_router_chose_change_no_bit(family: str) -> None:
+    block, config, routing = routed_block(family)
+    x, found = random_tokens(config), []
+    with routing.recording(lambda place, index: found.append((place, index))):
+        expected = computed(block, x)
+    ((place, index),) = found
+    assert place == 0
+    with routing.passing(OwnTokens(TOKENS, routes=index[:, None].flip(-1)), counts=True):
+        block(x[None])
+    with routing.passing(OwnTokens(TOKENS, routes=index[:, None]), counts=True):
+        assert torch.equal(computed(block, x), expected)
+    assert routing.layers["0.experts"].replayed.tolist() == [2 * TOKENS, 0, 0]
+
+
+def test_a_router_that_cannot_be_given_experts_is_known() -> None:
+    """Scores that were cut before the choice hold zeros for all others: they are no weights of given experts."""
+    block, _ = block_of("mixtral")
+
+    def cut(router: Any, hidden_states: torch.Tensor) -> Any:
+        logits = torch.nn.functional.linear(hidden_states, router.weight)
+        values, index = logits.softmax(-1).sort(descending=True)
+        values, index = values[:, : router.top_k], index[:, : router.top_k]
+        return logits, values / values.sum(-1, keepdim=True), index
+
+    block.gate.__class__ = type("Sorting", (type(block.gate),), {"forward": cut})
+    group_experts(block)
+    model = torch.nn.ModuleList([block])
+    count_routes(model)
+    assert RoutedLayers.of(model).shape.experts == ()
+    with pytest.raises(ModelError, match=r"model\.experts\.replay: require: ModuleList has no routers, or none"):
+        check_settings(model, ExpertSettings(replay="require"), 1)
 
 
 def test_widths_that_no_kernel_divides(family: str) -> None:

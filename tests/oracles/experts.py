@@ -15,11 +15,16 @@ from torch import Tensor
 Weights = dict[str, Tensor]  # of a block, by name, in float64
 
 
-def outputs(family: str, config: Any, weights: Weights, x: Tensor) -> tuple[Tensor, list[list[int]]]:
-    """Compute a block's output [T, H] for tokens [T, H], and the experts of each token."""
+def outputs(
+    family: str, config: Any, weights: Weights, x: Tensor, given: list[list[int] | None] | None = None
+) -> tuple[Tensor, list[list[int]]]:
+    """Compute a block's output [T, H] for tokens [T, H], and the experts of each token. `given`: the experts of each
+    token, None where the router chooses."""
     rows, chosen = [], []
-    for token in x:
+    for place, token in enumerate(x):
         numbers, scores = ROUTERS[family](config, weights, token)
+        if given is not None and (named := given[place]) is not None:
+            numbers, scores = named, weighed(family, config, weights, token, named)
         total = torch.zeros_like(token)
         for number, score in zip(numbers, scores, strict=True):
             total = total + score * expert(family, weights, number, token)
@@ -31,6 +36,21 @@ def outputs(family: str, config: Any, weights: Weights, x: Tensor) -> tuple[Tens
         rows.append(total)
         chosen.append(numbers)
     return torch.stack(rows), chosen
+
+
+def weighed(family: str, config: Any, weights: Weights, token: Tensor, numbers: list[int]) -> list[Tensor]:
+    """Weigh given experts by all logits: shares of a softmax, or sigmoids, maybe divided by their sum."""
+    logits = weights["router.weight" if family == "gpt_oss" else "gate.weight"] @ token
+    if family == "gpt_oss":
+        logits = logits + weights["router.bias"]
+    if family in ("glm4_moe", "deepseek_v3", "lfm2_moe"):
+        scores = [1 / (1 + torch.exp(-logits[number])) for number in numbers]
+        least = 1e-6 if family == "lfm2_moe" else 1e-20
+        total = sum(scores) + least if config.norm_topk_prob else 1.0
+        return [score / total * config.routed_scaling_factor for score in scores]
+    shares = [torch.exp(logits[number] - logits.max()) for number in numbers]
+    whole = torch.exp(logits - logits.max()).sum() if family == "qwen3_moe" else sum(shares)
+    return [share / whole for share in shares]
 
 
 def mlp(weights: Weights, name: str, token: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Transformer:
         self.num_key_value_heads: int = self.config.get("num_key_value_heads") or self.num_heads
         self.head_dimension: int = self.config.get("head_dim") or self.config["hidden_size"] // self.num_heads
 
-    def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:
+    def logits(self, input_ids: list[int], temperature: float = 1.0, routes: None = None) -> Tensor:
         """z = softcap(h W^T) * logits_scale / temperature of docs/contract.md, section 5, [T, V]."""
         head = self.parameters["model.embed_tokens.weight" if self.tied else "lm_head.weight"]
         z = self.hidden_states(input_ids) @ head.T

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -18,11 +19,15 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from adapters import write_adapter, write_merged
+from completing import Asked, How, decode
 from small_runs import merged
-from tiny import label_positions, make_model, make_records
+from tiny import expert_model, label_positions, make_model, make_records
 from truestep.commands.cli import main
 from truestep.config.schema import Config
+from truestep.model.loading.load import load_policy
+from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.tools.parity.gap import Parity, parity
+from truestep.tools.parity.scores import score
 
 Record = dict[str, Any]
 SMALL = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96}
@@ -119,6 +124,56 @@ def test_where_both_agree_nothing_is_blamed(model: Path, old: Path, tmp_path: Pa
         *("temperature", "top-p", "token ids shifted", "compute dtype", "stale weights", "stale prefix cache"),
         "rope settings",
     }
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
+    """A mixture of experts, and what the engine sampled with it before its routers moved a little."""
+    directory = expert_model(tmp_path_factory.mktemp("parity") / "experts")
+    policy = load_policy(directory, device="cpu")
+    asked = [Asked((number + 5, 9, 11), (number,)) for number in range(12)]
+    completions = decode(policy, asked, How(1.0, 1.0, 12, None, frozenset()))
+    records = []
+    for one, completion in zip(asked, completions, strict=True):
+        assert completion.routes is not None
+        ids = [*one.input_ids, *completion.token_ids]
+        named = {"logprobs": completion.logprobs, "routed_experts": completion.routes.tolist()}
+        records.append({"id": str(one.seed[0]), "input_ids": ids, "prompt_length": 3, "advantage": 1.0} | named)
+    return directory, records
+
+
+def test_routing_that_agrees_is_not_blamed(routed: tuple[Path, list[Record]], tmp_path: Path) -> None:
+    assert look(*routed, tmp_path).fine
+
+
+@pytest.mark.parametrize(("by", "switch"), [(1, "experts moved by -1"), (-1, "experts moved by +1")])
+def test_routes_shifted_by_one(by: int, switch: str, routed: tuple[Path, list[Record]], tmp_path: Path) -> None:
+    directory, records = routed
+    moved = []
+    for record in records:
+        rows = record["routed_experts"]
+        moved.append(record | {"routed_experts": [rows[0], *rows] if by > 0 else rows[1:]})
+    check_named(look(directory, moved, tmp_path), "routing", switch)
+
+
+def test_routes_of_other_tokens(routed: tuple[Path, list[Record]], tmp_path: Path) -> None:
+    directory, records = routed
+    others = [record["routed_experts"] for record in records]
+    mixed = [record | {"routed_experts": others[place - 1]} for place, record in enumerate(records)]
+    check_named(look(directory, mixed, tmp_path), "routing", "the policy's own experts")
+
+
+def test_routes_that_are_not_replayed(routed: tuple[Path, list[Record]], tmp_path: Path) -> None:
+    """The sampler named experts that the trainer's routers do not choose, and replay is off."""
+    directory, records = routed
+    policy = load_policy(directory, device="cpu")
+    others = [(np.array(record["routed_experts"]) + 1) % 4 for record in records]
+    given = [record | {"routed_experts": routes.tolist()} for record, routes in zip(records, others, strict=True)]
+    rollouts = [parse_record(record, "", Checks(Needs(True, False, "none"))) for record in given]
+    found = score(policy, rollouts, 200).plain
+    ends = np.cumsum([rollout.num_labels for rollout in rollouts])[:-1]
+    drawn = [record | {"logprobs": part.tolist()} for record, part in zip(given, np.split(found, ends), strict=True)]
+    check_named(look(directory, drawn, tmp_path, model={"experts": {"replay": "off"}}), "routing", "replayed")
 
 
 def test_head_rounding(model: Path, tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def shares_of_a_micro_batch() -> None:
     """The balance term takes the shares of the first micro-batch."""
     honest = StepRunner._choices
 
-    def of_one(self: StepRunner, plan: StepPlan, micro_batches: Any) -> Any:
-        return honest(self, plan, micro_batches[:1])
+    def of_one(self: StepRunner, plan: StepPlan, micro_batches: Any, every: Any) -> Any:
+        return honest(self, plan, micro_batches[:1], every[:1])
 
     StepRunner._choices = of_one  # type: ignore[method-assign]
 
@@ -99,7 +99,7 @@ def tokens_counted_once() -> None:
     honest = Policy.own_tokens
 
     def once(self: Policy, tokens: Any) -> OwnTokens:
-        return OwnTokens(honest(self, tokens).count)
+        return replace(honest(self, tokens), sequences=None)
 
     Policy.own_tokens = once  # type: ignore[method-assign]
 
@@ -131,6 +131,17 @@ def token_summed_twice() -> None:
     over_ranks._Summed = Summed  # type: ignore[misc, assignment]
 
 
+def routes_of_the_next_token() -> None:
+    """A token has the experts that its record names for the token before."""
+    honest = Policy.own_tokens
+
+    def shifted(self: Policy, tokens: Any) -> OwnTokens:
+        own = honest(self, tokens)
+        return own if own.routes is None else replace(own, routes=own.routes.roll(1, 0))
+
+    Policy.own_tokens = shifted  # type: ignore[method-assign]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "plant", "layout", "found"),
@@ -139,6 +150,7 @@ def token_summed_twice() -> None:
         ("qwen3_moe", tokens_counted_once, "shared prefixes", "expert_balance"),
         ("qwen3_moe", gradient_of_one_rank, "expert 2", "mlp.experts.gate_up_proj"),
         ("qwen3_moe", token_summed_twice, "expert 2", "logprobs of document"),
+        ("qwen3_moe", routes_of_the_next_token, "one process", "routing route_disagreement"),
         (
             "glm4_moe",
             bias_of_a_rank,

@@ -33,7 +33,7 @@ from truestep.ranks.watch import Watch
 from truestep.rollouts.files import check_records
 from truestep.rollouts.record import Needs
 from truestep.run.assemble.policy import join_ranks, make_policy
-from truestep.run.assemble.sources import checks_of, draw_options, engine_settings
+from truestep.run.assemble.sources import checks_of, draw_options, engine_settings, replayed_by
 from truestep.run.assemble.step import (
     check_custom_code,
     make_annotators,
@@ -196,7 +196,8 @@ class Session:
         may lack log-probs, rewards and advantages."""
         if all(isinstance(record, Rollout) for record in records):
             return [record for record in records if isinstance(record, Rollout)]
-        checks = checks_of(self.config, self.policy.vocabulary_size, lambda: self.tokenizer)
+        routes = replayed_by(self.config, self.policy)
+        checks = checks_of(self.config, self.policy.vocabulary_size, lambda: self.tokenizer, routes)
         if not needs_all:
             checks = replace(checks, needs=Needs(logprobs=False, advantages=False, advantage_rule="none"))
         named = (

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -56,6 +58,9 @@ class Completion:
     versions: Sequence[int] = ()  # of the weights that drew each token
     server: str | None = None  # URL of the server that drew it; None: drawn in process
     aborted: bool = False  # a server gave it up, for new weights: it has no tokens and is requested again
+    # [tokens that were fed, layers that route, k] the experts of the prompt's tokens and the completion's, but for its
+    # last, which is fed to nobody; None: unknown.
+    routes: np.ndarray | None = field(default=None, compare=False)
     answer: Any = field(default=None, compare=False)  # the answer of a server that a later probe confirms or makes void
 
 

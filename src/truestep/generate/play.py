@@ -19,7 +19,7 @@ from truestep.environments.rewards import Rating, RewardError
 from truestep.generate.generator import Completion, DrawOptions, Generate, Request
 from truestep.rollouts.episodes import OTHER_TOOL, ToolUse, TurnFacts
 from truestep.rollouts.sequences import join
-from truestep.types import Rollout, Turn
+from truestep.types import ROUTES, Rollout, Turn
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class PlayedSequence:
     logprobs: Sequence[float]  # of drawn tokens; others have any number
     versions: Sequence[int]  # of the weights that drew them; others have any number. Empty: unknown
     turns: tuple[Turn, ...] = ()
+    routes: np.ndarray | None = None  # [tokens that were fed, layers, k] their experts; None: unknown
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def rollout_of(sequence: PlayedSequence, **others: Any) -> Rollout:
     """Make a document, or a record of one, from a sequence. `others`: its other fields."""
     mask = np.array(sequence.loss_mask, dtype=bool)
     versions = np.array(sequence.versions, dtype=np.int64) if len(sequence.versions) else None
+    routes = sequence.routes
     if versions is not None:
         versions[~mask] = versions[mask][0]
     return Rollout(
@@ -119,6 +121,7 @@ def rollout_of(sequence: PlayedSequence, **others: Any) -> Rollout:
         logprobs=np.where(mask, np.array(sequence.logprobs, dtype=np.float32), np.float32(0)),
         model_version=versions,
         turns=sequence.turns,
+        token_fields={} if routes is None else {ROUTES: routes[: len(mask)]},
         **others,
     )
 
@@ -131,6 +134,7 @@ def sequence_of(prompt: Sequence[int], completion: Completion) -> PlayedSequence
         [False] * len(prompt) + [True] * drawn,
         [0.0] * len(prompt) + list(completion.logprobs),
         [0] * len(prompt) + list(completion.versions) if len(completion.versions) == drawn else (),
+        routes=completion.routes,
     )
 
 
@@ -160,7 +164,7 @@ def played_sequences(
             if turn.end <= end
         )
         logprobs, versions = sequence.logprobs[:end], sequence.versions[:end]
-        played.append(PlayedSequence(ids[:end], mask[:end], logprobs, versions, turns))
+        played.append(PlayedSequence(ids[:end], mask[:end], logprobs, versions, turns, sequence.routes))
     return played
 
 

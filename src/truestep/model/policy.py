@@ -23,7 +23,7 @@ from truestep.model.mixers import attention, linear_kernels
 from truestep.model.mixers.context_parallel import Context
 from truestep.ranks.exchange import TokenExchange, gather_same
 from truestep.ranks.pipeline import Pipeline
-from truestep.types import PackedTokens
+from truestep.types import NO_ROUTES, ROUTES, PackedTokens, RouteShape
 from truestep.weights.layers import active_weights
 from truestep.weights.pieces import slice_of
 from truestep.weights.protocol import Weights
@@ -86,6 +86,7 @@ class Policy:
     adapts: bool = True  # False: the adapter is off
     activations_on_host: ActivationOffload | None = None
     routing: Routing | None = None  # what routers choose in a step; None: no router is counted
+    route_shape: RouteShape = NO_ROUTES  # of the experts that can be given to its tokens
     exchange: TokenExchange | None = None  # communication between tensor ranks; None without tensor parallelism
 
     @property
@@ -122,8 +123,17 @@ class Policy:
         start, size = slice_of(here.stop - here.start, self.weights.ranks, "tensor")
         here = slice(here.start + start, here.start + start + size)
         count = min(max(end - here.start, 0), here.stop - here.start)
-        sequences = tokens.sequences
-        return OwnTokens(count, None if sequences is None else sequences[here][:count])
+        sequences, routes = tokens.sequences, tokens.fields_of(here).get(ROUTES)
+        return OwnTokens(count, None if sequences is None else sequences[here][:count], routes)
+
+    def replaying(self, tokens: PackedTokens) -> AbstractContextManager[None]:
+        """Return a context in which tokens have the experts that their records name, and nothing is counted."""
+        return nullcontext() if self.routing is None else self.routing.passing(self.own_tokens(tokens), counts=False)
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:
+        """The names of the fields of tokens that the model reads."""
+        return (ROUTES,) if self.routing is not None and self.routing.replays else ()
 
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or this context rank's tokens
         """Compute the last hidden states of a packed micro-batch, with the autograd graph."""
@@ -159,8 +169,8 @@ class Policy:
         return self.activations_on_host.keeping(self.model.config.get_text_config().hidden_size)
 
     def without_adapter(self) -> "Policy":
-        """Return the policy with its adapter off, sharing the same weights."""
-        return replace(self, adapts=False)
+        """Return the policy with its adapter off, sharing the same weights. Its routers choose for themselves."""
+        return replace(self, adapts=False, routing=None)
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [C, H] -> [C, V]
         """Compute logits over the whole vocabulary on every tensor rank, without gradients."""

@@ -120,6 +120,8 @@ GROUPS: dict[str, tuple[ChartSpec, ...]] = {
         _share("Most loaded expert", largest_expert_share="of its layer's choices"),
         ChartSpec("Evenness of loads", {"expert_load_entropy": "entropy over even"}, unit="share", from_zero=True),
         ChartSpec("Experts without a token", {"dead_experts": "in all layers"}, unit="experts", from_zero=True),
+        _share("Tokens with the sampler's experts", replayed_tokens="of all tokens"),
+        _share("Sampler and policy route otherwise", route_disagreement="choices", route_disagreement_tokens="tokens"),
     ),
     "Time and speed": (
         ChartSpec(
@@ -171,7 +173,7 @@ _EPISODES = (
 # Metrics without a chart of their own: they are for other programs, or part of a chart above.
 _NOT_DRAWN = re.compile(
     r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss|kl_cov"
-    r"|expert_balance|router_z_loss|(?:largest_expert_share|expert_load_entropy|dead_experts)/\d+"
+    r"|expert_balance|router_z_loss|(?:largest_expert_share|expert_load_entropy|dead_experts|route_disagreement)/\d+"
     r"|zero_advantage_fraction|effective_sample_size|min_response_length|(?:max|min)_(?:reward|staleness|ratio_new_old)"
     r"|data_wait_time|sampling_time|rating_time|rewards/.*|time/.*"
     r"|(?:max_policy_|policy_)?turns|turn_reward|turn_time/.*|tool_time/.*|(?:malformed_)?tool_calls(?:/.*)?|ended_by/.*"

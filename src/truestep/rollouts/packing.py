@@ -179,15 +179,14 @@ def pack(
     """Put documents of one sequence into the CPU tensors of one micro-batch.
 
     `declared` are the user's fields, `of_tokens` the names of the token-level fields to include. `forest`: the segments
-    that the documents share. Token-level fields may differ where ids are equal, so nothing is shared with them.
+    that the documents share, where these fields are the same, too.
     """
     ids = [document.input_ids for document in documents]
-    forest = None if of_tokens else forest
     tokens = pack_tokens(ids, pad_to_multiple, forest)
     if of_tokens:
         starts = tokens.segments.numpy()
         asked = (field for field in (*fields.TABLE, *declared) if field.name in of_tokens)
-        packed = {field.name: _at_tokens(documents, field, starts, len(tokens)) for field in asked}
+        packed = {field.name: _at_tokens(documents, field, forest, starts, len(tokens)) for field in asked}
         tokens = dataclasses.replace(
             tokens, fields={name: values for name, values in packed.items() if values is not None}
         )
@@ -241,7 +240,7 @@ def _shared_rows(documents: Sequence[Rollout], forest: Forest, starts: np.ndarra
 
 
 def _at_tokens(
-    documents: Sequence[Rollout], field: Field, starts: np.ndarray, total: int
+    documents: Sequence[Rollout], field: Field, forest: Forest | None, starts: np.ndarray, total: int
 ) -> torch.Tensor | None:  # [S, ...]
     """Concatenate a token-level field, with `missing` where a document has no values.
 
@@ -258,9 +257,13 @@ def _at_tokens(
     if not shapes and any(isinstance(size, str) for size in field.shape):
         return None
     packed = np.full((total, *next(iter(shapes), field.shape)), field.missing, field.dtype)
-    for start, values in zip(starts, found, strict=False):
-        if values is not None:
-            packed[start : start + len(values)] = values
+    runs = [(number, 0, document.num_tokens) for number, document in enumerate(documents)]
+    if forest is not None:
+        runs = [(segment.source, segment.start, segment.stop) for segment in forest.segments]
+    for at, (source, begin, end) in zip(starts, runs, strict=False):
+        if (values := found[source]) is not None:
+            own = values[begin:end]
+            packed[at : at + len(own)] = own
     return torch.from_numpy(packed)
 
 

@@ -1,17 +1,18 @@
 """Shared prefixes: sequences that begin with the same tokens are a tree of segments, each of which is computed once.
 
 A segment is a run of tokens that follows its parent's. A sequence is a path of segments from a root. Segments are found
-from the token ids alone. Example: `[1, 2, 3]` and `[1, 2, 4]` share the segment `[1, 2]`, with the children `[3]` and
-`[4]`.
+from the token ids, and where experts are replayed from the experts, too. Example: `[1, 2, 3]` and `[1, 2, 4]` share the
+segment `[1, 2]`, with the children `[3]` and `[4]`.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from truestep.types import Sharing, StepPlan
+from truestep.types import Rollout, Sharing, StepPlan
 
 # What one key of a path costs beside a token's own work, in tokens: attention copies the keys and values of a segment's
 # ancestors. On an H200 a copy takes about 1% of a token's time in a model of 1.7B, and others are not far.
@@ -103,10 +104,39 @@ def find_segments(sequences: Sequence[np.ndarray], least: int = 1, least_share: 
     return Forest(tuple(segments), tuple(last))
 
 
+def identities(documents: Sequence[Rollout], alike: Collection[str] = ()) -> list[np.ndarray]:
+    """Return numbers for each document's tokens that are equal where ids and the fields of tokens named `alike` are."""
+    return [_identity(document, alike) for document in documents]
+
+
+def _identity(document: Rollout, alike: Collection[str]) -> np.ndarray:
+    found = document.input_ids
+    for name in sorted(alike):
+        values = document.value(name)
+        if values is None:
+            continue
+        width = math.prod(values.shape[1:])
+        rows = np.zeros((len(found), -(-width // 4) * 4), np.uint16)
+        # A token without a row is like one whose values are -1, as in a document of several sequences.
+        rows[: len(values), :width] = values.reshape(len(values), width).astype(np.uint16) + np.uint16(1)
+        found = found.astype(np.uint64)
+        for words in np.ascontiguousarray(rows.view(np.uint64).T):
+            found = _mix(found ^ words)
+    return found
+
+
+def _mix(numbers: np.ndarray) -> np.ndarray:
+    """Spread 64-bit numbers over all 64-bit numbers, one to one (the mixing of splitmix64)."""
+    numbers = (numbers + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = numbers ^ (numbers >> np.uint64(32))
+    return mixed
+
+
 def _sorted(sequences: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
     """Sort sequences by their tokens. Return the order, and how many first tokens each has in common with the one
     before."""
-    keys = [np.asarray(sequence).astype(">u4").tobytes() for sequence in sequences]
+    keys = [np.asarray(sequence).astype(">u8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda index: (keys[index], index))
     common = np.zeros(len(order), np.int64)
     for place in range(1, len(order)):
@@ -117,10 +147,11 @@ def _sorted(sequences: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
     return order, common
 
 
-def share(sequences: Sequence[np.ndarray], sharing: Sharing | None) -> Forest | None:
+def share(documents: Sequence[Rollout], sharing: Sharing | None) -> Forest | None:
     """Return the segments of a micro-batch's sequences; None if each is computed alone."""
-    if sharing is None or len(sequences) < 2:
+    if sharing is None or len(documents) < 2:
         return None
+    sequences = identities(documents, sharing.alike)
     forest = find_segments(sequences, sharing.least)
     if sharing.budget is not None and forest.tokens > sharing.budget:
         forest = find_segments(sequences)
@@ -130,6 +161,6 @@ def share(sequences: Sequence[np.ndarray], sharing: Sharing | None) -> Forest | 
 def forest_of(plan: StepPlan, members: tuple[int, ...]) -> Forest | None:
     """Return the segments of a micro-batch of a plan, which keeps them; None if each sequence is computed alone."""
     if members not in plan.forests:
-        plan.forests[members] = share([plan.sequences[index].input_ids for index in members], plan.sharing)
+        plan.forests[members] = share([plan.sequences[index] for index in members], plan.sharing)
     found: Forest | None = plan.forests[members]
     return found

@@ -16,11 +16,12 @@ from truestep.rollouts import fields, values
 from truestep.rollouts.advantages import AdvantageRule, as_rule
 from truestep.rollouts.chat import ChatTemplate
 from truestep.rollouts.fields import Field
+from truestep.rollouts.routes import check_routes
 from truestep.rollouts.rows import read_rows
 from truestep.rollouts.sequences import check_membership
 from truestep.rollouts.turns import read_turns
 from truestep.rollouts.values import BadRecord, Check, checked, checked_array, describe, plain
-from truestep.types import Rollout
+from truestep.types import ROUTES, Rollout, RouteShape
 
 LONGEST_TEXT = 4096  # characters of a text field; the ledger repeats ids at every step
 _MOST_PARTS = 256  # of a reward: each is a metric of its own
@@ -51,6 +52,7 @@ class Checks:
     chat: ChatTemplate | None = None  # tokenizes `messages`; None: `messages` is ignored
     truncated: str = "keep"  # treatment of documents that ended at a length limit: keep, mask or drop
     fields: tuple[Field, ...] = ()  # the user's fields (data.fields), in addition to the built-in ones
+    routes: RouteShape | None = None  # of the model that replays `routed_experts`; None: they are not replayed
 
     @cached_property
     def read(self) -> tuple["_Reading", ...]:
@@ -88,6 +90,8 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
             id=where if identifier is None else identifier, input_ids=input_ids, loss_mask=loss_mask, **found, **others
         )
         check_membership(rollout)
+        if checks.routes is not None:
+            check_routes(rollout.token_fields.get(ROUTES), rollout.num_tokens, checks.routes)
         return rollout
     except BadRecord as error:
         raise identified(error, record) from None

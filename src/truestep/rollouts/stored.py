@@ -114,6 +114,7 @@ def _demands(checks: Checks) -> list[Any]:
     demands = (
         *(needs.logprobs, needs.advantages, needs.reference_logprobs, as_rule(needs.advantage_rule).from_rewards),
         *(checks.vocabulary_size, checks.default_temperature, checks.max_tokens, checks.group_size),
+        None if checks.routes is None else dataclasses.astuple(checks.routes),
         *(checks.stop_at_rejected, fields, list(arrays()), [item.name for item in dataclasses.fields(Rollout)]),
     )
     made: list[Any] = json.loads(json.dumps(demands))

@@ -23,7 +23,7 @@ from truestep.rollouts.parts import PartedSource
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import FileSource
 from truestep.run.assemble.policy import join_ranks, make_policy
-from truestep.run.assemble.sources import own_part, read_documents
+from truestep.run.assemble.sources import own_part, read_documents, replayed_by
 from truestep.run.assemble.step import make_annotators, make_rule, make_runner
 from truestep.step.before.scoring import by_record
 from truestep.step.compute.runner import Accumulated
@@ -83,7 +83,8 @@ def _score(config: Config, output: Path, gradients: bool, ranks: Ranks, watch: W
 
 
 def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[Rollout], Sequence[Rejected]]:
-    documents = read_documents(config, policy.vocabulary_size, ranks.data_rank, lambda: policy.tokenizer)
+    given = config, policy.vocabulary_size, ranks.data_rank, lambda: policy.tokenizer
+    documents = read_documents(*given, routes=replayed_by(config, policy))
     if not own_part(config):
         return documents.rollouts, documents.rejected
     source = PartedSource(FileSource(documents.rollouts, documents.rejected), ranks)

@@ -22,6 +22,8 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from truestep.environments.episodes.environment import Answer, Message
 from truestep.environments.episodes.tool_calls import added_tokens, family_of
 from truestep.errors import TruestepError
@@ -55,6 +57,8 @@ class Drawn(Protocol):
     def logprobs(self) -> AnySequence[float]: ...
     @property
     def versions(self) -> AnySequence[int]: ...
+    @property
+    def routes(self) -> np.ndarray | None: ...
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)  # 0 where it did not
     versions: list[int] = field(default_factory=list)  # of the weights that drew it, 0 elsewhere. Empty: unknown
     turns: tuple[Turn, ...] = ()  # of the policy, and what answered each; the first tokens belong to none
+    routes: np.ndarray | None = None  # [first tokens, layers, k] the experts with which each was fed first
 
     _knows_versions: bool = True
 
@@ -86,6 +91,10 @@ class Sequence:
         if count and not completion.versions:
             self.versions, self._knows_versions = [], False
         self._label(count, True)
+        if completion.routes is not None:
+            known = 0 if self.routes is None else len(self.routes)
+            parts = [] if self.routes is None else [self.routes]
+            self.routes = np.concatenate([*parts, completion.routes[known:]])
         if count:
             self.logprobs[-count:] = completion.logprobs
         if count and self._knows_versions:

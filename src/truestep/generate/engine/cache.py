@@ -44,6 +44,7 @@ class PagedCache:
     places: torch.Tensor | None = None  # [layers, 2] device addresses of keys and values, for kernels
     states: list[torch.Tensor] = field(default_factory=list)  # for each recurrent operation: [states + 1, *shape]
     state_places: torch.Tensor | None = None  # [operations] their device addresses
+    routes: torch.Tensor | None = None  # [pages + 1, tokens of a page, L, k] experts; None: they are not recorded
 
     @staticmethod
     def make(
@@ -100,7 +101,7 @@ class PagedCache:
         return torch.tensor([[k.data_ptr(), v.data_ptr()] for k, v in zip(self.keys, self.values, strict=True)])
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        for pool in (*self.keys, *self.values):
+        for pool in (*self.keys, *self.values, *(() if self.routes is None else (self.routes,))):
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def copy_states(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -79,8 +79,11 @@ class Device:
         if self.place.type == "cpu":
             return Result(tensor)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self.copy(host, tensor.contiguous())
-        self.kept.append(host)
+        if tensor.dtype == torch.int64:
+            self.copy(host, tensor.contiguous())
+            self.kept.append(host)
+        else:
+            host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         return Result(host, event)

@@ -43,8 +43,9 @@ from truestep.generate.engine.device import Result, device_of
 from truestep.generate.engine.draw import key_of
 from truestep.generate.engine.exact import choose_exactly, chunks_pass, exact_device, make_exact, rows_pass
 from truestep.generate.engine.forward import compiled_layers, paged, probe, run_model, shapes_of
-from truestep.generate.engine.graphs import FlatPrompts, Graphs, size_for
+from truestep.generate.engine.graphs import MOST_GRAPHED, FlatPrompts, Graphs, size_for
 from truestep.generate.engine.recur import RowStates
+from truestep.generate.engine.routes import RouteStage, as_experts
 from truestep.generate.engine.rows import (
     KEY,
     LENGTH,
@@ -108,6 +109,8 @@ class _Open:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     log_mass: list[float] = field(default_factory=list)
+    prompt: int = 0  # tokens
+    routes: list[tuple[Result, slice]] = field(default_factory=list)  # of its first tokens, the earlier copies first
 
     def fields(self) -> np.ndarray:  # KEY to TOP_K
         how = self.options
@@ -117,7 +120,17 @@ class _Open:
         cut = None
         if self.options.truncates:
             cut = [logprob - mass for logprob, mass in zip(self.logprobs, self.log_mass, strict=True)]
-        return Completion(self.tokens, self.logprobs, stopped, cut)
+        return Completion(self.tokens, self.logprobs, stopped, cut, routes=self._fed())
+
+    def _fed(self) -> np.ndarray | None:
+        """Return the routes of all tokens that were fed: of each, those with which it was fed first."""
+        if not self.routes:
+            return None
+        found = [as_experts(result.wait()[rows]) for result, rows in self.routes]
+        whole = np.array(max(found, key=len)[: self.prompt + len(self.tokens) - 1])
+        for part in reversed(found):
+            whole[: len(part)] = part[: len(whole)]
+        return whole
 
 
 class Engine:
@@ -146,6 +159,9 @@ class Engine:
                 self.device = exact_device(self.device)
                 make_exact(policy, self.layers, self.device)
         self.graphs = self._graphs() if self.device.graphs else None
+        self.stage = None
+        if policy.routing is not None and policy.routing.shape is not None and not exact:
+            self.stage = RouteStage(policy.routing.shape, policy.device)
 
     def _graphs(self) -> Graphs:
         operations = sum(len(layer.states) for layer in self.layers)
@@ -159,6 +175,8 @@ class Engine:
             stack.enter_context(exactly(policy.model) if self.exact else paged(policy))
             if self.device.compiles:
                 stack.enter_context(compiled_layers(policy.model, self._compiled))
+            if self.stage is not None and policy.routing is not None:
+                stack.enter_context(policy.routing.recording(self.stage.record))
             session = Session(policy, self, limits)
             try:
                 yield session
@@ -194,8 +212,13 @@ class Session:
             patience=self._device.patience,
             states=states,
         )
+        self._stage = engine.stage
+        if self._stage is not None:
+            chunk = limits.chunk_tokens or self._device.chunk_tokens
+            self._stage.begin(max(chunk, MOST_GRAPHED, size_for(slots)), self.cache)
         if self._graphs is not None:
-            self._graphs.begin(self.cache, slots, width, policy.model)
+            staged = 0 if self._stage is None else self._stage.address
+            self._graphs.begin(self.cache, slots, width, policy.model, staged)
             self._last = self._graphs.last
         else:
             self.cache.locate()
@@ -205,11 +228,12 @@ class Session:
         self._open: dict[int, _Open] = {}
         self._truncates = False
         self._flying: deque[tuple[list[int], Result]] = deque()  # steps in flight: request numbers, drawn tokens
+        self._ended: list[tuple[int, _Open, bool]] = []  # completions whose routes are being copied to the host
         self.counts = Counts(pages=pages)
 
     @property
     def busy(self) -> bool:
-        return not self._scheduler.idle
+        return not self._scheduler.idle or bool(self._ended)
 
     def takes(self, request: Request) -> bool:
         """Tell whether the tables of pages have room for a request. If not, it needs another session."""
@@ -220,7 +244,7 @@ class Session:
         options = request.options
         self._scheduler.submit(number, request.token_ids, options.max_new_tokens)
         stops = StopTexts(self._policy.tokenizer, options.stop) if options.stop else None
-        self._open[number] = _Open(options, request.seed, stops)
+        self._open[number] = _Open(options, request.seed, stops, prompt=len(request.token_ids))
         self._truncates = self._truncates or options.truncates
 
     def cancel(self, number: int) -> None:
@@ -231,15 +255,18 @@ class Session:
     def step(self) -> list[tuple[int, Completion]]:
         """Launch a step. Return the completions that are now known to have ended, with their numbers."""
         plan = self._scheduler.plan()
+        ended, self._ended = self._ended, []  # in the step before: their routes have been copied meanwhile
         if plan:
             self._flying.append(self._launch(plan))
             self.counts.steps += 1
             self.counts.most_pages = max(self.counts.most_pages, self._scheduler.used_pages)
-        elif not self._flying:
+        elif not self._flying and not ended:
             raise RuntimeError("the sampler's scheduler is stuck")  # a bug of the scheduler
-        done: list[tuple[int, Completion]] = []
         while len(self._flying) > (self._device.lag if plan else 0):
-            done += self._collect(*self._flying.popleft())
+            self._ended += self._collect(*self._flying.popleft())
+        if self._stage is None or not self._device.lag:
+            ended, self._ended = [*ended, *self._ended], []
+        done = [(number, state.completion(stopped)) for number, state, stopped in ended]
         self.counts.prompt_tokens = self._scheduler.prompt_tokens
         self.counts.cached_tokens = self._scheduler.cached_tokens
         self.counts.preemptions = self._scheduler.preemptions
@@ -251,7 +278,8 @@ class Session:
 
     def close(self) -> None:
         """Free the KV cache."""
-        for _, result in self._flying:  # their copies still write to pinned memory
+        routes = [result for state in self._open.values() for result, _ in state.routes]
+        for result in (*(result for _, result in self._flying), *routes):  # their copies still write to pinned memory
             result.wait()
         self._flying.clear()
         self.cache = self._hidden = None
@@ -260,6 +288,8 @@ class Session:
 
     def _launch(self, plan: EngineStep) -> tuple[list[int], Result]:
         assert self.cache is not None
+        lost = self._scheduler.take_lost()
+        self._fetch_routes([(self._open.get(number), pages, length) for number, pages, length in lost])
         self._copy([one.page for one in plan.resumed], [one.state for one in plan.resumed])
         if plan.chunks:
             self._compute_chunks(plan)
@@ -269,11 +299,32 @@ class Session:
             drawn.append(self._begin(plan.starts))
         if plan.rows:
             drawn.append(self._decode_rows(plan.rows))
+        drawing: list[Start | Row] = [*plan.starts, *plan.rows]
+        last = [one for one in drawing if one.job.drawn == one.job.most]  # their pages are free from the next step on
+        self._fetch_routes([(self._open.get(one.job.number), one.pages, one.job.length) for one in last])
         numbers = [start.job.number for start in plan.starts] + [row.job.number for row in plan.rows]
         if not drawn:
             drawn.append(torch.zeros(3, 0, dtype=torch.int64))
         joined = drawn[0] if len(drawn) == 1 else torch.cat(drawn, dim=1)
         return numbers, self._device.fetch(joined)
+
+    def _fetch_routes(self, wanted: Sequence[tuple[_Open | None, Sequence[int], int]]) -> None:
+        """Start to copy the routes of completions to the host, given their pages and tokens."""
+        there = [(state, pages, length) for state, pages, length in wanted if state is not None and pages]
+        if self._stage is None or not there:
+            return
+        assert self.cache is not None and self.cache.routes is not None
+        pages = np.concatenate([np.array(own) for _, own, _ in there])
+        result = self._device.fetch(self.cache.routes.index_select(0, self._device.send(pages)).flatten(0, 1))
+        start = 0
+        for state, own, length in there:
+            state.routes.append((result, slice(start, start + length)))
+            start += len(own) * self._device.page_size
+
+    def _keep_routes(self, pages: torch.Tensor, offsets: torch.Tensor) -> None:
+        assert self.cache is not None
+        if self._stage is not None:
+            self._stage.keep(self.cache, pages, offsets)
 
     def _copy(self, pages: Sequence[tuple[int, int] | None], states: Sequence[tuple[int, int] | None]) -> None:
         assert self.cache is not None
@@ -305,6 +356,9 @@ class Session:
             how = self._device.send, self._device.store, self._device.past
             step = make_prefill(self.cache, spans, *how, slots=[chunk.state for chunk in chunks])
             hidden = run_model(self._policy, self._device.send(ids), step.positions, step)
+        if self._stage is not None:
+            _, pages, offsets = places_of(spans, self._device.page_size)
+            self._keep_routes(*self._device.send(np.stack([pages, offsets])))
         last = [(end, chunk.place) for end, chunk in zip(ends, chunks, strict=True) if chunk.place is not None]
         if last:
             if self._hidden is None:
@@ -343,10 +397,16 @@ class Session:
         longest, nobody = max(row.length for row in rows), len(self._last) - 1
         if self._graphs is None:
             width = -(-longest // self._device.page_size)
-            return self._decode(self._device.send(self._rows.lines(rows, len(rows), width, nobody)), longest)
+            sent = self._device.send(self._rows.lines(rows, len(rows), width, nobody))
+            found = self._decode(sent, longest)
+            self._keep_routes(sent[:, PAGE], sent[:, OFFSET])
+            return found
         lines = self._device.ready(self._rows.lines(rows, size_for(len(rows)), self._graphs.width, nobody))
         truncates, spare, refill = self._truncates, self.cache.spare, self._device.refill
-        return self._graphs.run(lines, longest, truncates, spare, refill, self._decode)[:, : len(rows)]
+        found = self._graphs.run(lines, longest, truncates, spare, refill, self._decode)[:, : len(rows)]
+        sent = self._graphs.sent(len(rows))
+        self._keep_routes(sent[:, PAGE], sent[:, OFFSET])
+        return found
 
     def _decode(self, lines: torch.Tensor, longest: int) -> torch.Tensor:  # [R, PAGES + P] -> [3, R]
         """Decode one token of each row, and draw the next. This is captured in a CUDA graph: it reads no host
@@ -390,12 +450,14 @@ class Session:
         self._last.index_copy_(0, lines[:, SLOT], joined[0])
         return joined
 
-    def _collect(self, numbers: Sequence[int], result: Result) -> list[tuple[int, Completion]]:
-        """Wait for a step's tokens and record them. Return the completions that end with them."""
+    def _collect(self, numbers: Sequence[int], result: Result) -> list[tuple[int, _Open, bool]]:
+        """Wait for a step's tokens and record them. Return the completions that end with them, and whether a stop token
+        or a stop text ended each."""
         drawn, *floats = result.wait()
         tokens = drawn.tolist()
         check(tokens)
-        done = []
+        done: list[tuple[int, _Open, bool]] = []
+        left: list[tuple[_Open | None, Sequence[int], int]] = []
         made = 0
         values = (values.view(np.float64).tolist() for values in floats)
         for number, token, logprob, mass in zip(numbers, tokens, *values, strict=True):
@@ -408,10 +470,12 @@ class Session:
             state.log_mass.append(mass)
             stopped = token in state.options.stop_ids or (state.stops is not None and state.stops.reached(state.tokens))
             if stopped:
+                left.append((state, self._scheduler.pages_of(number), state.prompt + len(state.tokens) - 1))
                 self._scheduler.end(number)
             if stopped or len(state.tokens) == state.options.max_new_tokens:
-                done.append((number, state.completion(stopped)))
+                done.append((number, state, stopped))
                 del self._open[number]
+        self._fetch_routes(left)
         self.counts.drawn_tokens += made
         progress.made("tokens", made)
         return done

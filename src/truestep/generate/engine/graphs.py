@@ -122,12 +122,12 @@ class Graphs:
         self._made: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._broken: set[str] = set()  # kinds of graphs that could not be captured: rows or prompts
 
-    def begin(self, cache: PagedCache, slots: int, width: int, model: Any) -> None:
+    def begin(self, cache: PagedCache, slots: int, width: int, model: Any, staged: int = 0) -> None:
         """Begin a phase of sampling with a new cache. Drop all graphs if a weight has moved, or states that are not
-        found by their addresses, or if a buffer is too small."""
+        found by their addresses, or if a buffer is too small. `staged`: the address of the buffer for routes."""
         cache.locate(self._places, self._state_places)
         fixed = (*model.parameters(), *(() if self._addressed else cache.states))
-        weights = tuple(tensor.data_ptr() for tensor in fixed)
+        weights = (staged, *(tensor.data_ptr() for tensor in fixed))
         size = size_for(slots)
         fits = len(self._lines) >= size and self._lines.shape[1] >= PAGES + width
         if self._team.all(fits and weights == self._weights):
@@ -151,6 +151,10 @@ class Graphs:
         """The number of pages of a row for which the buffers have room."""
         return self._lines.shape[1] - PAGES
 
+    def sent(self, rows: int) -> torch.Tensor:
+        """Return the lines of the rows that were decoded last, on the device."""
+        return self._lines[:rows]
+
     @property
     def nobody(self) -> int:
         """The slot of rows that only pad a batch."""
@@ -171,7 +175,8 @@ class Graphs:
             ours.copy_(torch.from_numpy(idle_rows(len(lines), ours.shape[1] - PAGES, self.nobody, spare)))
             self._make(key, work)
         if key not in self._made:
-            return decode(lines.to(self._place), length)
+            refill(ours, lines)
+            return decode(ours, length)
         graph, output = self._made[key]
         refill(ours, lines)
         graph.replay()

@@ -6,6 +6,7 @@ Dimensions: R completions of a batch, P prompt tokens, V vocabulary.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -71,6 +72,9 @@ class _Batch:
         self._mask = pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True, padding_side="left")
         self._positions = (self._mask.cumsum(-1) - 1).clamp(min=0)
         self._cache: Any = None
+        routing = policy.routing
+        self._routing = routing if routing is not None and routing.replays else None
+        self._routes: list[list[np.ndarray]] = [[] for _ in requests]  # of the tokens that were fed
 
     def run(self) -> list[Completion]:
         for number in range(self._options.max_new_tokens):
@@ -78,14 +82,28 @@ class _Batch:
             if not self._active:
                 break
         done = []
-        for tokens, logprobs, log_mass, stopped in zip(
-            self._tokens, self._logprobs, self._log_mass, self._stopped, strict=True
+        for tokens, logprobs, log_mass, stopped, routes in zip(
+            self._tokens, self._logprobs, self._log_mass, self._stopped, self._routes, strict=True
         ):
             cut = [a - b for a, b in zip(logprobs, log_mass, strict=True)] if self._options.truncates else None
-            done.append(Completion(tokens, logprobs, stopped, cut))
+            fed = np.concatenate(routes)[: len(routes[0]) + len(tokens) - 1] if routes else None
+            done.append(Completion(tokens, logprobs, stopped, cut, routes=fed))
         return done
 
     def _forward(self) -> torch.Tensor:  # [R, hidden] of the last token
+        if self._routing is None:
+            return self._computed()
+        found: dict[int, torch.Tensor] = {}
+        with self._routing.recording(found.__setitem__):
+            hidden = self._computed()
+        # [R · tokens, L, k] -> [R, tokens, L, k], of which the first tokens of shorter prompts are padding
+        routes = torch.stack([found[place] for place in sorted(found)], dim=1).unflatten(0, self._ids.shape).cpu()
+        for row, request in enumerate(self._active):
+            fed = self._mask[row, -self._ids.shape[1] :].bool().cpu()
+            self._routes[request].append(routes[row][fed].numpy().astype(np.uint16))
+        return hidden
+
+    def _computed(self) -> torch.Tensor:
         output = self._policy.model.base_model(
             input_ids=self._ids,
             attention_mask=self._mask,

@@ -66,6 +66,7 @@ class Scheduler:
         self._released_places: list[int] = []
         self._released_states: list[int] = []
         self._kept: list[KeptState] = []  # states that the step planned last computes
+        self._lost: list[tuple[int, list[int], int]] = []  # see `take_lost`
         self.prompt_tokens = 0  # computed so far
         self.cached_tokens = 0  # tokens of prompts whose keys and values were found in the cache
         self.preemptions = 0
@@ -113,6 +114,17 @@ class Scheduler:
             self._unlearned.remove(job)
             self._queue.appendleft(Prompt((*job.prompt, *job.tokens), deque([job])))
         return True
+
+    def take_lost(self) -> list[tuple[int, list[int], int]]:
+        """Return the numbers of the jobs that were preempted since the last call, with their pages and the number of
+        tokens in these. What the pages hold is overwritten from the next step on."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def pages_of(self, number: int) -> list[int]:
+        """Return the pages of a running completion; none where it has none any more."""
+        job = self._jobs.get(number)
+        return [] if job is None else list(job.pages)
 
     def end(self, number: int) -> None:
         """Remove a completion that is finished or cancelled."""
@@ -222,6 +234,7 @@ class Scheduler:
 
     def _preempt(self, job: Job) -> None:
         self.preemptions += 1
+        self._lost.append((job.number, job.pages, job.length))
         self._running.remove(job)
         self._pool.give_back(job.pages)
         self._free_slots.append(job.slot)

@@ -4,15 +4,19 @@ A router is the module beside a layer's experts that gives logits, scores and ch
 transformers do. Its bias is a buffer of as many numbers as experts, of the router or of the block that has both.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from truestep.model.experts.choosing import Choosing
 from truestep.model.experts.grouped import GroupedExperts, is_experts
 from truestep.model.experts.routing import ExpertSettings, Routing, seen
 from truestep.model.fast.by_class import ours_runs, put_in
+from truestep.types import RouteShape
 from truestep.weights.errors import ModelError
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
@@ -24,13 +28,21 @@ class CountedRouter(torch.nn.Module):
     number: torch.Tensor | None  # in the table of layers that are counted
     terms: bool  # the loss has terms of routers
     kind: str  # what its scores are shares of: softmax, sigmoid, or neither (empty)
+    chosen: int  # experts of a token; 0: the choice cannot be given to it
+    asks: bool  # which experts to compute
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        found = super().forward(*given, **named)
         if self.number is None or not ours_runs():
-            return found
-        logits, scores, index = found
+            return super().forward(*given, **named)
+        with self._choosing(self.number):
+            logits, scores, index = super().forward(*given, **named)
         return logits, seen(scores, logits, index, self.number, self.terms), index
+
+    def _choosing(self, number: torch.Tensor) -> AbstractContextManager[Any]:
+        own: Any = self
+        if not self.asks:
+            return nullcontext()
+        return Choosing(own.weight.shape[0], lambda index: torch.ops.truestep.experts_chosen(index, number))
 
 
 @dataclass(frozen=True)
@@ -96,24 +108,38 @@ def count_routes(model: Any) -> None:
         experts = dict(model.named_modules())[routed.name]
         if isinstance(routed.router, CountedRouter) or not isinstance(experts, GroupedExperts):
             continue
-        if (kind := _kind_of(routed)) is not None:
-            put_in(routed.router, CountedRouter, number=None, terms=False, kind=kind)
+        if (run := _runs(routed)) is not None:
+            own, kind = run(None), _kind_of(run(None))
+            chosen = own[2].shape[1] if kind and _can_be_given(run, kind, routed.experts) else 0
+            put_in(routed.router, CountedRouter, number=None, terms=False, kind=kind, chosen=chosen, asks=False)
 
 
-def _kind_of(routed: Routed) -> str | None:
-    """Tell what a router's scores are shares of: softmax, sigmoid, or neither (empty). None: it is no router."""
+_Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits [T, E], scores and experts [T, k]
+
+
+def _runs(routed: Routed) -> Callable[[torch.Tensor | None], _Result] | None:
+    """Return a function that runs a router on a few tokens, with its own choice or a given one. None: it is none."""
     weight, bias = routed.router.weight, routed.bias
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TOKENS, weight.shape[1], generator=generator).to(weight) * weight.shape[1] ** -0.5
-    found = None
+
+    def run(given: tuple[Any, ...], index: torch.Tensor | None) -> _Result:
+        with nullcontext() if index is None else Choosing(routed.experts, lambda _: index):
+            found: _Result = routed.router(*given)
+        return found
+
     for given in ((x,), (x, None if bias is None else bias[1])):
         try:
-            found = routed.router(*given)
+            found = run(given, None)
         except Exception:  # it takes the bias of its block
             continue
-        break
-    if not (isinstance(found, tuple) and len(found) == 3 and found[0].shape == (_TOKENS, routed.experts)):
-        return None
+        is_one = isinstance(found, tuple) and len(found) == 3 and found[0].shape == (_TOKENS, routed.experts)
+        return partial(run, given) if is_one else None
+    return None
+
+
+def _kind_of(found: _Result) -> str:
+    """Tell what a router's scores are shares of: softmax, sigmoid, or neither (empty)."""
     logits, scores, index = found
     for kind, values in ((SOFTMAX, logits.softmax(-1)), (SIGMOID, logits.sigmoid())):
         factors = scores / values.gather(-1, index)
@@ -123,23 +149,46 @@ def _kind_of(routed: Routed) -> str | None:
     return ""
 
 
+def _can_be_given(run: Callable[[torch.Tensor | None], _Result], kind: str, experts: int) -> bool:
+    """Tell whether a router weighs experts that are given to it as it weighs its own."""
+    own = run(None)
+    again = run(own[2])
+    if not (torch.equal(again[1], own[1]) and torch.equal(again[2], own[2])):
+        return False
+    others = (own[2] + 1) % experts
+    found = run(others)
+    return torch.equal(found[2], others) and _kind_of(found) == kind
+
+
 @dataclass(frozen=True)
 class RoutedLayers:
     """The layers of an uncut model whose routers are counted."""
 
     experts: Mapping[str, int]  # how many each has, by the name of its experts
     biases: Mapping[str, str]  # the name of the buffer, of those that have one
+    shape: RouteShape  # of the experts that can be given to them
 
     @staticmethod
     def of(model: Any) -> "RoutedLayers":
         found = [routed for routed in routed_in(model) if isinstance(routed.router, CountedRouter)]
         biases = {routed.name: routed.bias[0] for routed in found if routed.bias is not None}
-        return RoutedLayers({routed.name: routed.experts for routed in found}, biases)
+        experts = {routed.name: routed.experts for routed in found}
+        chosen = {routed.router.chosen for routed in found}
+        can = len(chosen) == 1 and all(chosen) and len(found) == len(list(routed_in(model)))
+        counts = tuple(experts.values()) if can else ()
+        return RoutedLayers(experts, biases, RouteShape(counts, min(chosen, default=0), name=type(model).__name__))
 
 
 def check_settings(model: Any, settings: ExpertSettings) -> None:
     """Refuse options that the model's routers cannot follow. All layers must be there."""
     options = [f"{name}: {value}" for name, value in settings.counted]
+    if settings.replay == "require":
+        options.append("replay: require")
+        if not RoutedLayers.of(model).shape.experts:
+            raise ModelError(
+                f"model.experts.replay: require: {type(model).__name__} has no routers, or none that can be given the "
+                "experts of a token"
+            )
     if not options:
         return
     routers = list(routed_in(model))
@@ -166,9 +215,11 @@ def make_routing(
         return None
     every = {**buffers, **dict(model.named_buffers())}
     biases = {layer: (name, every[name]) for layer, name in layers.biases.items()}
-    routing = Routing(layers.experts, settings, biases if settings.balance == "bias" else {})
+    shape = layers.shape if layers.shape.experts and settings.replay != "off" else None
+    routing = Routing(layers.experts, settings, biases if settings.balance == "bias" else {}, shape)
     for routed in routed_in(model):
         if isinstance(routed.router, CountedRouter):
+            routed.router.asks = routing.replays
             routed.router.terms = settings.has_terms
             routed.router.number = routing.add(routed.name, routed.router.kind == SIGMOID, device)
     return routing

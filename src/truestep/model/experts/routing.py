@@ -10,12 +10,15 @@ at a token depends on that token's logits alone, so no term has to leave the mod
 f are the shares of a layer's choices, counted over the whole step and held constant, P the means of the router's
 probabilities over the step's tokens: the softmax of its logits, or its sigmoids divided by their sum.
 
+A token's experts are those that its record names, if there are any, else the router's own. What is computed is counted
+as loads; what the router would have chosen moves biases.
+
 Dimensions: L layers that route, T tokens of the step, S tokens of this rank's micro-batch, k experts of a token, E.
 """
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +27,14 @@ import torch
 
 from truestep.gpu.operators import operator
 from truestep.model.experts.operators import ends_of
+from truestep.types import RouteShape
 
 
 @dataclass(frozen=True)
 class ExpertSettings:
     """The options of `model.experts`."""
 
+    replay: str = "auto"  # or off or require
     router: str = "trained"  # or frozen
     balance: str = "none"  # or loss or bias
     strength: float = 0.001
@@ -64,6 +69,7 @@ class OwnTokens:
 
     count: int
     sequences: torch.Tensor | None = None  # how many sequences have each token; None: one
+    routes: torch.Tensor | None = None  # [S, L, k] the experts that records name, -1 where none; None: no record does
 
 
 @dataclass(frozen=True)
@@ -80,14 +86,22 @@ class Routing:
         layers: Mapping[str, int],
         settings: ExpertSettings = ExpertSettings(),
         biases: Mapping[str, tuple[str, torch.Tensor]] | None = None,
+        shape: RouteShape | None = None,
     ):
         """`layers`: the number of experts of each layer that routes, on any rank, by the name of its experts. `biases`:
-        the names and values of those that `balance: bias` moves, of the same layers."""
-        self.experts, self.settings = dict(layers), settings
+        the names and values of those that `balance: bias` moves, of the same layers. `shape`: of the experts that
+        records may name; None: they are not replayed."""
+        self.experts, self.settings, self.shape = dict(layers), settings, shape
         self._biases = dict(biases or {})
         self.terms: RouterTerms | None = None
         self.layers: dict[str, RoutedLayer] = {}  # those of this rank
         self._current: _Pass | None = None
+        self._recorder: Recorder | None = None
+
+    @property
+    def replays(self) -> bool:
+        """Tell whether tokens have the experts that their records name."""
+        return self.shape is not None
 
     def add(self, name: str, normalised: bool, device: torch.device) -> torch.Tensor:
         """Add a layer of this rank. Return its number, for the operator."""
@@ -112,6 +126,15 @@ class Routing:
         finally:
             self._current = None
 
+    @contextmanager
+    def recording(self, recorder: "Recorder") -> Iterator[None]:
+        """Hand what routers choose to `recorder` within the block, with each layer's place among those that route."""
+        before, self._recorder = self._recorder, recorder
+        try:
+            yield
+        finally:
+            self._recorder = before
+
     @property
     def biases(self) -> dict[str, torch.Tensor]:
         """The biases that `balance: bias` moves, by their names in the model."""
@@ -131,9 +154,18 @@ class Routing:
         return self._current
 
     @property
+    def recorder(self) -> "Recorder | None":
+        return self._recorder
+
+    @property
     def counts(self) -> dict[str, torch.Tensor]:
-        """The number of choices of each expert, [E] int64 on the host, by layer of this rank."""
+        """How often each expert was computed, [E] int64 on the host, by layer of this rank."""
         return {name: layer.counts.cpu() for name, layer in self.layers.items()}
+
+    @property
+    def own_counts(self) -> dict[str, torch.Tensor]:
+        """How often the policy's routers chose each expert, also where records name others."""
+        return {name: (layer.counts + layer.instead).cpu() for name, layer in self.layers.items()}
 
     def values(self) -> tuple[float, float]:
         """This rank's parts of the balance term and of the z term."""
@@ -156,13 +188,17 @@ class RoutedLayer:
         """`normalised`: probabilities are sigmoids divided by their sum."""
         self._routing = weakref.ref(routing)
         self.name, self.experts, self._normalised = name, routing.experts[name], normalised
+        self._place = list(routing.experts).index(name)  # among those that route, of the whole model
         self.counts = torch.zeros(self.experts, dtype=torch.int64, device=device)
         self.probabilities = torch.zeros(self.experts, dtype=torch.float64, device=device)
         self.squares = torch.zeros((), dtype=torch.float64, device=device)
+        self.instead = torch.zeros_like(self.counts)  # the router's own choices minus those that replaced them
+        # Tokens that were replayed, those of them for which the router chose others, and choices that are not its own.
+        self.replayed = torch.zeros(3, dtype=torch.int64, device=device)
         self.shares: torch.Tensor | None = None
 
     def begin(self) -> None:
-        for total in (self.counts, self.probabilities, self.squares):
+        for total in (self.counts, self.probabilities, self.squares, self.instead, self.replayed):
             total.zero_()
         terms = self.routing.terms
         shares = None if terms is None else terms.shares.get(self.name)
@@ -173,6 +209,33 @@ class RoutedLayer:
         routing = self._routing()
         assert routing is not None, "the routing of this model is gone"
         return routing
+
+    def choose(self, own: torch.Tensor) -> torch.Tensor:  # [S, k]
+        """Return the experts to compute, given the router's own choice."""
+        recorder, now = self.routing.recorder, self.routing.current
+        if recorder is not None:
+            recorder(self._place, own)
+        if now is None or now.tokens.routes is None:
+            return own.clone()
+        count, result = now.tokens.count, own.clone()
+        named = now.tokens.routes[:count, self._place].to(own.dtype)
+        known = named[:, 0] >= 0
+        result[:count] = torch.where(known[:, None], named, own[:count])
+        if now.counts:
+            self._compare(own[:count], result[:count], known, now.tokens.sequences)
+        return result
+
+    def _compare(
+        self, own: torch.Tensor, named: torch.Tensor, known: torch.Tensor, sequences: torch.Tensor | None
+    ) -> None:
+        """Count where the record and the policy disagree."""
+        times = known.long() if sequences is None else known * sequences
+        others = (named[:, :, None] != own[:, None, :]).all(-1).sum(-1)  # choices of a token that are none of its own
+        self.replayed += torch.stack([times, times * (others > 0), times * others]).sum(1)
+        if self.routing.settings.balance == "bias":
+            for index, sign in ((own, 1), (named, -1)):
+                each = (sign * times).repeat_interleave(index.shape[1])
+                self.instead.index_add_(0, index.flatten().long(), each)
 
     def see(self, logits: torch.Tensor, index: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Add to the sums, and write the gradient of the terms."""
@@ -209,8 +272,19 @@ class RoutedLayer:
         gradient[:count] = found * times
 
 
+# Takes the place of a layer among those that route, and its choices [T, k].
+Recorder = Callable[[int, torch.Tensor], None]
+
 _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, RoutedLayer] = weakref.WeakValueDictionary()
+
+
+@operator("experts_chosen(Tensor index, Tensor number) -> Tensor", lambda index, number: torch.empty_like(index))
+@torch.no_grad()
+def experts_chosen(index: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """Return the experts to compute, given a router's own choice. An operator, so that compiled code asks each time."""
+    layer = _layers.get(int(number))
+    return index.clone() if layer is None else layer.choose(index)
 
 
 def _shapes(

@@ -49,6 +49,7 @@ from truestep.process import progress
 from truestep.ranks.exchange import TokenExchange
 from truestep.ranks.group import ALONE, Ranks
 from truestep.ranks.pipeline import Pipeline
+from truestep.types import RouteShape
 from truestep.weights.errors import ModelError
 from truestep.weights.finite import named_by_all, not_finite, some
 from truestep.weights.layers import layers_of
@@ -157,7 +158,7 @@ def load_policy(path: str | Path, options: LoadOptions | None = None, **named: A
     for each in PASSES:
         if each.when(loading.options):
             each.run(loading)
-    options = loading.options
+    options, kind = loading.options, type(loading.model).__name__
     return Policy(
         loading.model,
         loading.directory,
@@ -174,6 +175,7 @@ def load_policy(path: str | Path, options: LoadOptions | None = None, **named: A
         activations_on_host=ActivationOffload(options.place) if options.offload_activations else None,
         exchange=loading.exchange,
         routing=loading.routing,
+        route_shape=loading.routed.shape if loading.routing is not None else RouteShape((), 0, name=kind),
     )
 
 

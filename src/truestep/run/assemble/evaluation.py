@@ -62,7 +62,7 @@ def make_evaluator(
 
 
 def _make_held_out_loss(config: Config, policy: Policy) -> HeldOutLoss:
-    documents = held_out_documents(config, policy.vocabulary_size, lambda: policy.tokenizer)
+    documents = held_out_documents(config, policy)
     if not any(rollout.num_labels for rollout in documents.rollouts):
         reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "no document has a label"
         raise DataError(f"evaluation.path: no record of it can be evaluated: {reasons}")

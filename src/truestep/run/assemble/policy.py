@@ -54,6 +54,6 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         masters_on_host=not frozen and getattr(config.optimizer, "offload", "none") == "all",
         freeze=() if frozen else (model.freeze or ()),
         adapter=adapter,
-        experts=ExpertSettings() if frozen else ExpertSettings(**model.experts.model_dump()),
+        experts=ExpertSettings(replay="off") if frozen else ExpertSettings(**model.experts.model_dump()),
     )
     return load_policy(model.path if adapter is not None else path or model.path, options)

@@ -58,7 +58,7 @@ from truestep.rollouts.stream.transport import Transport
 from truestep.run.assemble.rewards import Raters, check_rewards, longest_conversation, made_rows, make_plays
 from truestep.run.assemble.step import needs_logprobs, takes_reference_of_records, tolerance_of
 from truestep.text import keep_secret
-from truestep.types import PutAside, Rejected, Rollout
+from truestep.types import PutAside, Rejected, Rollout, RouteShape
 
 IDS_FILE = "stream_ids.bin"  # in the run's directory
 
@@ -114,7 +114,8 @@ def make_supply(config: Config, policy: Policy, ranks: Ranks, raters: Raters) ->
 
 def _make_file_source(config: Config, policy: Policy, ranks: Ranks) -> Source:
     vocabulary_size, tokenizer = policy.vocabulary_size, lambda: policy.tokenizer
-    documents = read_documents(config, vocabulary_size, ranks.data_rank, tokenizer)
+    routes = replayed_by(config, policy)
+    documents = read_documents(config, vocabulary_size, ranks.data_rank, tokenizer, routes=routes)
     parted = own_part(config)
     if not documents.rollouts and not parted:
         reasons = "; ".join(sorted({record.reason for record in documents.rejected})[:3]) or "the files are empty"
@@ -147,8 +148,16 @@ def advantage_rule(config: Config) -> AdvantageRule:
     return AdvantageRule.of(data.advantages, data.advantage_scale, data.advantage_std_floor, penalty)
 
 
-def checks_of(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Checks:
-    """Return what the configuration's loss requires of records."""
+def replayed_by(config: Config, policy: Policy) -> RouteShape | None:
+    """Return what the experts that records name must be like; None: they are not replayed."""
+    how = config.model.experts.replay
+    return None if how == "off" else replace(policy.route_shape, required=how == "require")
+
+
+def checks_of(
+    config: Config, vocabulary_size: int, tokenizer: Callable[[], Any], routes: RouteShape | None = None
+) -> Checks:
+    """Return what the configuration's loss requires of records. `routes`: from `replayed_by`."""
     data, supervised = config.data, config.loss.supervised
     return Checks(
         Needs(
@@ -165,6 +174,7 @@ def checks_of(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]
         chat=ChatTemplate(tokenizer) if supervised else None,
         truncated=data.truncated,
         fields=declared_fields(config),
+        routes=routes,
     )
 
 
@@ -193,10 +203,12 @@ def read_documents(
     tokenizer: Callable[[], Any] | None = None,
     *,
     as_written: bool = False,
+    routes: RouteShape | None = None,
 ) -> Documents:
     """Read the documents of data.path. Without `tokenizer`, the model's is loaded if messages need one. With
-    `as_written`, rewards and advantages stay as in the files, and truncated documents are kept."""
-    checks = checks_of(config, vocabulary_size, tokenizer or tokenizer_of(config))
+    `as_written`, rewards and advantages stay as in the files, and truncated documents are kept. `routes`: from
+    `replayed_by`."""
+    checks = checks_of(config, vocabulary_size, tokenizer or tokenizer_of(config), routes)
     if as_written:
         needs = dataclasses.replace(checks.needs, advantages=False)
         checks = dataclasses.replace(checks, needs=needs, truncated="keep")
@@ -212,11 +224,12 @@ def tokenizer_of(config: Config) -> Callable[[], Any]:
     return lambda: load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
 
 
-def held_out_documents(config: Config, vocabulary_size: int, tokenizer: Callable[[], Any]) -> Documents:
+def held_out_documents(config: Config, policy: Policy) -> Documents:
     """Read the documents of evaluation.path, whole on every rank."""
     assert config.evaluation is not None and config.evaluation.path is not None
-    path = config.evaluation.path
-    checks = dataclasses.replace(checks_of(config, vocabulary_size, tokenizer), stop_at_rejected=False)
+    path, routes = config.evaluation.path, replayed_by(config, policy)
+    checks = checks_of(config, policy.vocabulary_size, lambda: policy.tokenizer, routes)
+    checks = dataclasses.replace(checks, stop_at_rejected=False)
     return open_documents(expand_paths(path if isinstance(path, str) else list(path)), checks, _cache_directory(config))
 
 
@@ -242,7 +255,7 @@ def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
         return Supply(SharedPeekableSource(None, ranks))
     assert config.checkpoint.directory is not None
     ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
-    checks = checks_of(config, policy.vocabulary_size, lambda: policy.tokenizer)
+    checks = checks_of(config, policy.vocabulary_size, lambda: policy.tokenizer, replayed_by(config, policy))
     timeout = config.schedule.stall_timeout
     transport = make_transport(data.source)
     source = StreamSource(transport, checks, timeout, ids, data.group_timeout)

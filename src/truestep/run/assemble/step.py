@@ -200,6 +200,7 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
         skip_zero_advantage=config.data.zero_advantage == "skip",
         even_length=policy.facts.even_length,
         share=_share_mode(config, policy),
+        alike=policy.token_fields,
     )
 
 

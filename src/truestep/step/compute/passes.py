@@ -100,6 +100,8 @@ class Passes:
                 self._wires.send(current.following, output.detach())
         if current.stage == self._stages[-1]:
             del self._batches[current.micro_batch]
+            if not self._backward:
+                del self._tokens[current.micro_batch]
         if self._backward:
             self._activations[current.stage, current.micro_batch] = _Activations(received, output, gradient)
 
@@ -113,6 +115,8 @@ class Passes:
             # Even with zero rows: all ranks must take part in the collectives of every weight.
             with self._routing(current):
                 forward.output.backward(gradient.to(forward.output.dtype))
+        if current.stage == self._stages[0]:
+            del self._tokens[current.micro_batch]
         if forward.input is not None:
             assert forward.input.grad is not None
             self._wires.send(current.following, forward.input.grad)

@@ -1,14 +1,17 @@
-"""What routers choose in a step: the terms of its loss that are theirs, and metrics of loads."""
+"""What routers choose in a step: the terms of its loss that are theirs, and metrics of loads and of replay."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
+
+import numpy as np
+import torch
 
 from truestep.losses.objective import Objective
 from truestep.metrics.loads import LOADS, Counts, shares_of, together
-from truestep.metrics.types import Metric, Sum
+from truestep.metrics.types import Mean, Metric, Sum
 from truestep.model.experts.routing import RouterTerms, Routing
-from truestep.types import StepTotals
+from truestep.types import ROUTES, Rollout, StepTotals
 
 
 def terms_of(routing: Routing, objective: Objective, totals: StepTotals, counts: Counts) -> RouterTerms:
@@ -30,6 +33,26 @@ def summed(parts: Sequence[Counts]) -> Counts:
     return reduce(together, parts, nothing)
 
 
+def recorded_counts(routing: Routing, sequences: Sequence[Rollout], members: Iterable[int]) -> Counts | None:
+    """Count the choices that records name, of the sequences of this rank. None: a sequence of the step does not name
+    those of all tokens but its last, which no sampler is fed."""
+    if not routing.replays or not all(map(is_replayed, sequences)):
+        return None
+    counts = {name: np.zeros(experts, np.int64) for name, experts in routing.experts.items()}
+    for index in members:
+        values = sequences[index].value(ROUTES)
+        for place, own in enumerate(counts.values()) if values is not None else ():
+            chosen = values[:, place].ravel()
+            own += np.bincount(chosen[chosen >= 0], minlength=len(own))
+    return {name: torch.from_numpy(own) for name, own in counts.items()}
+
+
+def is_replayed(sequence: Rollout) -> bool:
+    """Tell whether a record names the experts of all tokens but the last."""
+    values, tokens = sequence.value(ROUTES), sequence.num_tokens - 1
+    return tokens == 0 or (values is not None and len(values) >= tokens and bool((values[:tokens, 0, 0] >= 0).all()))
+
+
 def measure_routes(routing: Routing, level: str) -> dict[str, Metric]:
     """Return this rank's parts of the terms and of the metrics of loads."""
     metrics: dict[str, Metric] = {}
@@ -43,9 +66,30 @@ def measure_routes(routing: Routing, level: str) -> dict[str, Metric]:
     if level == "none":
         return metrics
     counts = routing.counts
-    metrics |= {name: kind(counts) for name, kind in LOADS.items()}
+    metrics |= {name: kind(counts) for name, kind in LOADS.items()} | _measure_replay(routing, counts)
     if level == "full":
         for layer, own in counts.items():
-            number = next(iter(re.findall(r"\.(\d+)\.", layer)), layer)
+            number = number_of(layer)
             metrics |= {f"{name}/{number}": kind({layer: own}) for name, kind in LOADS.items()}
+            alone = _measure_replay(routing, {layer: own})
+            metrics |= {f"{name}/{number}": metric for name, metric in alone.items() if name == "route_disagreement"}
     return metrics
+
+
+def number_of(layer: str) -> str:
+    """Return the number of a layer by the name of its experts."""
+    return next(iter(re.findall(r"\.(\d+)\.", layer)), layer)
+
+
+def _measure_replay(routing: Routing, counts: Counts) -> dict[str, Metric]:
+    """Compare what layers replay with what they compute, and with what their routers would have chosen."""
+    if routing.shape is None:
+        return {}
+    chosen = routing.shape.chosen
+    replayed, tokens, choices = sum((routing.layers[name].replayed.cpu() for name in counts), torch.zeros(3)).tolist()
+    computed = sum(int(own.sum()) for own in counts.values()) / chosen
+    return {
+        "replayed_tokens": Mean(replayed, computed),
+        "route_disagreement": Mean(choices, replayed * chosen),
+        "route_disagreement_tokens": Mean(tokens, replayed),
+    }

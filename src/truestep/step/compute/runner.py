@@ -3,6 +3,7 @@
 Dimensions: S tokens of the micro-batch, T its labels, D its sequences.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +33,7 @@ from truestep.step.compute.exact import score_exactly
 from truestep.step.compute.groups import measure_answers, measure_groups
 from truestep.step.compute.label_shares import LabelShare, MicroBatch
 from truestep.step.compute.passes import Passes
-from truestep.step.compute.routes import measure_routes, summed, terms_of
+from truestep.step.compute.routes import measure_routes, recorded_counts, summed, terms_of
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
 
 _COUNTS = ("num_documents", "num_sequences", "num_labels", "num_tokens", "num_micro_batches")
@@ -45,7 +46,8 @@ class Accumulated:
     metrics: dict[str, Metric]
     scores: tuple[DocumentScore, ...]  # of the documents whose scores are kept, in the plan's order
     compared: np.ndarray | None = None  # [documents, COLUMNS] float64, from `compare`; None: not compared
-    loads: Counts | None = None  # the step's choices of each expert, by layer; None: no router is counted
+    # How often the policy's routers chose each expert in the step, by layer; None: no router is counted.
+    loads: Counts | None = None
 
     def line(self) -> dict[str, Any]:
         """Return the metrics as they are logged, with counts as integers."""
@@ -120,7 +122,7 @@ class StepRunner:
         sums, runs = self._accumulate(plan, backward, first, last)
         parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores, sums.compared))
         routing = self.policy.routing
-        loads = None if routing is None else summed(self._ranks.gather(routing.counts))
+        loads = None if routing is None else summed(self._ranks.gather(routing.own_counts))
         for passes in runs:
             passes.settle()
         metrics = _counts(plan)
@@ -210,14 +212,19 @@ class StepRunner:
             return computed, [number for number in every if number not in computed]
         counts: Counts = {}
         if routing.settings.balance == "loss":
-            counts = self._choices(plan, [micro_batches[number] for number in every])
+            counts = self._choices(plan, micro_batches, every)
         routing.begin(terms_of(routing, self.objective, plan.totals, counts))
         return every, []
 
-    def _choices(self, plan: StepPlan, micro_batches: Sequence[tuple[int, ...]]) -> Counts:
-        """Count the step's choices of experts by a forward pass, on every rank those of all ranks."""
+    def _choices(self, plan: StepPlan, own: Sequence[tuple[int, ...]], every: Sequence[int]) -> Counts:
+        """Count the step's choices of experts, on every rank those of all ranks: those that records name, if all do,
+        else by a forward pass of the micro-batches `every`."""
         routing = self.policy.routing
         assert routing is not None
+        recorded = recorded_counts(routing, plan.sequences, itertools.chain.from_iterable(own))
+        if recorded is not None:
+            return summed(self._ranks.gather(recorded if self.reports_metrics else {}))
+        micro_batches = [own[number] for number in every]
         routing.begin(None)
         passes = Passes(
             self.policy,
@@ -236,7 +243,10 @@ class StepRunner:
     def _pack(self, plan: StepPlan, members: tuple[int, ...], exact: Mapping[int, torch.Tensor]) -> MicroBatch:
         """Pack a micro-batch of the plan on this rank's device."""
         sequences = [plan.sequences[index] for index in members]
-        packed = pack(sequences, self._multiple, self.fields, forest=forest_of(plan, members))
+        fields, sharing = self.policy.token_fields, plan.sharing
+        if sharing is not None and not set(fields) <= set(sharing.alike):
+            raise ValueError(f"the plan shares tokens whose {', '.join(fields)} may differ")
+        packed = pack(sequences, self._multiple, self.fields, fields, forest=forest_of(plan, members))
         share = LabelShare.of(packed, self.policy.context).to(self.policy.device)
         counts = tuple(sequence.num_labels for sequence in sequences)
         packed = packed.to(self.policy.device)

@@ -13,7 +13,7 @@ import numpy as np
 
 from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
-from truestep.rollouts.prefixes import find_segments
+from truestep.rollouts.prefixes import find_segments, identities
 from truestep.rollouts.selection import has_advantage
 from truestep.step.plan.trees import Item, find_ties, make_items
 from truestep.types import Rollout, ShareMode, Sharing, StepPlan, StepTotals, sequences_of
@@ -33,6 +33,7 @@ class StepRule:
     skip_zero_advantage: bool = False  # documents without an advantage have micro-batches of their own
     even_length: float = math.inf  # at which a document's attention costs as much as its matrix products
     share: ShareMode = "off"
+    alike: tuple[str, ...] = ()  # fields of tokens that must be the same where a prefix is shared
 
     @property
     def least_saved(self) -> int:
@@ -79,7 +80,7 @@ def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: i
     """Pack these documents into few micro-batches of near equal cost; ranks run those of like cost side by side."""
     sequences = sequences_of(documents)
     bins, shares = _packed(sequences, rule)
-    sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch) if shares else None
+    sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch, rule.alike) if shares else None
     return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing)
 
 
@@ -88,7 +89,7 @@ def _packed(sequences: Sequence[Rollout], rule: StepRule) -> tuple[list[list[int
     alone = [Item((index,), item.num_tokens, rule.cost(item.num_tokens)) for index, item in enumerate(sequences)]
     if rule.share == "off":
         return _balanced(sequences, alone, rule)[0], False
-    ids = [sequence.input_ids for sequence in sequences]
+    ids = identities(sequences, rule.alike)
     forest = find_ties(ids, rule.least_saved)
     found = [make_items(forest, limit, rule.even_length) for limit in _limits(ids, rule)]
     tries = [_balanced(sequences, items, rule) for items in found if len(items) < len(sequences)]
@@ -128,7 +129,7 @@ def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: in
     which documents a micro-batch has."""
     sequences = sequences_of(documents)
     bins = fill_in_order([sequence.num_tokens for sequence in sequences], rule.tokens_per_microbatch)
-    sharing: Sharing | None = Sharing(rule.least_saved)
+    sharing: Sharing | None = Sharing(rule.least_saved, alike=rule.alike)
     if rule.share == "off" or (rule.share == "auto" and not _pays(sequences, bins, rule)):
         sharing = None
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
@@ -138,7 +139,8 @@ def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: in
 def _pays(sequences: Sequence[Rollout], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:
     """Tell whether shared prefixes save time."""
     alone = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
-    forests = (find_segments([sequences[index].input_ids for index in members], rule.least_saved) for members in bins)
+    ids = identities(sequences, rule.alike)
+    forests = (find_segments([ids[index] for index in members], rule.least_saved) for members in bins)
     return math.fsum(forest.cost(rule.even_length) for forest in forests) < alone
 
 

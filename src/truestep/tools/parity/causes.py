@@ -22,8 +22,10 @@ from truestep.process import progress
 from truestep.ranks.group import ALONE
 from truestep.run.assemble.policy import make_policy
 from truestep.tools.parity.scores import score, score_after_stale_prompt
-from truestep.types import Rollout
+from truestep.types import ROUTES, Rollout
 from truestep.weights.errors import ModelError
+
+_FEW = 0.2  # the fraction of a gap that a shift of experts may leave: those of first or last tokens are lost
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Trial:
             "temperature": self._temperature,
             "top-p": self._top_p,
             "token ids": self._tokens,
+            "routing": self._routing,
             "head": self._head,
             "type": self._dtype,
             "weights": self._weights,
@@ -134,6 +137,40 @@ class Trial:
             return None
         return replace(document, input_ids=np.array(again, dtype=np.int64))
 
+    def _routing(self) -> Iterator[Tried]:
+        """Try other experts than those with which the documents are scored."""
+        if not any(ROUTES in document.token_fields for document in self._documents):
+            return
+        if not self._policy.token_fields:
+            experts = self._config.model.experts.model_copy(update={"replay": "auto"})
+            config = self._config.model_copy(
+                update={"model": self._config.model.model_copy(update={"experts": experts})}
+            )
+            if (policy := _load(config, self._policy.path)) and policy.token_fields:
+                advice = "the sampler routed tokens to other experts: set model.experts.replay: auto"
+                logprobs = score(policy, self._documents, self._budget).plain
+                yield self._tried("routing", "the records' experts replayed", advice, logprobs)
+            return
+        for by in (1, -1):
+            moved = [_with_routes_moved(document, by) for document in self._documents]
+            advice = (
+                f"the records name experts one token too {'early' if by > 0 else 'late'}: row t of routed_experts has "
+                "those of the token at position t, as it was fed"
+            )
+            tried = self._tried("routing", f"experts moved by {by:+d}", advice, self._scored(moved))
+            yield tried
+            if tried.gap < _FEW * self.base.gap:  # where the weights are the same, the routers choose these, too
+                return
+        advice = (
+            "the sampler did not use the experts that the records name: they are of other tokens, layers or weights. "
+            "model.experts.replay: off does not read them"
+        )
+        without = [replace(document, token_fields={}) for document in self._documents]
+        yield self._tried("routing", "the policy's own experts", advice, self._scored(without))
+
+    def _scored(self, documents: Sequence[Rollout]) -> np.ndarray:
+        return score(self._policy, documents, self._budget).plain
+
     def _head(self) -> Iterator[Tried]:
         if self._config.model.dtype == "float32":
             return
@@ -182,6 +219,15 @@ def _shifted(logprobs: np.ndarray, by: int) -> np.ndarray:
     moved = np.roll(logprobs, -by)
     moved[slice(-1, None) if by > 0 else slice(1)] = np.nan
     return moved
+
+
+def _with_routes_moved(document: Rollout, by: int) -> Rollout:
+    """Move a document's experts by one token, later (`by` 1) or earlier (-1)."""
+    routes = document.token_fields.get(ROUTES)
+    if routes is None:
+        return document
+    moved = np.concatenate([routes[:1], routes[: document.num_tokens - 1]]) if by > 0 else routes[1:]
+    return replace(document, token_fields={**document.token_fields, ROUTES: moved})
 
 
 def _load(config: Config, path: Path, dtype: str | None = None) -> Policy | None:

@@ -13,7 +13,7 @@ from truestep.model.policy import Policy
 from truestep.process import progress
 from truestep.ranks.group import ALONE, world_size
 from truestep.run.assemble.policy import make_policy
-from truestep.run.assemble.sources import read_documents, server_maker
+from truestep.run.assemble.sources import read_documents, replayed_by, server_maker
 from truestep.run.checkpoint.store import CheckpointStore
 from truestep.run.directory import RunDirectory
 from truestep.tools.parity.causes import Trial, Tried
@@ -124,7 +124,8 @@ def _documents(config: Config, policy: Policy, count: int) -> list[Rollout]:
         return sampled
     if config.data.path is None:
         raise ParityError("parity needs rollouts with the sampler's log-probs (data.path), or a sampler to ask")
-    documents = sequences_of(read_documents(config, policy.vocabulary_size).rollouts)
+    found = read_documents(config, policy.vocabulary_size, routes=replayed_by(config, policy))
+    documents = sequences_of(found.rollouts)
     chosen = [document for document in documents if document.logprobs is not None and document.num_labels][:count]
     if not chosen:
         raise ParityError(f"no record of {config.data.path} has both labels and log-probs")

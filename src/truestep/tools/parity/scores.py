@@ -38,9 +38,11 @@ def score(
     batches = list(fill_in_order([document.num_tokens for document in documents], budget))
     with torch.no_grad(), progress.working("scoring", "micro-batches", len(batches)):
         for members in batches:
-            batch = pack([documents[index] for index in members]).to(policy.device)
+            some = [documents[index] for index in members]
+            batch = pack(some, of_tokens=policy.token_fields).to(policy.device)
             packed = batch.labels
-            rows = policy.hidden(batch.tokens).index_select(0, packed.rows)
+            with policy.replaying(batch.tokens):
+                rows = policy.hidden(batch.tokens).index_select(0, packed.rows)
             for start in range(0, len(rows), _ROWS):
                 chunk = slice(start, start + _ROWS)
                 z = scaled_logits(rows[chunk], policy.head_weight, packed.temperature[chunk], head or policy.head)

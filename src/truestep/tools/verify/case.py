@@ -34,11 +34,13 @@ from truestep.tools.verify.layouts import Layout
 from truestep.tools.verify.oracle.advantages import Record, documents_of, prepare
 from truestep.tools.verify.reduced import (
     draw_adapter,
+    draw_routes,
     records_of,
     redraw_logprobs,
     reduce_model,
     reduce_record,
     still_matching,
+    without_routes,
 )
 from truestep.types import Rollout
 from truestep.weights.errors import ModelError, no_model
@@ -122,12 +124,12 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         records = [reduce_record(record, _MOST_TOKENS) for record in records]
     half = None
     objective = None if config.loss.supervised or full else make_objective(config)
+    routed = _routed(config, model, full)
     if objective is not None and config.model.dtype == "bfloat16":
-        half = copy.deepcopy(records)  # no layout in half precision shares prefixes
+        half = routed(copy.deepcopy(records))  # no layout in half precision shares prefixes
         redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True, declared=own)
         write_json_lines(scratch / HALF, half)
-    if not full:
-        records = share_beginnings(records)
+    records = routed(records if full else share_beginnings(records))
     if objective is not None:
         redraw_logprobs(model, records, objective, seed, remote, adapter, declared=own)
     reference, loss = _reference(config, model, scratch, full)
@@ -166,6 +168,16 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
         raise VerifyError("data.truncated: drop puts aside every one of the documents that verify chose")
     options["schedule"]["docs_per_step"] = math.ceil(left / STEPS)
     return case
+
+
+def _routed(config: Config, model: Path, full: bool) -> Callable[[list[Record]], list[Record]]:
+    """Return what gives records the experts that they name: none where they are not replayed, the user's of a model in
+    full, and drawn ones of a reduced mixture."""
+    how = config.model.experts.replay
+    if full:
+        return lambda records: [without_routes(record) for record in records] if how == "off" else records
+    given = model, config.seed, config.model.trust_remote_code
+    return lambda records: draw_routes([without_routes(record) for record in records], how, *given)
 
 
 def share_beginnings(records: Sequence[Record]) -> list[Record]:

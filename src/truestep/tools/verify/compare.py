@@ -24,8 +24,17 @@ from truestep.tools.verify.oracle.losses import next_entropy_bonus
 from truestep.tools.verify.oracle.records import Record
 from truestep.tools.verify.oracle.routers import moved_biases
 from truestep.tools.verify.oracle.step import OracleResult, oracle_logprobs, oracle_step
+from truestep.tools.verify.reduced import without_routes
 from truestep.tools.verify.reference import Reference
 from truestep.tools.verify.updates import Updates, scheduled
+
+
+def _kind(metric: str) -> str:
+    """Return the kind of a metric's difference: that of replayed experts has a name of its own."""
+    if metric.startswith(("route_", "replayed_")):
+        return "routing"
+    return "loss" if metric == "loss" else "metric"
+
 
 # These metrics depend on the layout, as do those that `of_the_machine` names.
 _NOT_COMPARED = ("num_micro_batches", "computed_tokens")
@@ -173,7 +182,7 @@ class Comparer:
             own = self._logprobs(self._case.model, before, records) if before is not None and recomputes else None
             theirs = None
             if self._case.reference is not None:
-                theirs = self._logprobs(self._case.reference, None, records)
+                theirs = self._logprobs(self._case.reference, None, [without_routes(record) for record in records])
             self._references[key] = oracle_step(
                 model,
                 list(records),
@@ -244,9 +253,9 @@ def _of_step(
             continue
         expected, scale = oracle.metrics[name]
         error = 0.0 if value == expected else abs(value - expected) / max(scale, 1e-30)
-        yield "loss" if name == "loss" else "metric", name, error
+        yield _kind(name), name, error
     for name in set(oracle.metrics) - set(metrics) - {"policy_loss"}:
-        yield "metric", f"{name} (missing)", math.inf
+        yield _kind(name), f"{name} (missing)", math.inf
     yield from _advantages(written["advantages"], oracle)
     missing = oracle.gradients.keys() - gradients.keys()
     for name in missing:

@@ -29,7 +29,7 @@ from truestep.tools.verify.custom import document_labels
 from truestep.tools.verify.oracle.records import Document, Record, read_document
 from truestep.tools.verify.oracle.step import oracle_logprobs
 from truestep.tools.verify.reference import Reference
-from truestep.types import Rollout
+from truestep.types import ROUTES, Rollout
 from truestep.weights.errors import ModelError
 
 VOCABULARY = 97  # a prime: not divisible by blocks, shards or chunks
@@ -256,6 +256,30 @@ def reduce_record(record: Record, most: int) -> Record:
     short["input_ids"] = [token % VOCABULARY for token in short["input_ids"]]
     short["loss_mask"] = [0, *short["loss_mask"][1:]]
     return short
+
+
+def without_routes(record: Record) -> Record:
+    return {name: value for name, value in record.items() if name != ROUTES}
+
+
+def draw_routes(records: list[Record], how: str, model: Path, seed: int, trust_remote_code: bool) -> list[Record]:
+    """Let records name experts of a mixture, other ones than its routers choose. Tokens behind the same tokens have the
+    same, so that layouts share them. Some records name those of their first half alone, or none, unless all must."""
+    reference = Reference(model, None, trust_remote_code)
+    layers = list(reference.routes(records[0]["input_ids"]).values())
+    if how == "off" or not layers:
+        return records
+    experts, chosen = layers[0].logits.shape[1], len(layers[0].own[0])
+    drawn = []
+    for number, record in enumerate(records):
+        ids, rows = record["input_ids"], []
+        for end in range(1, len(ids)):
+            draw = random.Random(f"{seed} {ids[:end]}")
+            rows.append([draw.sample(range(experts), chosen) for _ in layers])
+        if how != "require" and number % 4 > 1:
+            rows = rows[: len(rows) // 2] if number % 4 == 2 else []
+        drawn.append(record | {ROUTES: rows} if rows else record)
+    return drawn
 
 
 def redraw_logprobs(

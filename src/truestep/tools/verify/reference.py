@@ -111,32 +111,68 @@ class Reference:
             if isinstance(rounded, Tensor) and rounded.shape == exact.shape and rounded.allclose(exact, rtol=1e-5):
                 module.inv_freq = exact
 
-    def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:  # [T, V]
-        with Float64():
-            output = self._model(input_ids=torch.tensor([input_ids]), use_cache=False)
-        return output.logits[0] / temperature
+    def logits(
+        self, input_ids: list[int], temperature: float = 1.0, routes: list[list[list[int]]] | None = None
+    ) -> Tensor:  # [T, V]
+        """`routes`: the experts of the first tokens, in each layer that routes; the others' are the routers' own."""
+        return self._run(input_ids, routes)[0] / temperature
 
-    def routes(self, input_ids: list[int]) -> dict[str, Routes]:
+    def routes(self, input_ids: list[int], routes: list[list[list[int]]] | None = None) -> dict[str, Routes]:
         """Return what each router gives the tokens of a document, by the router's name."""
+        return self._run(input_ids, routes)[1] if self._routers else {}
+
+    @property
+    def _routers(self) -> list[tuple[str, Any]]:
+        return [(n, module) for n, module in self._model.named_modules() if type(module).__name__.endswith("Router")]
+
+    def _run(self, input_ids: list[int], routes: list[list[list[int]]] | None) -> tuple[Tensor, dict[str, Routes]]:
         found: dict[str, Routes] = {}
 
-        def keep(name: str) -> Callable[..., None]:
-            def hook(module: Any, given: Any, output: Any) -> None:
-                if isinstance(output, tuple) and len(output) == 3:
-                    logits, scores, index = output
-                    found[name] = Routes(logits, index.tolist(), _of_sigmoids(logits, scores, index))
+        def keep(name: str, layer: int) -> Callable[..., Any]:
+            def hook(module: Any, given: Any, output: Any) -> Any:
+                if not (isinstance(output, tuple) and len(output) == 3):
+                    return None
+                logits, scores, index = output
+                sigmoid = _of_sigmoids(logits, scores, index)
+                chosen = [row[layer] for row in routes or []] + index.tolist()[len(routes or []) :]
+                found[name] = Routes(logits, chosen, index.tolist(), sigmoid)
+                if routes is None:
+                    return None
+                return logits, _weighed(logits, scores, index, torch.tensor(chosen), sigmoid), torch.tensor(chosen)
 
             return hook
 
-        routers = [(n, module) for n, module in self._model.named_modules() if type(module).__name__.endswith("Router")]
-        hooks = [module.register_forward_hook(keep(name)) for name, module in routers]
+        hooks = [module.register_forward_hook(keep(name, layer)) for layer, (name, module) in enumerate(self._routers)]
         try:
-            if routers:
-                self.logits(input_ids)
+            with Float64():
+                output = self._model(input_ids=torch.tensor([input_ids]), use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        return output.logits[0], found
+
+
+def _weighed(logits: Tensor, scores: Tensor, index: Tensor, chosen: Tensor, sigmoid: bool) -> Tensor:
+    """Weigh chosen experts as a router weighed its own: by sigmoids or a softmax, times a constant or divided by their
+    sum and times a constant."""
+    values = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+    theirs, ours = values.gather(1, index), values.gather(1, chosen)
+    constant = scores.detach() / theirs.detach()
+    if bool(((constant - constant[0, 0]).abs() <= 1e-9 * constant[0, 0]).all()):
+        return ours * constant[0, 0]
+    # The sum is a constant plus what keeps a division by zero away, which two tokens tell apart.
+    total = scores.detach().sum(-1)
+    sums = theirs.detach().sum(-1)
+    factor = float(total.mean()) if float(total.std()) < 1e-12 else float(_limit(sums, total))
+    least = float((sums * (factor / total - 1)).mean())
+    return factor * ours / (ours.sum(-1, keepdim=True) + least)
+
+
+def _limit(sums: Tensor, total: Tensor) -> Tensor:
+    """Return f of total = f · sums / (sums + least), from the smallest and the largest sum."""
+    low, high = int(sums.argmin()), int(sums.argmax())
+    inverse = (sums[high] / total[high] - sums[low] / total[low]) / (sums[high] - sums[low])
+    return 1 / inverse
 
 
 def _of_sigmoids(logits: Tensor, scores: Tensor, index: Tensor) -> bool:

@@ -33,6 +33,7 @@ class Document:
     document_id: str | None = None  # of a document of several sequences
     turns: list[dict[str, Any]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+    routes: list[list[list[int]]] | None = None  # the experts of its first tokens, in each layer that routes
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
@@ -77,6 +78,7 @@ def read_document(record: Record, default_temperature: float, declared: dict[str
         document_id=record.get("document_id"),
         turns=record.get("turns") or [],
         metadata=record.get("metadata") or {},
+        routes=record.get("routed_experts"),
         rewards={name: value for name, value in (record.get("rewards") or {}).items() if value is not None},
         fields={
             name: _declared(record.get(name), options, positions, len(input_ids))

@@ -17,7 +17,8 @@ class Routes:
     """What one layer's router gives the tokens of a document."""
 
     logits: Tensor  # [T, E], on the autograd graph
-    choices: list[list[int]]  # the experts of each token
+    choices: list[list[int]]  # the experts of each token: those that its record names, else the router's
+    own: list[list[int]]  # the router's
     sigmoid: bool  # scores are sigmoids of logits; else their softmax
 
 
@@ -30,10 +31,26 @@ class StepRoutes:
 
     @property
     def counts(self) -> list[int]:
-        """How often each expert was chosen."""
+        """How often each expert was computed."""
+        return self._count([document.choices for document in self.documents])
+
+    @property
+    def own_counts(self) -> list[int]:
+        """How often the router chose each expert."""
+        return self._count([document.own for document in self.documents])
+
+    def balanced_counts(self, documents: list[Document]) -> list[int]:
+        """What a balance term counts: the choices that records name if they name those of all tokens but the last of
+        each, else all that are computed."""
+        if not all(len(document.routes or []) >= len(document.input_ids) - 1 for document in documents):
+            return self.counts
+        pairs = zip(self.documents, documents, strict=True)
+        return self._count([routes.choices[: len(document.routes or [])] for routes, document in pairs])
+
+    def _count(self, documents: list[list[list[int]]]) -> list[int]:
         counts = [0] * self.documents[0].logits.shape[1]
-        for document in self.documents:
-            for numbers in document.choices:
+        for choices in documents:
+            for numbers in choices:
                 for number in numbers:
                     counts[number] += 1
         return counts
@@ -43,16 +60,19 @@ def step_routes(model: Any, documents: list[Document]) -> list[StepRoutes]:
     """Route every token of every document, each document alone. Empty: the model has no routers."""
     layers: dict[str, list[Routes]] = {}
     for document in documents:
-        for name, routes in model.routes(document.input_ids).items() if hasattr(model, "routes") else ():
+        found = model.routes(document.input_ids, document.routes) if hasattr(model, "routes") else {}
+        for name, routes in found.items():
             layers.setdefault(name, []).append(routes)
     return [StepRoutes(name, found) for name, found in layers.items()]
 
 
-def router_terms(layers: list[StepRoutes], options: dict[str, Any]) -> list[tuple[str, Tensor]]:
+def router_terms(
+    layers: list[StepRoutes], documents: list[Document], options: dict[str, Any]
+) -> list[tuple[str, Tensor]]:
     """List each layer's part of the balance term and of the z term."""
     terms = []
     for layer in layers:
-        counts, tokens = layer.counts, sum(len(document.choices) for document in layer.documents)
+        counts, tokens = layer.balanced_counts(documents), sum(len(document.choices) for document in layer.documents)
         experts, chosen = len(counts), sum(counts)
         balance = squares = torch.zeros((), dtype=torch.float64)
         for document in layer.documents:
@@ -69,12 +89,41 @@ def router_terms(layers: list[StepRoutes], options: dict[str, Any]) -> list[tupl
     return terms
 
 
-def load_metrics(layers: list[StepRoutes]) -> dict[str, Metric]:
-    """Compute how evenly experts are loaded, in all layers and in each."""
-    metrics = _loads([layer.counts for layer in layers], "") if layers else {}
+def _replay_metrics(layers: list[StepRoutes], documents: list[Document]) -> dict[str, Metric]:
+    """Compute how many tokens are replayed, and where their records and the router disagree."""
+    if not layers:
+        return {}
+    all_tokens = replayed = others = choices = differ = 0
+    metrics: dict[str, Metric] = {}
     for layer in layers:
-        number = next(part for part in layer.name.split(".") if part.isdigit())
-        metrics |= _loads([layer.counts], f"/{number}")
+        of_layer = [0, 0]
+        for routes, document in zip(layer.documents, documents, strict=True):
+            all_tokens += len(routes.own)
+            for named, own in zip(routes.choices[: len(document.routes or [])], routes.own, strict=False):
+                missed = sum(number not in own for number in named)
+                replayed, choices, differ = replayed + 1, choices + len(named), differ + (missed > 0)
+                of_layer = [of_layer[0] + missed, of_layer[1] + len(named)]
+        others += of_layer[0]
+        if of_layer[1]:
+            metrics[f"route_disagreement/{_number_of(layer.name)}"] = (of_layer[0] / of_layer[1], 1.0)
+    metrics["replayed_tokens"] = (replayed / all_tokens, 1.0)
+    if replayed:
+        metrics["route_disagreement"] = (others / choices, 1.0)
+        metrics["route_disagreement_tokens"] = (differ / replayed, 1.0)
+    return metrics
+
+
+def _number_of(name: str) -> str:
+    return next(part for part in name.split(".") if part.isdigit())
+
+
+def load_metrics(layers: list[StepRoutes], documents: list[Document], options: dict[str, Any]) -> dict[str, Metric]:
+    """Compute how evenly experts are loaded, in all layers and in each, and how far records and router disagree."""
+    metrics = _loads([layer.counts for layer in layers], "") if layers else {}
+    if options.get("replay", "auto") != "off":
+        metrics |= _replay_metrics(layers, documents)
+    for layer in layers:
+        metrics |= _loads([layer.counts], f"/{_number_of(layer.name)}")
     return metrics
 
 
@@ -95,7 +144,7 @@ def moved_biases(layers: list[StepRoutes], biases: dict[str, Tensor], strength: 
     the buffer of its layer's block, or of the router in it, whose name begins as that of the router's block."""
     moved = {}
     for layer in layers:
-        counts = layer.counts
+        counts = layer.own_counts
         name = next(name for name in biases if name.startswith(layer.name.rpartition(".")[0] + "."))
         mean = sum(counts) / len(counts)
         steps = [strength * ((mean > count) - (mean < count)) for count in counts]

@@ -63,7 +63,8 @@ def oracle_step(
             penalise_advantages(documents, loss_config["kl_reference"]["weight"])
     terms = loss_terms(documents, values, loss_config)
     routes = step_routes(model, documents)
-    terms += router_terms(routes, config.get("model", {}).get("experts") or {})
+    experts = config.get("model", {}).get("experts") or {}
+    terms += router_terms(routes, documents, experts)
 
     total = sum_terms(terms)
     gradients = differentiate(total, model.parameters)
@@ -76,7 +77,7 @@ def oracle_step(
 
     loss, loss_scale = value_and_scale(terms)
     metrics = step_metrics(documents, values, terms, loss_config, documents_seen_before_step)
-    metrics |= load_metrics(routes)
+    metrics |= load_metrics(routes, documents, experts)
     metrics["grad_norm"] = (grad_norm, grad_norm)
     outputs = []
     for document, labels in zip(documents, values, strict=True):

@@ -14,8 +14,11 @@ class Model(Protocol):
 
     parameters: dict[str, Tensor]  # leaf tensors to differentiate; a tied one occurs once
 
-    def logits(self, input_ids: list[int], temperature: float = 1.0) -> Tensor:  # [T, V]
-        """Compute softcap(h Wᵀ) · logits_scale / temperature."""
+    def logits(
+        self, input_ids: list[int], temperature: float = 1.0, routes: list[list[list[int]]] | None = None
+    ) -> Tensor:  # [T, V]
+        """Compute softcap(h Wᵀ) · logits_scale / temperature. `routes`: the experts of the first tokens, in each layer
+        that routes; None: the routers' own."""
 
 
 @dataclass
@@ -30,7 +33,7 @@ class LabelValues:
 def label_values(model: Model, document: Document) -> list[LabelValues]:
     if not document.positions:
         return []
-    logits = model.logits(document.input_ids, document.temperature)  # [T, V]
+    logits = model.logits(document.input_ids, document.temperature, document.routes)  # [T, V]
     result = []
     for position in document.positions:
         z = logits[position - 1]  # the token before predicts this one

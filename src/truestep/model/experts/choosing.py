@@ -1,0 +1,35 @@
+"""Takes the choice of experts out of a router's own code, so that a step can give it, and the engine can record it.
+
+A router's code scores all experts, chooses the highest scores with `topk`, and makes weights of the chosen scores.
+Within `Choosing` other experts may be chosen: the values that `topk` returns are then read from all scores at these
+experts. So their weights are the model's own, normalised by its own code, with their gradient.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+# Returns the experts to compute [T, k], given a router's own choice [T, k].
+Choose = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Choosing(TorchFunctionMode):
+    """A context for the forward pass of a router."""
+
+    def __init__(self, experts: int, choose: Choose):
+        super().__init__()
+        self._experts, self._choose = experts, choose
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = function(*arguments, **(named or {}))
+        if function not in (torch.topk, torch.Tensor.topk):
+            return found
+        scores = arguments[0]
+        if scores.ndim != 2 or scores.shape[1] != self._experts:  # a choice of groups of experts
+            return found
+        index = self._choose(found[1])
+        return scores.gather(-1, index), index
