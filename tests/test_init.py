@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
@@ -71,13 +72,40 @@ def test_a_named_model_gets_its_own_prompts_and_sizes(tmp_path: Path, tiny_model
         task = tmp_path / f"task-{number}"
         init(task, model)
         config = load_config(task / "config.yaml")
-        assert config.model.path == str(model.resolve())
-        assert config.model.dtype == "bfloat16"
+        assert config.model.path == str(model)
+        assert config.model.dtype == ("bfloat16" if torch.cuda.is_available() else "float32")
         prompts = read_json_lines(task / "prompts.jsonl")
         assert len(prompts) == PROMPTS
         assert len(read_json_lines(task / "held_out.jsonl")) == HELD_OUT
         assert isinstance(prompts[0]["prompt"], kind)
         assert not (task / "model").exists()
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_precision_is_that_of_the_machine(gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    init(tmp_path / "task", tmp_path / "model")
+    assert load_config(tmp_path / "task" / "config.yaml").model.dtype == ("bfloat16" if gpu else "float32")
+
+
+def test_the_model_s_path_is_the_one_that_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store" / "3f9a"
+    store.mkdir(parents=True)
+    (store / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "own").symlink_to(store)
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "linked").symlink_to(tmp_path / "deep" / "er")
+    monkeypatch.chdir(tmp_path)
+    typed = Path("models/own")
+    for task, expected in (("task", "../models/own"), ("linked/task", str(tmp_path / "models/own"))):
+        init(Path(task), typed)
+        path = load_config(Path(task) / "config.yaml").model.path
+        assert path == expected and (Path(task) / path).samefile(store)
+    init(Path("absolute"), tmp_path / "models" / "own")
+    assert load_config("absolute/config.yaml").model.path == str(tmp_path / "models" / "own")
 
 
 def test_nothing_is_written_where_something_is(tmp_path: Path) -> None:

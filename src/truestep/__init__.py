@@ -27,6 +27,7 @@ _HOME = {  # of each public name
     "plan": "truestep.commands.looking",
     "serve": "truestep.commands.looking",
     "export": "truestep.commands.looking",
+    "convert": "truestep.commands.looking",
     "Verification": "truestep.commands.looking",
     "MemoryPlan": "truestep.commands.looking",
     "Score": "truestep.tools.score",

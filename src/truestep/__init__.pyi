@@ -1,5 +1,6 @@
 from truestep.commands.looking import MemoryPlan as MemoryPlan
 from truestep.commands.looking import Verification as Verification
+from truestep.commands.looking import convert as convert
 from truestep.commands.looking import export as export
 from truestep.commands.looking import parity as parity
 from truestep.commands.looking import plan as plan

@@ -110,69 +110,9 @@ def test_each_option_that_takes_an_import_path_takes_the_object() -> None:
     assert given.data.source is not None and given.data.source.model_dump()["function"] == "api.own_code:records"
 
 
-def local_reward() -> Any:
-    def inner(prompt: object, completion: str) -> float:
-        return 0.0
-
-    return inner
-
-
-REFUSED = [
-    (lambda prompt, completion: 0.0, "is a lambda"),
-    (local_reward(), "is not at the top level of its module"),
-    (own_code.Holder().method, "is not at the top level of its module"),
-    (own_code.Holder.static, "is not at the top level of its module"),
-    (own_code.Holder(), "Holder is an instance"),
-    (3, "int is an instance"),
-]
-
-
-@pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_an_object_that_no_other_process_finds_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        Config(**{**SAMPLED, "sampler": {"prompts": "p", "reward": given}})
-    assert str(caught.value).startswith("sampler.reward: ")
-    assert str(caught.value).endswith("or give its import path as text: package.module:function")
-
-
 def test_an_object_elsewhere_is_a_wrong_value() -> None:
     with pytest.raises(ConfigError, match=r"Config: model\.path must be text"):
         Config(model={"path": own_code.reward})
-
-
-SCRIPT = """
-from truestep import Config
-{outside}
-def reward(prompt, completion, **_):
-    return 0.0
-def main():
-    config = Config(model={{"path": "m"}}, data={{"group_size": 2}}, schedule={{"docs_per_step": 4, "steps": 1}},
-                    sampler={{"prompts": "p", "reward": reward}})
-    print(config.sampler.reward)
-{end}
-"""
-
-
-@pytest.mark.parametrize(
-    ("outside", "end", "said"),
-    [
-        ("", 'if __name__ == "__main__":\n    main()', "my_script:reward"),
-        ("", "main()", 'Put what the script does below `if __name__ == "__main__":`'),
-        ("for _ in range(1):\n    print()", 'if __name__ == "__main__":\n    main()', "Put what the script does below"),
-    ],
-)
-def test_a_script_s_own_function(outside: str, end: str, said: str, tmp_path: Path) -> None:
-    """Rewards are imported by other processes, which must not run the script."""
-    script = tmp_path / "my_script.py"
-    script.write_text(SCRIPT.format(outside=outside, end=end), encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
-    assert said in done.stdout + done.stderr
-
-
-def test_a_notebook_s_function_is_told_where_to_go() -> None:
-    code = SCRIPT.format(outside="", end="main()")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "was typed into an interpreter or a notebook" in done.stderr and "%%writefile" in done.stderr
 
 
 def test_the_package_is_imported_quickly_and_its_names_stay() -> None:

@@ -64,31 +64,6 @@ def test_no_program_is_forgotten() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*PROGRAMS, "task"}
 
 
-def cells() -> list[str]:
-    notebook = json.loads((FOLDER / "tour.ipynb").read_text(encoding="utf-8"))
-    assert notebook["nbformat"] == 4
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
-def run_cells(sources: list[str]) -> None:
-    """As a notebook does: in one namespace, with the working directory on Python's path."""
-    sys.path.insert(0, os.getcwd())
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for source in sources:
-        if source.startswith("%%writefile "):
-            head, _, body = source.partition("\n")
-            Path(head.split()[1]).write_text(body, encoding="utf-8")
-        else:
-            exec(compile(source, "<cell>", "exec"), names)
-
-
-@pytest.mark.nightly
-def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
-    lines = in_a_process(run_cells, cells(), folder=tmp_path)
-    assert any(line.startswith("held out: ") for line in lines), lines
-    assert (tmp_path / "tour" / "report.html").is_file()
-
-
 def test_the_notebook_holds_no_output() -> None:
     notebook = json.loads((FOLDER / "tour.ipynb").read_text(encoding="utf-8"))
     for cell in notebook["cells"]:

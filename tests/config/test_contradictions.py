@@ -139,8 +139,17 @@ CASES = [
         "5, run.yaml:4: loss.type: cross_entropy is supervised: give data.path instead of a sampler",
     ),
     (
-        MODEL + "".join(SAMPLED.values()) + "sampler: {prompts: p}\n",
+        sampled().replace("reward: r", "reward: r, environment: {class: a:B}"),
         "4: sampler needs sampler.reward or sampler.environment: one of the two",
+    ),
+    (
+        sampled().replace("reward: r", "reward: r, reward_isolation: same_process, reward_memory: 2"),
+        "4: sampler.reward_memory is for processes of rewards: there are none with reward_isolation: same_process",
+    ),
+    (
+        sampled().replace("reward: r", "environment: {type: command, run: x}, reward_isolation: same_process"),
+        "4: sampler.reward_isolation: same_process is for a reward or an environment of your own: not with "
+        "sampler.environment.type: command",
     ),
     (
         sampled().replace("reward: r", "reward: r, max_turns: 3"),

@@ -336,6 +336,25 @@ def export(
     _print(f"{checkpoint} -> {output} ({dtype})")
 
 
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="The file to write. Default: standard output.")
+@_guarded
+def convert(file: Path, output: Path | None) -> None:
+    """Convert a configuration of verl, prime-rl, NeMo-RL, slime, OpenRLHF or TRL. FILE is YAML, TOML, or a script with
+    --name value. Each option that has no equal here is a comment."""
+    from truestep.config.convert import convert as run
+
+    text, converted = run(file)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    if output.exists():
+        _fail(f"{output} exists: name another file")
+    output.write_text(text, encoding="utf-8")
+    _print(f"{output}: {converted.summary}")
+
+
 @main.group()
 def data() -> None:
     """Inspect rollout files."""

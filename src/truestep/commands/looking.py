@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from truestep.commands.running import configured
+from truestep.config.convert import convert as convert_here
 from truestep.config.schema import Config
 from truestep.plan.cost import StepTime
 from truestep.plan.memory import RankMemory
@@ -47,10 +48,7 @@ class Verification:
 def verify(
     config: Config | str | Path, output: str | Path, *, ranks: int = 4, documents: int = 14, full: bool = False
 ) -> Verification:
-    """Run the same steps under many layouts of up to `ranks` processes, and compare each with a float64 reference.
-
-    The processes import the main script: call this below `if __name__ == "__main__":`.
-    """
+    """Run the same steps under many layouts of up to `ranks` processes, and compare each with a float64 reference."""
     results = verify_here(configured(config), Path(output), most_ranks=ranks, documents=documents, full=full)
     return Verification(tuple(results))
 
@@ -139,3 +137,8 @@ def export(
         model=None if model is None else Path(model),
         adapter_alone=adapter_alone,
     )
+
+
+def convert(file: str | Path) -> str:
+    """Convert another trainer's configuration, and return ours as YAML, with comments for what has no equal."""
+    return convert_here(Path(file))[0]

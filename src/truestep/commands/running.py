@@ -1,6 +1,6 @@
 """Training from Python: `train` and its result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,10 @@ from typing import Any
 from rich.console import Console
 
 from truestep.config.custom import keep_path_clean
-from truestep.config.load import check_secrets, load_config
-from truestep.config.schema import Config
+from truestep.config.load import check_secrets, load_with
+from truestep.config.schema import NEEDS_REWARD, Config, needs_reward
+from truestep.config.yaml_tree import ConfigError
+from truestep.environments.process import SAME_PROCESS
 from truestep.errors import TruestepError
 from truestep.files.whole import read_exact_lines
 from truestep.metrics.sinks import Sink
@@ -49,9 +51,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return list(read_exact_lines(path)) if path.is_file() else []
 
 
-def configured(config: Config | str | Path) -> Config:
-    """Return a configuration; if a path is given, load it."""
-    loaded = config if isinstance(config, Config) else load_config(Path(config))
+def configured(config: Config | str | Path, objects: Mapping[str, Any] | None = None) -> Config:
+    """Return a configuration; if a path is given, load it. `objects`: values of some of its options, by name."""
+    if isinstance(config, Config):
+        loaded = config.changed(objects) if objects else config
+        if needs_reward(loaded):
+            raise ConfigError(f"Config: {NEEDS_REWARD}")
+    else:
+        loaded = load_with(config, objects or {})
     check_secrets(loaded, Path("Config") if isinstance(config, Config) else Path(config))
     return loaded
 
@@ -59,17 +66,26 @@ def configured(config: Config | str | Path) -> Config:
 def train(
     config: Config | str | Path,
     *,
+    reward: Callable[..., Any] | None = None,
+    environment: Any = None,
+    loss: Any = None,
+    isolated: bool = True,
     callbacks: Sequence[Callback] = (),
     sinks: Sequence[Sink] = (),
     console: Console | None = None,
 ) -> TrainingResult:
     """Train as the configuration says, from the run's last checkpoint if it has one.
 
+    `reward`, `environment` and `loss` are code of your own, in place of what the configuration names: any function,
+    class or object, also one of a notebook. With `isolated=False` rewards and environments are called in this process.
     `sinks` get the line of every step and evaluation, in addition to the configuration's sinks. `console` shows
     progress, on standard output by default; `logging.console: false` silences it. Under torchrun every rank calls
     this; callbacks and sinks run only on the first rank.
     """
-    given = configured(config)
+    objects: dict[str, Any] = {"sampler.reward": reward, "sampler.environment.class": environment}
+    objects |= {} if loss is None else {"loss.type": "custom", "loss.function": loss}
+    objects |= {} if isolated else {"sampler.reward_isolation": SAME_PROCESS}
+    given = configured(config, {name: value for name, value in objects.items() if value is not None})
     if given.checkpoint.directory is None:
         raise TruestepError("checkpoint.directory is required: a Config of Python has no file to name the run after")
     put_back = keep_path_clean()

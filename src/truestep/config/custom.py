@@ -1,6 +1,5 @@
 """Imports users' own code by the import paths in the configuration, and checks its options."""
 
-import ast
 import contextlib
 import importlib
 import inspect
@@ -10,12 +9,14 @@ import sysconfig
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from truestep.config import held
 from truestep.errors import TruestepError
 
 _own_directories: set[str] = set()
@@ -101,7 +102,10 @@ def own_directories() -> tuple[str, ...]:
 
 
 def load_custom(option: str, name: str) -> Any:
-    """Import `package.module:object`, given as `name` for `option`. The working directory is searched too."""
+    """Import `package.module:object`, given as `name` for `option`. The working directory is searched too. An object of
+    this program is found by its name."""
+    if held.is_held(name):
+        return _load_held(option, name)
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute:
         raise CustomError(f"{option} {name!r}: write it as package.module:function")
@@ -128,67 +132,24 @@ def load_custom(option: str, name: str) -> Any:
     return found
 
 
-def import_path(option: str, given: Any) -> str:
-    """Return the import path package.module:function of a function or class, so that other processes can import it.
+def _load_held(option: str, name: str) -> Any:
+    try:
+        return held.find(name)
+    except held.HeldError as error:
+        raise CustomError(f"{option} {error}") from None
+    except (Exception, SystemExit) as error:  # unpickling runs the user's code
+        raise CustomError(f"{option} {name!r} cannot be unpickled: {type(error).__name__}: {error}") from error
 
-    Raises for objects that no import finds: lambdas, nested functions, methods, instances, definitions typed into an
-    interpreter or a notebook, and those in a script that would run when it is imported.
-    """
+
+def name_of(option: str, given: Any) -> str:
+    """Return the import path package.module:function of a function or class, or the name under which this program holds
+    an object that no import finds (`held`)."""
+    if not callable(given) and option != "sampler.environment.class":  # an environment may be an object
+        raise CustomError(f"{option}: {type(given).__name__} is neither a function nor a class, nor can it be called")
     name, module = getattr(given, "__qualname__", None), getattr(given, "__module__", None)
-    what = f"{option}: {name or type(given).__name__}"
-    advice = (
-        "Other processes import it by its name, so write it at the top level of a module, or give its import path as "
-        "text: package.module:function"
-    )
-    if name is None or module is None:
-        raise CustomError(f"{what} is an instance, and has no name to import it by. {advice}")
-    if name == "<lambda>" or not name.isidentifier():
-        kind = "a lambda" if "<lambda>" in name else "not at the top level of its module"
-        raise CustomError(f"{what} is {kind}. {advice}")
-    if getattr(sys.modules.get(module), name, None) is not given:
-        raise CustomError(f"{what} is not the object that {module} has under this name. {advice}")
-    return f"{_name_of_main(what) if module == '__main__' else module}:{name}"
-
-
-def _name_of_main(what: str) -> str:
-    """Return the module name under which other processes can import the running program."""
-    main = sys.modules["__main__"]
-    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if spec is not None and not spec.name.endswith("__main__"):
-        return str(spec.name)
-    if file is None or not file.endswith(".py"):
-        raise CustomError(
-            f"{what} was typed into an interpreter or a notebook, where no other process finds it. Write it to a file "
-            "(in a notebook with %%writefile my_task.py) and import it from there"
-        )
-    if not _is_guarded(Path(file)):
-        raise CustomError(
-            f"{what} is in {Path(file).name}, which other processes would run as a whole when they import it. "
-            'Put what the script does below `if __name__ == "__main__":`, or write the function to another module'
-        )
-    add_directory(str(Path(file).resolve().parent))
-    return Path(file).stem
-
-
-def _is_guarded(script: Path) -> bool:
-    """Return whether importing the script has no effects: apart from imports and definitions, all code is guarded."""
-    for node in ast.parse(script.read_text(encoding="utf-8")).body:
-        guards = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
-        if not guards and isinstance(node, ast.Expr | ast.For | ast.While | ast.With | ast.Try | ast.If):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                continue  # a docstring
-            if any(isinstance(inner, ast.Call) for inner in ast.walk(node)):
-                return False
-        if isinstance(node, ast.Assign | ast.AnnAssign) and _calls_the_trainer(node):
-            return False
-    return True
-
-
-def _calls_the_trainer(node: ast.AST) -> bool:
-    """Return whether a statement starts a run, such as `result = train(config)`."""
-    called = [inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call)]
-    names = {getattr(function, "id", getattr(function, "attr", "")) for function in called}
-    return bool(names & {"train", "score", "verify", "parity"})
+    if not isinstance(name, str) or not name.isidentifier() or not isinstance(module, str) or module == "__main__":
+        return held.hold(given)
+    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is given else held.hold(given)
 
 
 def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,22 +160,23 @@ def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[s
     """
     import pydantic
 
+    made = _unbound(maker)
     parameters = {
         parameter.name: parameter
         for parameter in inspect.signature(maker).parameters.values()
-        if inspect.isclass(maker) or parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if inspect.isclass(made) or parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
     for name in options:
         if name not in parameters:
             near = get_close_matches(name, parameters, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters) or 'none'}"
-            raise CustomError(f"{option}.{name}: {maker.__name__} has no such option; {hint}")
-    hints = typing.get_type_hints(maker.__init__ if inspect.isclass(maker) else maker)
+            raise CustomError(f"{option}.{name}: {held.label_of(maker)} has no such option; {hint}")
+    hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
     fields: dict[str, Any] = {
         name: (hints.get(name, Any), ... if parameter.default is inspect.Parameter.empty else parameter.default)
         for name, parameter in parameters.items()
     }
-    model = pydantic.create_model(f"{maker.__name__} options", **fields)
+    model = pydantic.create_model(f"{held.label_of(maker)} options", **fields)
     try:
         checked = model.model_validate(dict(options))
     except pydantic.ValidationError as error:
@@ -224,7 +186,27 @@ def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[s
     return {name: getattr(checked, name) for name in options}
 
 
+def _unbound(maker: Any) -> Any:
+    """Return the function or class that a partial is of."""
+    while isinstance(maker, partial):
+        maker = maker.func
+    return maker
+
+
 def make_custom(option: str, name: str, options: Mapping[str, Any]) -> Any:
-    """Make an instance of the user's class `name`, given for `option`, from its checked options."""
+    """Make what `name`, given for `option`, stands for, with its checked options: an instance of the user's class, what
+    a function without arguments returns, or a function of arguments itself, with its options bound."""
     maker = load_custom(option, name)
-    return maker(**check_options(f"{option.rpartition('.')[0]}.options", maker, options))
+    made, section = _unbound(maker), f"{option.rpartition('.')[0]}.options"
+    if not inspect.isclass(made) and not inspect.isroutine(made):  # an object that is made already
+        if options:
+            raise CustomError(f"{section}: {option} is an object that is made already, and takes no options")
+        return maker
+    checked = check_options(section, maker, options)
+    takes = inspect.signature(maker).parameters.values()
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if inspect.isclass(made) or not any(
+        parameter.kind in positional and parameter.default is inspect.Parameter.empty for parameter in takes
+    ):
+        return maker(**checked)
+    return partial(maker, **checked)

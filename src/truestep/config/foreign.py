@@ -20,6 +20,8 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "list": lambda value: f"[{value}]",
     "at least 0": lambda value: max(int(value), 0),
     "null if 0": lambda value: value or None,
+    "one or more": lambda value: value if isinstance(value, list) else [value],
+    "pairs": lambda value: dict(zip(value[::2], value[1::2], strict=True)) if isinstance(value, list) else value,
     "null if -1": lambda value: None if value in (-1, 0) else value,
 }
 _GROUP_SIZES = (
@@ -30,7 +32,7 @@ _GROUP_SIZES = (
 Name = tuple[str, ...]
 
 
-class _NoValueError(Exception):
+class NoValueError(Exception):
     """A value that cannot be converted."""
 
 
@@ -43,22 +45,38 @@ class Foreign:
     note: str = ""
     value: str = ""  # a conversion; `differs`: none; `times the group`: it counts prompts, and ours documents
     values: Mapping[Any, Any] = field(default_factory=dict)  # our values by theirs
+    # For `truestep convert`: options of theirs that have to be set for this one to count, and ours that belong to it.
+    when: Sequence[str] = ()  # `name`, or `name=value`
+    also: Mapping[str, Any] = field(default_factory=dict)
+    unless: Sequence[str] = ()  # options of theirs with which `also` does not hold
 
     def converted(self, value: Any, group_size: Any = None) -> Any:
         if self.values:
             if not isinstance(value, bool | int | str) or value not in self.values:
-                raise _NoValueError
+                raise NoValueError
             return self.values[value]
         if self.value == "times the group":
             if type(value) is not int or type(group_size) is not int:
-                raise _NoValueError
+                raise NoValueError
             return value * group_size
-        if self.value == "differs" or not isinstance(value, bool | int | float | str) or "${" in str(value):
-            raise _NoValueError
+        if self.value == "differs" or not isinstance(value, bool | int | float | str | list) or "${" in str(value):
+            raise NoValueError
         try:
             return _CONVERSIONS.get(self.value, lambda value: value)(value)
         except (TypeError, ValueError, ArithmeticError):
-            raise _NoValueError from None
+            raise NoValueError from None
+
+    def all_converted(self, value: Any, group_size: Any = None) -> dict[str, Any]:
+        """Return the values of all of our options that this one is: `here` names one, or several joined by `and`."""
+        ours = (self.here or "").split(" and ")
+        if len(ours) == 1:
+            return {ours[0]: self.converted(value, group_size)} if " or " not in ours[0] else self._none()
+        if isinstance(value, list) and len(value) == len(ours):
+            return dict(zip(ours, value, strict=True))
+        return dict.fromkeys(ours, self.converted(value, group_size))
+
+    def _none(self) -> dict[str, Any]:
+        raise NoValueError
 
     def explain(self, value: Any, group_size: Any = None) -> str:
         """Return a sentence with what to write instead of this option."""
@@ -66,8 +84,8 @@ class Foreign:
         if self.here is None:
             return f"{whose}, and truestep has none like it{f': {self.note}' if self.note else ''}"
         try:
-            example = f": {_shown(self.converted(value, group_size))}"
-        except _NoValueError:
+            example = f": {shown(self.converted(value, group_size))}"
+        except NoValueError:
             example = ""
         return f"{whose}; write {self.here}{example}{f' ({self.note})' if self.note else ''}"
 
@@ -77,10 +95,13 @@ class _Table:
     read: Mapping[str, str]
     sections: Mapping[str, str]
     options: Mapping[str, Foreign]
+    alone: Mapping[str, Foreign]  # known where it has no section
 
     def find(self, name: Name) -> Foreign | str | None:
         """Return the option that the last parts of a name match, or the reason why its section does not exist here."""
         ends = [".".join(name[start:]) for start in range(len(name))]
+        if len(name) == 1 and name[0] in self.alone:
+            return self.alone[name[0]]
         several, single = ends[:-1], ends[-1]
         found: Foreign | str | None = next((self.options[end] for end in several if end in self.options), None)
         found = found or next((self.sections[part] for part in name if part in self.sections), None)
@@ -91,15 +112,18 @@ class _Table:
 def table() -> _Table:
     content = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     options = {name: Foreign(**fields) for name, fields in content["options"].items()}
+    for group in content["none"]:
+        options |= {name: Foreign(group["of"], None, group["why"]) for name in group["names"] if name not in options}
+    alone = {name: Foreign(**fields) for name, fields in content["alone"].items()}
     servers = {name: Foreign(("inference servers",), None, _SERVER) for name in content["servers"]}
-    return _Table(content["read"], content["sections"], options | servers)
+    return _Table(content["read"], content["sections"], options | servers, alone)
 
 
 def _join(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
@@ -115,7 +139,7 @@ def explain(name: Sequence[str], value: Any = None, options: Mapping[str, Any] |
         return f"it is an option of another trainer, and truestep has none like it: {found}"
     if found is None:
         return None
-    return found.explain(value, _group_size(options or {}) if found.value == "times the group" else None)
+    return found.explain(value, group_size(options or {}) if found.value == "times the group" else None)
 
 
 def is_section(name: Sequence[str]) -> bool:
@@ -123,7 +147,7 @@ def is_section(name: Sequence[str]) -> bool:
     return isinstance(table().find(tuple(name)), str)
 
 
-def _group_size(options: Mapping[str, Any]) -> Any:
+def group_size(options: Mapping[str, Any]) -> Any:
     given = {".".join(name): value for name, value in leaves(options)}
     ends = tuple(f".{name}" for name in _GROUP_SIZES)
     return next((value for name, value in given.items() if f".{name}".endswith(ends)), None)
@@ -150,6 +174,10 @@ def markdown_table() -> str:
         "are all known. A file's options are answered all at once. A value that has another meaning here is converted",
         "in the message.",
         "",
+        "`truestep convert THEIRS --output run.yaml` makes a configuration of a whole file of theirs: YAML, TOML, or a",
+        "script with `--name value` or `name=value`. Behind each option stands theirs; each of theirs that has no",
+        "equal, and each value that cannot be taken over, is a comment with the reason.",
+        "",
         "The names were read in their sources:",
         "",
         *(
@@ -164,7 +192,7 @@ def markdown_table() -> str:
     owners = {owner for found in options.values() for owner in found.of}
     for trainer in sorted(owners, key=str.lower):
         lines += ["", f"## {trainer}", "", "| there | here | note |", "| --- | --- | --- |"]
-        for name, found in options.items():
+        for name, found in {**options, **table().alone}.items():
             if trainer in found.of:
                 lines.append(f"| `{name}` | {_code(found.here)} | {found.note} |")
     lines += ["", "## Sections that are not here", "", "| there | why |", "| --- | --- |"]

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from truestep.config import describe, foreign, presets, yaml_tree
-from truestep.config.custom import CustomError, import_path
-from truestep.config.schema import Config
+from truestep.config.custom import CustomError, name_of
+from truestep.config.schema import NEEDS_REWARD, Config, needs_reward
 from truestep.config.yaml_tree import ConfigError, Name, TreeReader, dotted
 from truestep.files.disks import no_file
 from truestep.text import HIDDEN, hidden_options, redacted_options
@@ -41,9 +41,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with all errors. A null checkpoint.directory becomes runs/NAME-OF-THE-CONFIG-FILE.
     """
+    return load_with(path, {}, overrides)
+
+
+def load_with(path: str | Path, objects: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Read the file as `load_config` does, with objects of Python for some of its options, by name."""
     source = _read_file(Path(path))
     _apply_overrides(source, list(overrides))
+    for name, value in objects.items():
+        parts = tuple(name.split("."))
+        _set(source, name, parts, _plain(value, parts))
+        source.origins[parts] = "Python"
     config = _check(source)
+    if needs_reward(config):
+        raise ConfigError(_disagreement(NEEDS_REWARD, (), source))
     if config.checkpoint.directory is not None:
         return config
     checkpoint = config.checkpoint.model_copy(update={"directory": f"runs/{Path(path).stem}"})
@@ -59,10 +70,19 @@ def _check(source: "_Source") -> Config:
         raise ConfigError("\n".join(problems)) from None
 
 
+def check_options(options: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with options, a message each."""
+    try:
+        config = _check(_Source("options", dict(options), dict.fromkeys(_names(options, ()), "options")))
+    except ConfigError as error:
+        return str(error).splitlines()
+    return [NEEDS_REWARD] if needs_reward(config) else []
+
+
 def config_of(options: Mapping[str, Any]) -> Config:
     """Make a configuration from options given in Python, as `Config(model={...})`, and check it.
 
-    A pathlib.Path may stand for a path, a tuple for a list, and a function for its package.module:function.
+    A pathlib.Path may stand for a path, a tuple for a list, and an object for the name of the user's code.
     """
     plain = {name: _plain(value, (name,)) for name, value in options.items()}
     return _check(_Source("Config", plain, dict.fromkeys(_names(plain, ()), "Config")))
@@ -90,7 +110,7 @@ def _plain(value: Any, name: Name) -> Any:
         return str(value)
     if dotted(name) in TAKES_OBJECTS and value is not None and not isinstance(value, str):
         try:
-            return import_path(dotted(name), value)
+            return name_of(dotted(name), value)
         except CustomError as error:
             raise ConfigError(str(error)) from None
     return value

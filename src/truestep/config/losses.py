@@ -277,7 +277,7 @@ class CrossEntropyLoss(LossBase):
 
 class CustomLoss(PolicyLoss):
     type: Literal["custom"]
-    """Your own loss, by import path."""
+    """Your own loss, by import path, or an object in Python."""
     function: str
     """Your loss, as package.module:Class: a frozen dataclass derived from
     truestep.losses.label_losses.LabelLoss. Its fields are its options."""

@@ -198,12 +198,43 @@ def learns_from_groups_alone(config: "Config") -> bool:
     return not own and not any(getattr(config.loss, term, None) for term in terms)
 
 
+NEEDS_REWARD = "sampler needs sampler.reward or sampler.environment: one of the two"
+
+
+def needs_reward(config: "Config") -> bool:
+    """Return whether there is nothing to rate completions by. In Python it may be given to `train` later."""
+    sampler = config.sampler
+    return sampler is not None and sampler.reward is None and sampler.environment is None
+
+
+_OF_PROCESSES = ("reward_timeout", "reward_memory", "reward_environment", "reward_writable", "reward_network")
+
+
+def _same_process(config: "Config") -> Iterator[str]:
+    sampler, evaluation = config.sampler, config.evaluation
+    where = None if sampler is None else sampler.reward_isolation
+    for name, section in (("sampler", sampler), ("evaluation", evaluation)):
+        if section is None or (section.reward_isolation or where) != "same_process":
+            continue
+        for option in _OF_PROCESSES:
+            if getattr(section, option) != type(section).model_fields[option].default:
+                yield f"{name}.{option} is for processes of rewards: there are none with reward_isolation: same_process"
+    environment: Any = None if sampler is None else sampler.environment
+    if where == "same_process" and environment is not None and environment.type != "python":
+        yield (
+            "sampler.reward_isolation: same_process is for a reward or an environment of your own: not with "
+            f"sampler.environment.type: {environment.type}"
+        )
+
+
 def _episodes(config: "Config") -> Iterator[str]:
     sampler = config.sampler
     if sampler is None:
         return
-    if (sampler.reward is None) == (sampler.environment is None):
-        yield "sampler needs sampler.reward or sampler.environment: one of the two"
+    if sampler.reward is not None and sampler.environment is not None:
+        yield NEEDS_REWARD
+    if needs_reward(config):
+        return
     if sampler.environment is None:
         if sampler.prompts is None:
             yield "sampler needs sampler.prompts: with a reward, only a file or a dataset has prompts"
@@ -552,6 +583,7 @@ _RULES = (
     _documents,
     _sampled_groups,
     _episodes,
+    _same_process,
     _environment,
     _sources,
     _exact,

@@ -300,8 +300,8 @@ class SamplerBase(Section):
     """The largest number of tokens in a completion. It ends earlier at the end-of-text token."""
 
     reward_workers: Count | None = None
-    """The number of reward processes. null: one for each core of this rank (cores are shared among the ranks of a
-    machine)."""
+    """The number of reward processes; with reward_isolation: same_process, of threads. null: one for each core of this
+    rank (cores are shared among the ranks of a machine), or one thread."""
     reward_timeout: Positive = 60.0
     """Seconds for one reward. A reward that takes longer is killed, and its completion is rejected."""
     reward_memory: Positive | None = None
@@ -310,10 +310,11 @@ class SamplerBase(Section):
     reward_environment: list[str] | None = None
     """Environment variables to pass to rewards, by name, beside the usual ones that hold no secret (PATH, HOME, LANG
     and the like). null: no others."""
-    reward_isolation: Literal["auto", "require", "off"] = "auto"
+    reward_isolation: Literal["auto", "require", "off", "same_process"] = "auto"
     """Linux namespaces for reward processes: they see no other processes, and cannot write to files outside a private
     /tmp in memory (SECURITY.md). auto: isolate if the system permits it; the run prints whether it does. require: end
-    the run if it does not. off: no isolation."""
+    the run if it does not. off: no isolation. same_process: rewards and environments are called in the trainer's own
+    process, without limits of time and memory, one at a time; the objects of your program keep their state."""
     reward_writable: list[str] | None = None
     """Directories that isolated rewards may write to. The files stay after the run, and their size is not limited. Do
     not list directories that code is imported from. null: none."""
@@ -423,7 +424,7 @@ class EvaluationConfig(Section):
     """As sampler.reward_memory. null: the sampler's, or its default."""
     reward_environment: list[str] | None = None
     """As sampler.reward_environment. null: the sampler's, or none."""
-    reward_isolation: Literal["auto", "require", "off"] | None = None
+    reward_isolation: Literal["auto", "require", "off", "same_process"] | None = None
     """As sampler.reward_isolation. null: the sampler's, or auto."""
     reward_writable: list[str] | None = None
     """As sampler.reward_writable. null: the sampler's, or none."""

@@ -6,6 +6,7 @@ rater             the reward service: a pool of worker processes that rate compl
 process           a worker process as the run sees it
 supervisor        the worker's parent process: enforces limits and kills all processes below it (imports no torch)
 worker            the process that imports and calls the user's reward (imports no torch)
+same_process      a reward in the trainer's own process
 isolation         Linux namespaces for supervisor and worker
 memory            the memory that a group of processes takes
 descendants       finding and killing a process's descendants

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,8 @@ _PASSED_ON = frozenset(
     }
 )
 
+SAME_PROCESS = "same_process"  # of `reward_isolation`: called in the trainer's own process (`same_process`)
+
 _Begun = TypeVar("_Begun")
 
 
@@ -55,9 +57,11 @@ class WorkerOptions:
     memory: int  # bytes, for the worker and its descendants
     environment: tuple[str, ...] = ()  # names of variables to pass on, in addition to `_PASSED_ON`
     section: str = "sampler"  # section of the configuration, for messages
-    isolation: Literal["auto", "require", "off"] = "auto"
+    isolation: Literal["auto", "require", "off", "same_process"] = "auto"
     writable: tuple[str, ...] = ()  # directories
     network: bool = True
+    # The object behind the name `reward`, for the worker, if it is an object of this program (`config.held`).
+    objects: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def room(self) -> dict[str, Any] | None:
@@ -149,7 +153,7 @@ class Supervised:
         nonce = secrets.token_hex(16)
         deadline = time.monotonic() + _START_SECONDS
         start = {"what": self._what, "memory": self._options.memory, "nonce": nonce, **settings}
-        start |= {"room": self._options.room, "directories": user_directories()}
+        start |= {"room": self._options.room, "directories": user_directories(), "objects": dict(self._options.objects)}
         try:
             self._control.send(frames.encode(start), deadline)
             return answer(nonce, deadline)

@@ -13,14 +13,22 @@ from functools import partial
 from typing import Any, Protocol
 
 from truestep.environments.printed import PrintedLog
-from truestep.environments.process import LateRewardError, LostError, Worker, WorkerOptions
+from truestep.environments.process import SAME_PROCESS, LateRewardError, LostError, Worker, WorkerOptions
 from truestep.environments.prompts import Prompt
 from truestep.environments.rewards import Rating, RewardError
+from truestep.environments.same_process import SameProcessWorker
 from truestep.errors import TruestepError
 from truestep.process import progress
 
 _JOIN_SECONDS = 30.0
 _NEVER_WORKED = 16  # if the first so many completions of a run all fail alike, the reward is at fault
+
+
+_Worker = Worker | SameProcessWorker
+
+
+def _worker(options: WorkerOptions, printed: Callable[[str], None] | None = None) -> _Worker:
+    return SameProcessWorker(options) if options.isolation == SAME_PROCESS else Worker(options, printed)
 
 
 class FailingRewardError(TruestepError):
@@ -114,7 +122,7 @@ class Rater:
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._threads: list[threading.Thread] = []
-        self._workers: set[Worker] = set()
+        self._workers: set[_Worker] = set()
         self._idle = 0  # waiting threads, and those that were woken and have not yet taken a task
         self._closed = False
 
@@ -182,7 +190,7 @@ class Rater:
 
     def _work(self) -> None:
         """Run a thread of the pool: take tasks and rate them with the thread's own worker."""
-        worker: Worker | None = None
+        worker: _Worker | None = None
         try:
             while (task := self._next()) is not None:
                 if task.future.set_running_or_notify_cancel():
@@ -190,7 +198,7 @@ class Rater:
         finally:
             self._end(worker)
 
-    def _rate(self, worker: Worker | None, task: _Task) -> Worker | None:
+    def _rate(self, worker: _Worker | None, task: _Task) -> _Worker | None:
         """Rate a completion with a worker, replacing it if it is lost. Returns the usable worker, if any.
 
         A worker may be lost because of state that earlier completions left in it. The task is then retried in a new
@@ -218,10 +226,10 @@ class Rater:
         _settle(task, self._first_ones.judge(rating))
         return worker
 
-    def _start(self) -> Worker:
+    def _start(self) -> _Worker:
         try:
             log, name = self._printed, threading.current_thread().name
-            worker = Worker(self._options, None if log is None else partial(log.add, name))
+            worker = _worker(self._options, None if log is None else partial(log.add, name))
         except OSError as error:
             raise LostError(f"no process could be started for the reward: {error}") from None
         with self._changed:
@@ -236,7 +244,7 @@ class Rater:
             raise LostError(str(error)) from None
         return worker
 
-    def _end(self, worker: Worker | None) -> None:
+    def _end(self, worker: _Worker | None) -> None:
         if worker is None:
             return
         with self._changed:
@@ -252,7 +260,7 @@ def explain_failing(error: RewardError, what: str = "completion") -> str:
 
 def check_reward(options: WorkerOptions, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
     """Import the reward in a worker, and check its signature against the prompts' fields. Raises RewardError."""
-    worker = Worker(options)
+    worker = _worker(options)
     try:
         worker.start(fields)
     except LostError as error:

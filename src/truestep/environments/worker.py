@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from truestep.config import held
 from truestep.environments import frames, isolation
 from truestep.environments.forked import die_with_parent
 from truestep.environments.forked import seed_all as _seed
@@ -34,6 +35,7 @@ def work(channel: int, supervisor: int, start: dict[str, Any]) -> NoReturn:
         _limit(start["memory"])
         isolation.limit_worker(isolated=start["room"] is not None)
         sys.path.extend(start["directories"])  # last, so that a user's modules replace no others, as in the run
+        held.receive(start["objects"])
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
         connection = frames.from_descriptor(channel, frames.LARGEST_REQUEST)

@@ -5,13 +5,15 @@ A loss is a frozen dataclass. Its fields are its options, named as in the config
 """
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from truestep.config.custom import CustomError
+from truestep.config.held import label_of
 from truestep.losses.labels import Labels, clamped_exp
 
 # A value of each label [T], and the bound at which the loss changes its formula.
@@ -66,9 +68,30 @@ class LabelLoss:
         return [(self.log_ratio(labels), math.log(bound)) for bound in self.bounds or () if bound > 0]
 
 
+@dataclass(frozen=True)
+class FunctionLoss(LabelLoss):
+    """A function of the labels that returns a LabelTerm, or the loss of each label alone: autograd gives its slope."""
+
+    function: Callable[[Labels], Any]
+    name: str
+
+    def __call__(self, labels: Labels) -> LabelTerm:
+        with torch.enable_grad():
+            of_oracle = labels.logprobs.requires_grad  # `verify` differentiates the loss itself
+            logprobs = labels.logprobs if of_oracle else labels.logprobs.detach().requires_grad_()
+            returned = self.function(replace(labels, logprobs=logprobs))
+            if not isinstance(returned, torch.Tensor) or returned.shape != logprobs.shape:
+                return returned if isinstance(returned, LabelTerm) else LabelTerm(returned, logprobs)
+            if not returned.requires_grad:
+                return LabelTerm(returned, torch.zeros_like(returned))
+            (slope,) = torch.autograd.grad(returned.sum(), logprobs, retain_graph=of_oracle, allow_unused=True)
+        slope = torch.zeros_like(returned) if slope is None else slope
+        return LabelTerm(returned if of_oracle else returned.detach(), slope)
+
+
 def term_of(loss: LabelLoss, labels: Labels) -> LabelTerm:
     """Call a loss, and check the shapes of its result: broadcasting would hide a wrong one."""
-    term, name = loss(labels), type(loss).__name__
+    term, name = loss(labels), getattr(loss, "name", type(loss).__name__)
     if not isinstance(term, LabelTerm):
         raise CustomError(f"{name} gives {type(term).__name__}, not a LabelTerm(loss, slope)")
     for part, value in (("loss", term.loss), ("slope", term.slope)):
@@ -81,12 +104,14 @@ def term_of(loss: LabelLoss, labels: Labels) -> LabelTerm:
 def make_label_loss(options: Any) -> LabelLoss:
     """Make the loss from the configuration's `loss` section."""
     if (custom := getattr(options, "custom", None)) is not None:
-        if not isinstance(custom, LabelLoss):
+        if isinstance(custom, LabelLoss):
+            return custom
+        if isinstance(custom, type) or not callable(custom):
             raise CustomError(
                 f"loss.function {options.function!r}: {type(custom).__name__} does not derive from "
                 "truestep.losses.label_losses.LabelLoss"
             )
-        return custom
+        return FunctionLoss(custom, label_of(custom))
     kind = _BY_TYPE[options.type]
     return kind(**{item.name: getattr(options, item.name) for item in fields(kind)})  # type: ignore[arg-type]
 

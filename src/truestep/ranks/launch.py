@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.config import held
 from truestep.config.custom import keep_path_clean
 from truestep.ranks.axes import RankError
 from truestep.ranks.forks import fork_context
@@ -79,6 +80,7 @@ def start_ranks(
     _remove_leftovers()
     folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
     processes: list[BaseProcess] = []
+    objects = held.packed_all()
     for rank in range(size):
         variables = {
             "RANK": str(rank),
@@ -89,14 +91,36 @@ def start_ranks(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             **(environment or {}),
         }
-        process = context.Process(target=_rank, args=(target, tuple(arguments), variables, folder / str(rank)))
-        process.start()
+        given = target, tuple(arguments), variables, folder / str(rank), objects
+        process = context.Process(target=_rank, args=given)
+        with _main_hidden():
+            process.start()
         processes.append(process)
     return processes, folder, store
 
 
-def _rank(target: Callable[..., None], arguments: tuple[Any, ...], variables: dict[str, str], console: Path) -> None:
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep a new process from running the main script again, which has what it needs below no guard perhaps."""
+    main = vars(sys.modules["__main__"])
+    hidden: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    main.pop("__file__", None)
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(hidden)
+
+
+def _rank(
+    target: Callable[..., None],
+    arguments: tuple[Any, ...],
+    variables: dict[str, str],
+    console: Path,
+    objects: dict[str, str],
+) -> None:
     os.environ.update(variables)
+    held.receive(objects)
     keep_path_clean()
     file = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)

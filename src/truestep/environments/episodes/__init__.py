@@ -8,6 +8,8 @@ host              a thread that serves the episodes of one process
 connection        that process as the run sees it
 worker            the process that imports an environment and forks one process for each episode (imports no torch)
 instance          the process of one episode (imports no torch)
+loading           loading the user's class or object (imports no torch)
+same_process      episodes in the trainer's own process
 program           the environment of an episode that is a program
 answers           the checks of what an environment's methods return
 made_rows         records of prompts that an environment makes itself

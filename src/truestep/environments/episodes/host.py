@@ -22,6 +22,7 @@ from truestep.environments.episodes.answers import parts_of, said_of, turn_rewar
 from truestep.environments.episodes.connection import Connection
 from truestep.environments.episodes.environment import End, Message
 from truestep.environments.episodes.made_rows import Rows, rows_from
+from truestep.environments.episodes.same_process import SameProcessEpisodes
 from truestep.environments.process import LostError, fit, printable_traceback
 from truestep.environments.rewards import Rating, RewardError
 from truestep.process import progress
@@ -103,6 +104,9 @@ def drop(call: Call) -> None:
     call.future.set_running_or_notify_cancel()
 
 
+Connected = Connection | SameProcessEpisodes
+
+
 class Owner(Protocol):
     """What a host tells its service. All is called from the host's thread."""
 
@@ -122,13 +126,13 @@ class Owner(Protocol):
 
 
 class Host:
-    def __init__(self, name: str, timeout: float, section: str, connect: Callable[[], Connection], owner: Owner):
+    def __init__(self, name: str, timeout: float, section: str, connect: Callable[[], Connected], owner: Owner):
         """`timeout` is the limit of a call in seconds, an option of `section`."""
         self._timeout, self._section, self._connect, self._owner = timeout, section, connect, owner
         self._lock = threading.Lock()
         self._posted: deque[tuple[Episode, Call | None]] = deque()  # None: the episode is closed
         self._woken, self._wakes = os.pipe()
-        self._connection: Connection | None = None
+        self._connection: Connected | None = None
         self._is_imported = False
         self._stopped = False
         self.is_lost = False
@@ -186,7 +190,7 @@ class Host:
         if self._connection is not None:
             self._connection.end()
 
-    def _connected(self) -> Connection:
+    def _connected(self) -> Connected:
         try:
             connection = self._connect()
         except OSError as error:
@@ -214,7 +218,7 @@ class Host:
             else:
                 settle(call, self._owner.judge(call.episode, reason))
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connected) -> None:
         while not self._stopped:
             with self._lock:
                 posted = list(self._posted)
@@ -236,7 +240,7 @@ class Host:
         deadlines = [*(call.deadline for call in self._calls.values()), *self._closing.values()]
         return min(deadlines) - time.monotonic() if deadlines else None
 
-    def _send(self, connection: Connection, call: Call) -> None:
+    def _send(self, connection: Connected, call: Call) -> None:
         episode = call.episode
         if call.future.cancelled():  # its episode is closed
             drop(call)
@@ -256,7 +260,7 @@ class Host:
             call.deadline = time.monotonic() + self._timeout + (0.0 if call.is_forked else _FORK_SECONDS)
             connection.post(call.frame)
 
-    def _close(self, connection: Connection, episode: Episode) -> None:
+    def _close(self, connection: Connected, episode: Episode) -> None:
         if episode.number not in self._open:
             return
         if (call := self._calls.pop(episode.number, None)) is not None:
@@ -270,13 +274,13 @@ class Host:
         with self._lock:
             self.load -= 1
 
-    def _end(self, connection: Connection, episode: Episode, why: str) -> None:
+    def _end(self, connection: Connected, episode: Episode, why: str) -> None:
         """Have an episode's process killed."""
         self._forget(episode, why)
         self._closing[episode.number] = time.monotonic() + _CLOSE_SECONDS
         connection.post(wire.tagged(wire.CLOSE, episode.number))
 
-    def _check_deadlines(self, connection: Connection) -> None:
+    def _check_deadlines(self, connection: Connected) -> None:
         overdue = time.monotonic() - (0.0 if connection.is_quiet else _GRACE)
         if any(deadline < overdue for deadline in self._closing.values()):
             raise connection.given_up("the process that forks the environment's episodes did not end one of them")
@@ -289,7 +293,7 @@ class Host:
             self._end(connection, call.episode, str(error))
             settle(call, self._owner.judge(call.episode, error))
 
-    def _hear(self, connection: Connection, body: bytes) -> None:
+    def _hear(self, connection: Connected, body: bytes) -> None:
         try:
             kind, number, rest = wire.untagged(body)
             if kind == wire.GONE:
@@ -305,7 +309,7 @@ class Host:
         elif kind == wire.ANSWER and number in self._open:
             self._answer(connection, self._open[number], rest)
 
-    def _note_end(self, connection: Connection, number: int, message: dict[str, Any]) -> None:
+    def _note_end(self, connection: Connected, number: int, message: dict[str, Any]) -> None:
         """Fail an episode whose process has ended, unless it was closed."""
         self._closing.pop(number, None)
         killed = connection.why_killed(message.get("process"))
@@ -326,7 +330,7 @@ class Host:
         if call is not None:
             settle(call, self._owner.judge(episode, EpisodeError(killed)))
 
-    def _answer(self, connection: Connection, episode: Episode, rest: bytes) -> None:
+    def _answer(self, connection: Connected, episode: Episode, rest: bytes) -> None:
         call = self._calls.pop(episode.number, None)
         outcome: Any = EpisodeError("the environment wrote to the connection of its process")
         if call is not None:

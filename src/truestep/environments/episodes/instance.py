@@ -5,6 +5,7 @@ Imports no torch, as the process that it is forked from.
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import os
 import sys
@@ -16,6 +17,7 @@ from truestep.environments import frames
 from truestep.environments.episodes import environment, made_rows
 from truestep.environments.episodes.answers import end_of, is_said, said_of
 from truestep.environments.episodes.environment import Answer, Environment, ToolCall
+from truestep.environments.episodes.loading import Kind
 from truestep.environments.episodes.made_rows import RowParts
 from truestep.environments.forked import adopt_orphans, die_with_parent, seed_all
 from truestep.environments.printed import name_lines
@@ -24,14 +26,14 @@ from truestep.environments.rewards import RewardError, failure
 _OURS = (__file__, environment.__file__, made_rows.__file__, os.path.dirname(asyncio.__file__) + os.sep)
 
 
-def run_episode(channel: frames.Frames, parent: int, kind: type[Environment], options: Mapping[str, Any]) -> NoReturn:
+def run_episode(channel: frames.Frames, parent: int, kind: Kind, options: Mapping[str, Any]) -> NoReturn:
     """Answer calls until the connection ends, then exit without running exit handlers."""
     code = 1
     try:
         os.setsid()
         die_with_parent(parent)
         adopt_orphans()
-        _Episode(kind, options).serve(channel)
+        Instance(kind, options).serve(channel)
     except frames.EndOfFramesError:
         code = 0
     except BaseException:  # printed, because the run keeps what is printed
@@ -45,9 +47,12 @@ def run_episode(channel: frames.Frames, parent: int, kind: type[Environment], op
         os._exit(code)
 
 
-class _Episode:
-    def __init__(self, kind: type[Environment], options: Mapping[str, Any]):
-        self._kind, self._options = kind, options
+class Instance:
+    """An instance of the user's class, for one episode."""
+
+    def __init__(self, kind: Kind, options: Mapping[str, Any], own_process: bool = True):
+        """`own_process`: its random numbers are seeded, and what it prints has the episode's name."""
+        self._kind, self._options, self._own_process = kind, options, own_process
         self._instance: Environment | None = None
         self._rows: RowParts | None = None
         self._turns = 0
@@ -55,13 +60,15 @@ class _Episode:
 
     def serve(self, channel: frames.Frames) -> None:
         while True:
-            request = channel.receive()
-            known = {"nonce": request["nonce"]}
-            try:
-                answer = self._answer(request)
-            except RewardError as error:
-                answer = {"problem": str(error), "traceback": error.traceback}
-            channel.send(frames.encode({**known, **answer}))
+            channel.send(frames.encode(self.answer(channel.receive())))
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make a call, and return the answer to it."""
+        try:
+            answer = self._answer(request)
+        except RewardError as error:
+            answer = {"problem": str(error), "traceback": error.traceback}
+        return {"nonce": request["nonce"], **answer}
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         method = request["call"]
@@ -69,8 +76,8 @@ class _Episode:
         if method == "rows":
             return {"rows": self._called(what, lambda: self._next_rows(request))}
         if method == "start":
-            seed_all(request["seed"])
-            if request["name"] is not None:
+            self._seed(request["seed"])
+            if self._own_process and request["name"] is not None:
                 name_lines(f"{request['name']}: ")
             made = self._instance = self._called("the environment's __init__", lambda: self._make(request["row"]))
             return {"said": said_of(self._called(what, lambda: made.start(request["row"])), what)}
@@ -90,12 +97,17 @@ class _Episode:
 
     def _next_rows(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._rows is None:
-            seed_all(request["seed"])
+            self._seed(request["seed"])
             self._rows = RowParts(self._kind.rows(self._options, request["held_out"]))
         return self._rows.next()
 
+    def _seed(self, seed: str) -> None:
+        if self._own_process:  # the trainer's generators stay as they are
+            seed_all(seed)
+
     def _make(self, row: Mapping[str, Any]) -> Environment:
-        instance = self._kind(**self._options)
+        kind = self._kind
+        instance = copy.copy(kind) if isinstance(kind, Environment) else kind(**self._options)
         instance.row, instance.turns = row, 0
         return instance
 

@@ -17,8 +17,9 @@ from truestep.environments.episodes.connection import Connection
 from truestep.environments.episodes.environment import Answer, End, ToolCall
 from truestep.environments.episodes.host import Call, Episode, EpisodeError, Host, LateEpisodeError, Said, settle
 from truestep.environments.episodes.made_rows import MOST_ROWS, Rows
+from truestep.environments.episodes.same_process import SameProcessEpisodes
 from truestep.environments.printed import PrintedLog
-from truestep.environments.process import WorkerOptions
+from truestep.environments.process import SAME_PROCESS, WorkerOptions
 from truestep.environments.rater import FailingRewardError, FirstOnes, explain_failing
 from truestep.environments.rewards import Rating, RewardError
 
@@ -172,7 +173,11 @@ class EpisodeService:
                 return least
             name = f"episodes-{next(self._names)}"
             printed = None if self._printed is None else partial(self._printed.add, name)
-            connect = partial(Connection, self._options, self._arguments, printed)
+            connect: Callable[[], Connection | SameProcessEpisodes] = partial(
+                Connection, self._options, self._arguments, printed
+            )
+            if self._options.isolation == SAME_PROCESS:
+                connect = partial(SameProcessEpisodes, self._options, self._arguments)
             made = Host(name, self._options.timeout, self._options.section, connect, self)
             self._hosts.append(made)
             return made

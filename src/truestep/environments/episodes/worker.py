@@ -7,7 +7,6 @@ adopts orphans of episodes that have ended, and kills them. Imports no torch.
 
 import contextlib
 import gc
-import inspect
 import os
 import select
 import signal
@@ -17,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from truestep.config.custom import CustomError, load_custom
 from truestep.environments import frames
 from truestep.environments.descendants import children_of, kill_below, reap
 from truestep.environments.episodes import wire
-from truestep.environments.episodes.environment import Environment
 from truestep.environments.episodes.instance import run_episode
+from truestep.environments.episodes.loading import Kind, UnusableError, load_environment, prepared
 from truestep.environments.forked import adopt_orphans
 from truestep.environments.rewards import shown_value
 
@@ -32,46 +30,19 @@ _KILL_SECONDS = 2.0
 _LONGEST_PROBLEM = 4000
 
 
-class _UnusableError(Exception):
-    """An environment that cannot be used; the message is the reason."""
-
-
 def serve_episodes(channel: frames.Frames, start: dict[str, Any]) -> None:
     """Import the environment, send its tools, and serve its episodes until the connection ends."""
     known = {"nonce": start["nonce"]}
     try:
-        kind = _load(start["environment"], start["options"])
-        tools = _prepare(kind, start["options"])
+        kind, options = load_environment(start["environment"], start["options"])
+        tools = prepared(kind, options)
         imported = frames.encode({**known, "tools": tools}, wire.LARGEST_ANSWER)
-    except (_UnusableError, frames.FrameError, TypeError, ValueError) as error:
+    except (UnusableError, frames.FrameError, TypeError, ValueError) as error:
         problem = frames.encode({**known, "problem": shown_value(error, str)[:_LONGEST_PROBLEM]})
         channel.send(wire.tagged(wire.IMPORTED, 0, problem[frames.HEADER :]))
         return
     channel.send(wire.tagged(wire.IMPORTED, 0, imported[frames.HEADER :]))
-    _Forks(channel, kind, start["options"]).serve()
-
-
-def _load(name: str, options: Mapping[str, Any]) -> type[Environment]:
-    try:
-        kind = load_custom("environment", name)
-    except CustomError as error:
-        raise _UnusableError(str(error)) from error
-    if not inspect.isclass(kind) or not issubclass(kind, Environment):
-        raise _UnusableError(f"environment {name!r}: it is not a subclass of truestep's Environment")
-    try:
-        inspect.signature(kind).bind(**options)
-    except TypeError as error:
-        raise _UnusableError(f"environment {name!r}: its options do not fit: {error}") from error
-    return kind
-
-
-def _prepare(kind: type[Environment], options: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return dict(kind.prepare(options))
-    except CustomError as error:
-        raise _UnusableError(str(error)) from error
-    except Exception as error:  # types of a user's tools may name anything
-        raise _UnusableError(f"{kind.__name__}.prepare raised {type(error).__name__}: {error}") from error
+    _Forks(channel, kind, options).serve()
 
 
 @dataclass(eq=False)
@@ -89,7 +60,7 @@ class _Running:
 
 
 class _Forks:
-    def __init__(self, channel: frames.Frames, kind: type[Environment], options: Mapping[str, Any]):
+    def __init__(self, channel: frames.Frames, kind: Kind, options: Mapping[str, Any]):
         self._channel, self._kind, self._options = channel, kind, options
         self._by_number: dict[int, _Running] = {}
         self._by_process: dict[int, _Running] = {}

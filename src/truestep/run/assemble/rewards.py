@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from truestep.config import held
 from truestep.config.schema import Config, makes_held_out_prompts
 from truestep.config.sections import EvaluationConfig, SamplerBase, files_of
 from truestep.environments.adapters import ADAPTERS, ASKING
 from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService, check_environment
 from truestep.environments.printed import PrintedLog
-from truestep.environments.process import WorkerOptions, isolation_refused
+from truestep.environments.process import SAME_PROCESS, WorkerOptions, isolation_refused
 from truestep.environments.prompts import fields_of
 from truestep.environments.rater import Rater, check_reward
 from truestep.environments.rewards import RewardError
@@ -173,10 +174,12 @@ def _options_of(section: SamplerBase | EvaluationConfig) -> dict[str, Any]:
 def _rewards(section: str, reward: str, given: dict[str, Any], ranks: Ranks) -> tuple[WorkerOptions, int]:
     timeout, workers, memory, environment, isolation, writable, network = given.values()
     beside = ranks_of_machine(ranks)
-    count = workers or max(1, usable_cores() // beside)
+    same_process = isolation == SAME_PROCESS
+    count = workers or (1 if same_process else max(1, usable_cores() // beside))
     size = int(memory * _GIBIBYTE) if memory else max(_GIBIBYTE, machine_memory() // 2 // (count * beside))
     places = tuple(os.path.abspath(os.path.expanduser(place)) for place in writable or ())
-    return WorkerOptions(reward, timeout, size, tuple(environment or ()), section, isolation, places, network), count
+    variables, objects = tuple(environment or ()), {} if same_process else held.packed([reward])
+    return WorkerOptions(reward, timeout, size, variables, section, isolation, places, network, objects), count
 
 
 def check_rewards(config: Config, ranks: Ranks) -> None:
@@ -211,6 +214,8 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
 
 
 def _check_isolation(options: WorkerOptions) -> None:
+    if options.isolation == SAME_PROCESS:
+        return
     for place in options.writable:
         if not os.path.isdir(place):
             raise RewardError(f"{options.section}.reward_writable: {place} is not a directory")
@@ -224,6 +229,11 @@ def _check_isolation(options: WorkerOptions) -> None:
 
 
 def _isolation_note(options: WorkerOptions) -> str:
+    if options.isolation == SAME_PROCESS:
+        return (
+            f"rewards: in the trainer's own process ({options.section}.reward_isolation: {SAME_PROCESS}): without "
+            "limits of time and memory, and what they do, they do to this run"
+        )
     if options.room is None:
         why = f"{options.section}.reward_isolation: off" if options.isolation == "off" else isolation_refused()
         return f"rewards: not isolated ({why}): code that they run can do what you can, to this run as well"

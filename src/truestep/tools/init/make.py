@@ -1,6 +1,7 @@
 """Creates a task in a new directory: prompts, a reward, a configuration, a test, and a tiny model if none is named."""
 
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,18 +50,33 @@ def init(directory: Path, model: Path | None, seed: int = 0) -> list[Path]:
     stream = _problems(seed, spaced=tiny, chat=chat)
     write_json_lines(directory / "held_out.jsonl", islice(stream, HELD_OUT))
     write_json_lines(directory / "prompts.jsonl", islice(stream, PROMPTS))
-    path = "model" if model is None else str(model.resolve())
+    path = "model" if model is None else _from_directory(model, directory)
     for name, text in _texts(path, tiny):
         write_text_whole(directory / name, text)
     return sorted(path for path in directory.iterdir())
 
 
+def _from_directory(model: Path, directory: Path) -> str:
+    """Return the model's path as it was typed, but from the task's directory, in which runs are started."""
+    if model.is_absolute():
+        return str(model)
+    path = os.path.relpath(model, directory)
+    leads_there = (directory / path).exists() and (directory / path).samefile(model)  # a link on the way may not
+    return path if leads_there else str(model.absolute())
+
+
 def _texts(model: str, tiny: bool) -> Iterator[tuple[str, str]]:
     sizes = TINY if tiny else REAL
-    words = {"model": json.dumps(model), "dtype": "float32" if tiny else "bfloat16", **vars(sizes)}
+    words = {"model": json.dumps(model), "dtype": "float32" if tiny or not _has_gpu() else "bfloat16", **vars(sizes)}
     for template in sorted(TEMPLATES.iterdir()):
         if template.is_file():
             yield template.name, Template(template.read_text(encoding="utf-8")).safe_substitute(words)
+
+
+def _has_gpu() -> bool:
+    import torch  # imported late: it takes seconds
+
+    return torch.cuda.is_available()
 
 
 def _make_tiny_model(directory: Path, seed: int) -> None:

@@ -1,0 +1,97 @@
+"""Objects of this program that a configuration names although no import finds them: a lambda, a closure, an object with
+state, a function of a notebook.
+
+The configuration has a name for each, such as `this-program:score`. Processes that this one starts get the object as
+bytes of cloudpickle and unpickle them. They send none back, and this process unpickles nothing.
+"""
+
+import base64
+from collections.abc import Iterable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from truestep.errors import TruestepError
+
+_PROGRAM = "this-program"  # no module can have this name
+
+_objects: dict[str, Any] = {}  # by name
+_received: dict[str, str] = {}  # what the process that started this one sent: bytes in base64, by name
+
+
+class HeldError(TruestepError):
+    """An object that is not here, or that another process cannot be given."""
+
+
+def is_held(name: str) -> bool:
+    return name.startswith(f"{_PROGRAM}:")
+
+
+def hold(given: Any) -> str:
+    """Keep an object, and return its name. The same object always has the same name."""
+    for name, held in _objects.items():
+        if held is given or (isinstance(given, MethodType) and held == given):
+            return name
+    label = name = f"{_PROGRAM}:{label_of(given)}"
+    number = 1
+    while name in _objects:
+        number += 1
+        name = f"{label}-{number}"
+    _objects[name] = given
+    return name
+
+
+def label_of(given: Any) -> str:
+    """Return what to call an object: its name, or that of its class."""
+    while isinstance(given, partial):
+        given = given.func
+    name = getattr(given, "__name__", None)
+    return name.strip("<>") if isinstance(name, str) and name else type(given).__name__
+
+
+def find(name: str) -> Any:
+    """Return the object with a name. Unpickling one that was received may raise anything."""
+    if name not in _objects and name in _received:
+        import pickle  # imported late: only processes that were sent an object need it
+
+        _objects[name] = pickle.loads(base64.b64decode(_received[name]))
+    if name not in _objects:
+        raise HeldError(
+            f"{name!r} is an object of the Python program that made this configuration. Start that program again, or "
+            "give the import path of code that stands in a module: package.module:function"
+        )
+    return _objects[name]
+
+
+def receive(objects: dict[str, str]) -> None:
+    """Take the objects that the process which started this one sends. Each is unpickled when it is first needed."""
+    _received.update(objects)
+
+
+def packed(names: Iterable[str]) -> dict[str, str]:
+    """Return objects as other processes receive them. Raises HeldError for one that cannot be sent."""
+    return {name: _received.get(name) or _packed(name) for name in names if is_held(name)}
+
+
+def packed_all() -> dict[str, str]:
+    """Return all objects that can be sent."""
+    found: dict[str, str] = dict(_received)
+    for name in _objects.keys() - _received.keys():
+        try:
+            found[name] = _packed(name)
+        except HeldError:  # it may be one that no other process needs; one that needs it says that it has it not
+            continue
+    return found
+
+
+def _packed(name: str) -> str:
+    import cloudpickle  # imported late: few configurations need it
+
+    held = find(name)
+    try:
+        return base64.b64encode(cloudpickle.dumps(held)).decode()
+    except Exception as error:  # whatever the objects inside of it raise
+        raise HeldError(
+            f"{name.partition(':')[2]} cannot be sent to a process of its own: {type(error).__name__}: {error}. Make "
+            "what it needs inside of it, or have it called in this process: train(..., isolated=False)"
+        ) from error

@@ -1,0 +1,29 @@
+# The options of OpenRLHF's train_ppo_ray, with the values that its help gives them, and GRPO chosen.
+python3 -m openrlhf.cli.train_ppo_ray \
+  --ref_num_nodes 1 --ref_num_gpus_per_node 8 --reward_num_nodes 1 --reward_num_gpus_per_node 8 \
+  --actor_num_nodes 1 --actor_num_gpus_per_node 8 --critic_num_nodes 1 --critic_num_gpus_per_node 8 \
+  --colocate_actor_ref --colocate_all_models \
+  --vllm_num_engines 8 --vllm_tensor_parallel_size 1 --vllm_sync_backend nccl --vllm_enable_sleep \
+  --enable_prefix_caching --enforce_eager --vllm_gpu_memory_utilization 0.95 \
+  --enable_vllm_is_correction --vllm_is_truncated_threshold 2 \
+  --eval_steps -1 --save_steps 20 --logging_steps 1 --ckpt_path ./ckpt/checkpoints_ppo_ray --save_hf_ckpt \
+  --disable_ds_ckpt --max_ckpt_num 3 --max_ckpt_mem 100000000 --load_checkpoint \
+  --zero_stage 3 --gradient_checkpointing --bf16 --ema_beta 0.992 --zpg 1 --adam_offload \
+  --attn_implementation flash_attention_2 --use_liger_kernel --overlap_comm --deepspeed_enable_sleep \
+  --ds_tensor_parallel_size 1 --packing_samples --use_dynamic_batch --train_max_tokens_per_gpu 16192 \
+  --rollout_max_tokens_per_gpu 16192 --lora_rank 0 --lora_alpha 16 --target_modules all-linear --lora_dropout 0 \
+  --save_path ./ckpt --num_episodes 1 --rollout_batch_size 128 --vllm_generate_batch_size 128 \
+  --rollout_tasks_per_gpu 32 --micro_rollout_batch_size 8 --max_epochs 1 --prompt_max_len 1024 --generate_max_len 1024 \
+  --max_samples 100000 --max_norm 1.0 --l2 0.0 --ptx_coef 0.05 --eps_clip 0.2 --eps_clip_low_high 0.2 0.28 \
+  --dual_clip 3 --value_clip 0.5 --lambd 1 --gamma 1 --micro_train_batch_size 4 --train_batch_size 1024 \
+  --normalize_reward --top_p 1.0 --temperature 1.0 --seed 42 --freezing_actor_steps -1 --n_samples_per_prompt 8 \
+  --actor_learning_rate 1e-6 --critic_learning_rate 9e-6 --lr_warmup_ratio 0.03 --lr_scheduler cosine_with_min_lr \
+  --kl_horizon 10000 --init_kl_coef 0.01 --policy_loss_type ppo --kl_estimator k3 --aux_loss_coef 0 \
+  --entropy_loss_coef 0 --adam_betas 0.9 0.95 --reward_clip_range -10 10 --advantage_estimator group_norm --use_kl_loss \
+  --no_advantage_std_norm --overlong_buffer_len 512 --overlong_penalty_factor 1 --ring_attn_size 1 --ring_head_stride 1 \
+  --pretrain OpenRLHF/Llama-3-8b-sft-mixture --reward_pretrain OpenRLHF/Llama-3-8b-rm-700k \
+  --remote_rm_url examples/reward_func.py --value_head_prefix score --ref_reward_offload \
+  --prompt_data OpenRLHF/prompt-collection-v0.1 --prompt_data_probs 1.0 --prompt_split train --eval_split train \
+  --eval_temperature 0.6 --eval_n_samples_per_prompt 4 --input_key input --label_key answer --apply_chat_template \
+  --use_wandb KEY --wandb_project openrlhf_train_ppo --wandb_run_name first --dynamic_filtering \
+  --dynamic_filtering_reward_range 0 1 --use_tensorboard runs --perf
