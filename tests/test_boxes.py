@@ -86,7 +86,7 @@ def trained(folder: Path, name: str, **others: Any) -> Path:
 def check(run: Path) -> None:
     accuracy = [line["pass@1"] for line in read_lines(run / "evaluation.jsonl")]
     assert accuracy[0] < 0.5 and max(accuracy[1:3]) >= ENOUGH, accuracy
-    assert [line["policy_turns"] for line in read_lines(run / "metrics.jsonl")][-1] == 3.0
+    assert [line["policy_turns"] for line in read_lines(run / "metrics.jsonl")][-1] > 2.9
     for line in read_lines(run / "metrics.jsonl"):
         assert line["ratio_new_old"] == pytest.approx(1, abs=1e-4)
 
