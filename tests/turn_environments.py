@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from truestep import Answer, End, Environment, tool
 
@@ -171,3 +172,19 @@ class Prepared(Sorting):
 
     def step(self, answer: Answer) -> Any:
         return End(float(self.times))
+
+
+class Seeded(Environment):
+    """Says whether numpy's generators, which numpy imports late, were there when its process was forked."""
+
+    there: ClassVar[list[bool]] = []
+
+    @classmethod
+    def prepare(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        import numpy  # noqa: F401
+
+        os.register_at_fork(after_in_child=lambda: cls.there.append("numpy.random" in sys.modules))
+        return super().prepare(options)
+
+    def step(self, answer: Answer) -> Any:
+        return End({"there": float(self.there[0]), "drawn": sys.modules["numpy"].random.random()})

@@ -175,6 +175,16 @@ def test_state_is_kept_between_turns_and_not_between_episodes() -> None:
         assert isinstance(rating, Rating) and (rating, rating.parts) == (-1.0, {"max_turns": 1.0})
 
 
+def test_generators_are_imported_once_for_all_episodes() -> None:
+    service = EpisodeService(WorkerOptions("turn_environments:Seeded", 60.0, 2**29), 1)
+    try:
+        parts = [stepped(service, begun(service, seed)).reward.parts for seed in ("7", "7", "8")]
+    finally:
+        service.close_all()
+    assert [part["there"] for part in parts] == [1.0] * 3
+    assert parts[0]["drawn"] == parts[1]["drawn"] != parts[2]["drawn"]
+
+
 def test_tokens_and_text_are_said_as_they_are() -> None:
     with serving("Tokens") as service:
         started = service.begin({"prompt": ""}, "0").result(PATIENCE)

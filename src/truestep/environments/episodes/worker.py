@@ -21,7 +21,7 @@ from truestep.environments.descendants import children_of, kill_below, reap
 from truestep.environments.episodes import wire
 from truestep.environments.episodes.instance import run_episode
 from truestep.environments.episodes.loading import Kind, UnusableError, load_environment, prepared
-from truestep.environments.forked import adopt_orphans
+from truestep.environments.forked import adopt_orphans, seed_all
 from truestep.environments.rewards import shown_value
 
 _PORTION = 2**18
@@ -78,6 +78,7 @@ class _Forks:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         self._poll.register(self._woken, select.POLLIN)
+        seed_all("")  # imports what seeding needs: numpy imports its generators late, and each episode would again
         gc.collect()
         gc.freeze()  # memory that episodes share with this process stays unwritten
         while True:

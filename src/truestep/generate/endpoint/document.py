@@ -108,6 +108,8 @@ class Document:
     async def _complete(self, asked: Asked, on_tokens: OnChoice | None) -> list[Choice]:
         if asked.stop and not self._stops_by_text:
             raise RequestError("stop: servers that sample for a run take no stop texts", param="stop")
+        if max(asked.stop_ids, default=0) >= len(self.tokenizer):  # a server would refuse it, and not for the program
+            raise RequestError("stop_token_ids: one is not in the vocabulary", param="stop_token_ids")
         self.tools = told_apart([*self.tools, *(tool["function"]["name"] for tool in asked.tools)])
         if not self.obeys:
             self.differs = self.differs or asked.differs(self.draw)
