@@ -284,6 +284,8 @@ class Trainer:
         """Compute the step's metrics and gradient, and keep the scores that annotators and observers need."""
         wanted = self.observers.wanted(plan)
         runner = self.runner
+        if self.check is not None and not self.check.due(self.step + 1):
+            runner = replace(runner, compares=None)
         if self.annotators.needs_scores or (wanted and runner.keep_scores is not True):
             runner = replace(runner, keep_scores=self.annotators.needs_scores or wanted)
         extra = {name: Max(number) for name, number in measured.items()}

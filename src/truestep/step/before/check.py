@@ -21,6 +21,7 @@ from truestep.types import Rollout, StepPlan
 
 _MOST_EXPLAINED = 64  # documents that are scored again to say what is wrong with them
 _MOST_ANSWERS = 64  # of an evaluation that are scored
+_EVERY = 8  # steps; those of sampling in process that are compared, and as many first ones
 
 
 class SamplerError(TruestepError):
@@ -59,14 +60,19 @@ class SamplerCheck:
             stopwatch=Stopwatch(self.runner.policy.device),  # no part of the step's own passes
         )
 
+    def due(self, step: int) -> bool:
+        """Tell whether a step's documents are compared. Every step's are if a server drew them. A fault of sampling in
+        process is one of the engine: it is in all steps, and only warns."""
+        return self.warn is None or step <= _EVERY or step % _EVERY == 0
+
     def before_update(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
         """Compare a step's documents with the policy; say what is wrong. `accumulated` is of the step's own pass."""
         if self.arrived is not None:
             self._hold(self.arrived(), plan.documents_seen)
-        if plan.repeated:  # they were compared before the first update on them
+        # Repeated documents were compared before the first update on them.
+        if plan.repeated or (compared := accumulated.compared) is None:
             return None
-        assert accumulated.compared is not None
-        table = accumulated.compared.copy() if self._held else accumulated.compared
+        table = compared.copy() if self._held else compared
         for place, document in enumerate(plan.documents if self._held else ()):
             if held := self._held.get(document.id):
                 table[place] += held.row
