@@ -31,7 +31,12 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("examples/*", "src/truestep/config/*", "src/truestep/losses/*", "src/truestep/run/assemble/*"),
     ),
     "programs": (
-        ("tests/api/test_examples.py", "tests/generate/endpoint/test_agents.py", "tests/test_boxes.py"),
+        (
+            "tests/api/test_examples.py",
+            "tests/api/test_notebook.py",
+            "tests/generate/endpoint/test_agents.py",
+            "tests/test_boxes.py",
+        ),
         (
             "examples/boxes*",
             *("examples/python*", "docs/agents.md", "src/truestep/__init__.py", "src/truestep/run/*"),

@@ -44,6 +44,7 @@ COMMANDS = {
     r"truestep train config.yaml --model.dtype float32 --sampler.max_new_tokens 6": "tests/test_tutorial.py",
     r"truestep report run$": "tests/test_tutorial.py",
     r"python -m examples.recipes.prepare|truestep (train examples|export runs)/recipes": "tests/test_recipes.py",
+    r"python -m examples.boxes.prepare|truestep (train examples|export runs)/boxes": "tests/test_boxes.py",
     r"truestep train examples/": "tests/test_examples_train.py",
     r"cd my-task|python (-m pytest )?test_reward.py": "tests/test_init.py",
     r"torchrun": "tests/test_launch.py parses it as torchrun does; tests/ranks/test_train_over_ranks.py trains",
@@ -80,6 +81,7 @@ BLOCKS = {
 # What commands print: numbers of real runs. Messages among them are compared with the sources by tests/test_docs.py.
 PRINTED = {
     "README.md": "tests/test_demo.py",
+    "examples/boxes/README.md": "tests/test_boxes.py",
     "docs/families.md": "tests/families/test_families.py",
     "docs/memory.md": "tests/plan/test_report.py",
     "docs/parity.md": "tests/parity/test_verdict.py",

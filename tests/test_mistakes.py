@@ -114,7 +114,7 @@ def two_runs() -> str:
 MADE: dict[str, Callable[[], str]] = {
     "an option is misspelled": lambda: typed(model() + "loss: {epsilon_lo: 0.1}\n"),
     "an option of another trainer": lambda: typed(model() + "loss: {beta: 0.04}\n"),
-    "an option stands in the wrong section": lambda: typed(model() + "learning_rate: 1.0e-6\n"),
+    "an option stands in the wrong section": lambda: typed(model() + "docs_per_step: 8\n"),
     "a number is text": lambda: typed(model() + "optimizer: {learning_rate: fast}\n"),
     "no model is named": lambda: typed(FILES),
     "the model is a name on the hub": lambda: typed("model: {path: Qwen/Qwen3-1.7B}\n" + FILES),

@@ -237,6 +237,7 @@ def test_demonstrations_are_what_an_episode_is(name: str, kind: type[Environment
 class Drawn:
     def __init__(self, ids: Sequence[int]):
         self.token_ids, self.logprobs, self.versions = ids, [-1.0] * len(ids), [0] * len(ids)
+        self.routes = None
 
 
 def test_the_page_has_the_command_of_each_configuration() -> None:

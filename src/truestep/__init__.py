@@ -19,7 +19,7 @@ _HOME = {  # of each public name
     "TruestepError": "truestep.errors",
     "train": "truestep.commands.running",
     "Session": "truestep.commands.session",
-    "Sample": "truestep.commands.session",
+    "Sample": "truestep.commands.samples",
     "TrainingResult": "truestep.commands.running",
     "score": "truestep.commands.looking",
     "verify": "truestep.commands.looking",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +24,11 @@ from ranks.cases import on_ranks
 from small_runs import file_config, read_lines, sampled_config, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import expert_model, make_model
 from truestep import Callback, Rollout, Run, Session, TruestepError
+from truestep.commands.samples import SampleError
 from truestep.commands.session import SessionError
 from truestep.config.schema import Config
 from truestep.run.train import train
+from truestep.step.compute.runner import StepRunner
 from truestep.types import StepTotals
 
 GRPO = {"loss": {"type": "grpo", "normalize_by": "labels"}}
@@ -149,7 +152,7 @@ def test_a_function_of_log_probs_has_autograds_gradient(tmp_path: Path) -> None:
         gradients = session.policy.weights.collect_gradients()
         documents = session.documents(records, needs_all=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
-    model.get_input_embeddings().padding_idx = None  # torch would keep the gradient of this row 0
+    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010  (torch would keep the gradient of this row 0)
     exact = []
     for document in documents:
         ids = torch.tensor(document.input_ids)[None]
@@ -220,19 +223,142 @@ def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
         with pytest.raises(SessionError, match="is whole"):
             session.forward_backward(records)
         session.drop()
+        with pytest.raises(SessionError, match="divided by nothing"):
+            session.forward_backward(records, lambda logprobs, _: logprobs[0].sum(), totals=session.totals(records))
+        with pytest.raises(SessionError, match="give a section such as"):
+            session.forward_backward(records, "gspo")  # type: ignore[arg-type]
         with pytest.raises(SessionError, match="one number that is computed from the log-probs"):
-            session.forward_backward(records, lambda logprobs, documents: 1.0)  # type: ignore[arg-type,return-value]
+            session.forward_backward(records, lambda logprobs, documents: 1.0)  # type: ignore[arg-type, return-value]
         with pytest.raises(TruestepError, match="records:1: input_ids"):
             session.forward_backward([records[0], {**records[1], "id": "another", "input_ids": [-5, 3]}])
         with pytest.raises(SessionError, match="no documents"):
             session.forward_backward([])
-        with pytest.raises(SessionError, match="sample: heat is unknown"):
-            session.sample([[1, 2]], heat=2)
+        for prompts, given, problem in (
+            ([[1, 2]], {"heat": 2}, "heat is unknown"),
+            ([[1, 2]], {"temperature": -1}, "temperature cannot be -1"),
+            ([[1, 2]], {"max_new_tokens": 0}, "max_new_tokens cannot be 0"),
+            ([[1, 2]], {"stop": "END"}, "give a list of texts"),
+            ([[1, 2], [5000]], {}, "prompt 1 has an id outside of the vocabulary"),
+            ([[]], {}, "prompt 0 has no tokens"),
+            ("text", {}, "not one text"),
+            (["text"], {}, "has no tokenizer"),
+        ):
+            with pytest.raises(SampleError, match=problem):
+                session.sample(prompts, **given)
+        session.forward_backward(records)
+        session.step()
+        session.save(tmp_path / "kept")
+        with pytest.raises(SessionError, match="step-00000001 exists already"):
+            session.save(tmp_path / "kept")
+        before = session.steps, session.documents_seen
+        with pytest.raises(SessionError, match="is no checkpoint of truestep"):
+            session.load(tmp_path / "model")
+        assert (session.steps, session.documents_seen) == before
+        assert len(session.sample([np.array([1, 2])], max_new_tokens=2)[0][0].token_ids) <= 2
+    with pytest.raises(SessionError, match=r"truncated: drop"):
+        Session(config.changed({"data.truncated": "drop"}))
+    with Session(config.changed({"parallel.pipeline": 1})) as session:
+        session.config = config.changed({"parallel.pipeline": 2})
+        with pytest.raises(SessionError, match="sampling cannot use"):
+            session.sample([[1, 2]])
+
+
+def test_a_call_that_fails_leaves_nothing_of_its_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, records = options(tmp_path, **GRPO)
+    with Session(config) as session:
+        session.forward_backward(records)
+        norm = session.gradient_norm()
+        session.drop()
+        session.forward_backward(records[:5])
+        honest, calls = StepRunner._head, []
+
+        def fails(self: StepRunner, *given: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("out of memory")
+            return honest(self, *given)
+
+        monkeypatch.setattr(StepRunner, "_head", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            session.forward_backward(records[5:])
+        monkeypatch.undo()
+        with pytest.raises(SessionError, match="call forward_backward first"):
+            session.step()
+        session.forward_backward(records[:5])
+        session.forward_backward(records[5:])
+        assert session.gradient_norm() == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_loss_of_one_call_has_what_it_needs(tmp_path: Path) -> None:
+    """A reference, advantages and labels that are chosen are those of the call's loss, not of the session's."""
+    section = {"type": "grpo", "normalize_by": "labels", "kl_reference": {"weight": 0.5}}
+    config, records = options(tmp_path, loss=section)
+    plain = config.changed({"loss": {"type": "cross_entropy"}})
+    norms = []
+    for own, given in ((config, None), (plain, section)):
+        with Session(own) as session:
+            session.forward_backward(records, {"type": "cross_entropy"})
+            session.step()  # so that the reference differs
+            session.forward_backward(records, given)
+            norms.append(session.gradient_norm())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_groups_are_whole_whatever_the_configuration_says(tmp_path: Path) -> None:
+    config, records = options(tmp_path, data={"advantages": "group_mean", "group_size": 4})
+    same = [{**record, "group_id": "one", "reward": float(number > 3)} for number, record in enumerate(records[:8])]
+    same = [{name: value for name, value in record.items() if name != "advantage"} for record in same]
+    with Session(config) as session:
+        for number, document in enumerate(session.documents(same)):
+            assert document.advantages is not None
+            assert np.all(document.advantages[document.loss_mask] == (0.5 if number > 3 else -0.5))
+
+
+def test_a_session_may_stand_still_between_calls(tmp_path: Path) -> None:
+    config, records = options(tmp_path, **GRPO, schedule={"stall_timeout": 1.0})
+    with Session(config) as session:
+        session.forward_backward(records)
+        time.sleep(5.0)
+        session.step()
+
+
+def test_the_value_of_a_function_is_the_step_s_loss(tmp_path: Path) -> None:
+    config, records = options(tmp_path, **GRPO)
+    given: list[float] = []
+
+    def loss(logprobs: Sequence[torch.Tensor], _: Sequence[Rollout]) -> torch.Tensor:
+        value = torch.cat(list(logprobs)).square().mean()
+        given.append(float(value.detach()))
+        return value
+
+    with Session(config) as session:
+        session.forward_backward(records[:7], loss)
+        session.forward_backward(records[7:], loss)
+        line = session.step()
+    assert line["loss"] == pytest.approx(sum(given))
+    assert "advantage" not in line and line["num_documents"] == 15
+
+
+def test_a_mixture_s_samples_name_their_experts(tmp_path: Path) -> None:
+    model = expert_model(tmp_path / "model")
+    rollouts = write_rollouts(tmp_path / "rollouts.jsonl", 5)
+    assert rollouts
+    config = file_config(model, tmp_path / "rollouts.jsonl", tmp_path / "run", **GRPO)
+    with Session(config.changed({"model.experts.replay": "require"})) as session:
+        samples = session.sample([[3, 4, 5], [6, 7]], count=2, max_new_tokens=5)
+        records = [one.record(advantage=1.0) for group in samples for one in group]
+        session.forward_backward(records)
+        line = session.step()
+    assert line["replayed_tokens"] > 0 and line["route_disagreement"] == 0
 
 
 def test_what_needs_the_whole_step_is_refused_without_its_counts(tmp_path: Path) -> None:
     bonus = {"type": "grpo", "normalize_by": "labels", "entropy_bonus": 0.1, "entropy_normalize_by": "documents"}
-    every = ({"loss": bonus}, {"data.advantages": "batch_normalized"}, {"model.experts.balance": "loss"})
+    every: tuple[dict[str, Any], ...] = (
+        {"loss": bonus},
+        {"data.advantages": "batch_normalized"},
+        {"model.experts.balance": "loss"},
+    )
     for number, changes in enumerate(every):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -244,8 +370,11 @@ def test_what_needs_the_whole_step_is_refused_without_its_counts(tmp_path: Path)
         if "data.advantages" in changes:
             grouped = [{name: value for name, value in one.items() if name != "advantage"} for one in grouped]
         with Session(config) as session:
-            with pytest.raises(SessionError, match="give `totals`"):
+            with pytest.raises(SessionError, match="give `totals"):
                 session.forward_backward(grouped)
+            if number:  # a part of the step is not enough, even with the whole step's counts
+                with pytest.raises(SessionError, match="all documents of the step in one call"):
+                    session.forward_backward(grouped[:10], totals=session.totals(grouped))
             session.forward_backward(grouped, totals=session.totals(grouped))
             assert session.gradient_norm() > 0
 

@@ -188,7 +188,6 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
     }
     environment = {"class": "turn_environments:Sorting"}
     for sampler, problem in (
-        ({}, "sampler.reward or sampler.environment"),
         ({"reward": "a:b", "environment": environment}, "one of the two"),
         ({"reward": "a:b", "max_turns": 3}, "sampler.max_turns is for sampler.environment"),
         ({"environment": environment}, "is more than data.tokens_per_microbatch: 64"),

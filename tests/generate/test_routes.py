@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def asked() -> list[Asked]:
 
 def scored(policy: Policy, rollouts: list[Rollout], sharing: Sharing | None = None) -> Any:
     runner = StepRunner(policy, Objective(CrossEntropy(), Denominator("labels", None)), "full", keep_scores=True)
+    if sharing is not None:
+        sharing = replace(sharing, alike=policy.token_fields)
     return runner.accumulate(make_plan(rollouts, [list(range(len(rollouts)))], 0, sharing=sharing))
 
 

@@ -163,7 +163,7 @@ def test_a_router_that_cannot_be_given_experts_is_known() -> None:
     count_routes(model)
     assert RoutedLayers.of(model).shape.experts == ()
     with pytest.raises(ModelError, match=r"model\.experts\.replay: require: ModuleList has no routers, or none"):
-        check_settings(model, ExpertSettings(replay="require"), 1)
+        check_settings(model, ExpertSettings(replay="require"))
 
 
 def test_widths_that_no_kernel_divides(family: str) -> None:

@@ -102,7 +102,7 @@ def _document(number: int, ids: np.ndarray, draw: np.random.Generator) -> Rollou
 
 
 def shared(documents: list[Rollout], multiple: int = 8) -> PackedBatch:
-    batch = pack(documents, multiple, forest=share([document.input_ids for document in documents], Sharing()))
+    batch = pack(documents, multiple, forest=share(documents, Sharing()))
     assert any(parent >= 0 for parent in batch.tokens.parents)
     assert len(batch.tokens) < sum(document.num_tokens for document in documents)
     return batch
@@ -160,7 +160,7 @@ def test_recomputed_layers_see_the_same_paths(tmp_path: Path) -> None:
     for recomputes, sharing in ((False, None), (True, Sharing())):
         directory = make_model(tmp_path / f"{recomputes}", "gemma2")
         policy = load_policy(directory, device="cpu", activation_checkpointing=recomputes)
-        batch = pack(documents, forest=share([document.input_ids for document in documents], sharing))
+        batch = pack(documents, forest=share(documents, sharing))
         policy.weights.zero_gradients()
         rows = policy.hidden(batch.tokens)[batch.labels.rows]
         (rows * torch.linspace(-1, 1, rows.shape[1])).sum().backward()

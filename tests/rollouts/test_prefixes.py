@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from documents import make_document
 from truestep.rollouts.packing import pack
-from truestep.rollouts.prefixes import find_segments, forest_of, share
+from truestep.rollouts.prefixes import find_segments, forest_of, identities, share
 from truestep.step.plan.plan import StepRule, plan_exactly, plan_packed
 from truestep.step.plan.trees import find_ties, make_items
-from truestep.types import Rollout, Sharing
+from truestep.step.update.blame import only
+from truestep.types import ROUTES, Rollout, Sharing
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
 
@@ -115,13 +116,45 @@ def test_sharing_never_changes_which_documents_a_packed_step_has() -> None:
 
 def test_a_row_where_documents_part_has_a_label_of_each() -> None:
     ids = [[1, 2, 3], [1, 2, 4], [1, 2]]
-    three = [
-        Rollout(id=str(number), input_ids=np.array(own), loss_mask=np.arange(len(own)) == len(own) - 1)
-        for number, own in enumerate(ids)
-    ]
-    batch = pack(three, 4, forest=share([document.input_ids for document in three], Sharing()))
+    three = of_ids(*ids)
+    batch = pack(three, 4, forest=share(three, Sharing()))
     assert batch.tokens.input_ids.tolist() == [1, 2, 3, 4] and batch.tokens.position_ids.tolist() == [0, 1, 2, 2]
     assert batch.tokens.segments.tolist() == [0, 2, 3, 4] and batch.tokens.parents == (-1, 0, 0)
     assert batch.labels.rows.tolist() == [1, 1, 0] and batch.labels.ids.tolist() == [3, 4, 2]
     assert batch.tokens.sequences is not None and batch.tokens.sequences.tolist() == [3, 3, 1, 1]
     assert math.prod(batch.labels.document.tolist()) == 0 and batch.labels.num_labels.tolist() == [1, 1, 1]
+
+
+def of_ids(*ids: list[int]) -> list[Rollout]:
+    return [
+        Rollout(id=str(number), input_ids=np.array(own), loss_mask=np.arange(len(own)) == len(own) - 1)
+        for number, own in enumerate(ids)
+    ]
+
+
+def test_some_documents_of_a_plan_have_segments_of_their_own() -> None:
+    """Where an error's cause is looked for, halves of a step are computed."""
+    documents = of_ids([1, 2, 3], [1, 2, 4], [7, 8, 9], [5, 6])
+    plan = plan_exactly(documents, StepRule(4, False, 1, 1, 64, share="always"), 0)
+    (members,) = plan.micro_batches
+    assert forest_of(plan, members) is not None
+    for some in ([2, 3], [0, 1], [1, 3]):
+        half = only(plan, some)
+        kept = [plan.documents[index].input_ids for index in some]
+        (members,) = half.micro_batches
+        packed = pack([half.sequences[index] for index in members], forest=forest_of(half, members))
+        assert packed.tokens.num_tokens == find_segments(kept).tokens
+        assert set(packed.tokens.input_ids.tolist()) <= {int(token) for ids in kept for token in ids}
+
+
+def test_tokens_of_other_ids_are_never_alike_whatever_their_experts() -> None:
+    def routed(token: int, expert: int) -> Rollout:
+        routes = np.ones((3, 1, 2), np.int16)
+        routes[1, 0, 0] = expert
+        return dataclasses.replace(of_ids([7, token, 3])[0], token_fields={ROUTES: routes})
+
+    seen: dict[int, tuple[int, int]] = {}
+    for token in range(16):
+        for expert in range(16):
+            (numbers,) = identities([routed(token, expert)], (ROUTES,))
+            assert seen.setdefault(int(numbers[1]), (token, expert)) == (token, expert)

@@ -93,8 +93,8 @@ def _wrong(config: dict[str, Any], model: Path, folder: Path) -> set[str]:
 def test_frequencies_of_a_micro_batch_are_found(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault of other trainers: the balance term takes the shares of some of the step's tokens."""
 
-    def of_one(self: StepRunner, plan: StepPlan, micro_batches: Any) -> Any:
-        return honest(self, plan, micro_batches[:1])
+    def of_one(self: StepRunner, plan: StepPlan, own: Any, every: Any) -> Any:
+        return honest(self, plan, own, every[:1])
 
     honest = StepRunner._choices
     monkeypatch.setattr(StepRunner, "_choices", of_one)

@@ -44,10 +44,10 @@ _LOCAL_LABELS = [0]
 def _know_local_labels() -> None:
     honest = StepRunner._accumulate
 
-    def counting(self: StepRunner, plan: StepPlan, backward: bool) -> Any:
+    def counting(self: StepRunner, plan: StepPlan, *given: Any) -> Any:
         mine = [index for members in plan.of_rank(self._ranks.data_rank) for index in members]
         _LOCAL_LABELS[0] = sum(plan.documents[index].num_labels for index in mine)
-        return honest(self, plan, backward)
+        return honest(self, plan, *given)
 
     StepRunner._accumulate = counting  # type: ignore[method-assign]
 

@@ -116,5 +116,6 @@ def test_a_step_under_these_layouts_is_the_oracles(kind: str, group: str, judge_
 
 
 def test_every_layout_is_in_a_group() -> None:
-    known = [layout.name for layout in layouts_for(64, 20, 4, kernels=True)]
+    # Those of experts are tried with mixtures: test_experts.py.
+    known = [layout.name for layout in layouts_for(64, 20, 4, kernels=True) if "expert" not in layout.name]
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(known)

@@ -1,8 +1,10 @@
 """A loop of one's own in Python: sample, compute gradients, update, over the parts that `train` is made of."""
 
+import json
+import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +14,9 @@ import numpy as np
 import torch
 
 from truestep.commands.running import configured
+from truestep.commands.samples import Prompt, Sample, ids_of, with_options
 from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler
-from truestep.environments.prompts import tokenise
 from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
@@ -25,7 +27,7 @@ from truestep.losses.label_losses import LabelLoss, LabelTerm
 from truestep.losses.labels import Labels
 from truestep.losses.objective import ONE_OF_EACH, Denominator, Objective
 from truestep.metrics.loads import Counts
-from truestep.metrics.types import Metric, merge, values
+from truestep.metrics.types import Metric, Sum, merge, values
 from truestep.model.policy import Policy
 from truestep.process.randomness import seed_random
 from truestep.ranks.group import leave
@@ -42,6 +44,7 @@ from truestep.run.assemble.step import (
     make_optimizer,
     make_rule,
     make_runner,
+    needs_logprobs,
 )
 from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
@@ -53,7 +56,7 @@ from truestep.step.update.optimizer import optimizer_parts, restore_optimizer
 from truestep.tools.export import export
 from truestep.types import DocumentScore, Rollout, StepPlan, StepTotals
 from truestep.weights.finite import some
-from truestep.weights.tensor_parts import StoredTensors
+from truestep.weights.tensor_parts import FOLDER, StoredTensors
 
 # A loss of one's own: from the log-probs of each document's labels to one number, which autograd differentiates.
 Closure = Callable[[list[torch.Tensor], Sequence[Rollout]], torch.Tensor]
@@ -61,35 +64,11 @@ Loss = Mapping[str, Any] | LabelLoss | Closure | None
 Documents = Sequence[Rollout | Mapping[str, Any]]
 
 _TERMS = ("loss", "policy_loss", "kl_reference", "kl_cov", "entropy_bonus", "z_loss")  # metrics with a denominator
+_COUNTS = ("num_sequences", "num_micro_batches", "computed_tokens")
 
 
 class SessionError(TruestepError):
     """The session's methods were called in an order that has no meaning, or with what they cannot use."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A completion that the policy drew."""
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of its tokens, at the temperature
-    text: str  # without special tokens; empty if the model has no tokenizer
-    stopped: bool  # by itself, not by the limit of tokens
-    temperature: float
-    version: int  # documents that the policy had been trained on
-
-    def record(self, **fields: Any) -> dict[str, Any]:
-        """Return a record to train on (docs/rollouts.md). `fields` are its others: reward, group_id, advantage."""
-        return {
-            "input_ids": [*self.prompt_ids, *self.token_ids],
-            "prompt_length": len(self.prompt_ids),
-            "logprobs": list(self.logprobs),
-            "temperature": self.temperature,
-            "truncated": not self.stopped,
-            "model_version": self.version,
-            **fields,
-        }
 
 
 @dataclass(frozen=True)
@@ -100,21 +79,34 @@ class _Given(LabelLoss):
         return LabelTerm(labels.advantages * labels.logprobs, labels.advantages)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a loss needs: its configuration says which fields records must have."""
+
+    config: Config
+    objective: Objective
+    annotators: Annotators
+
+
 @dataclass
 class _Gradient:
     """The gradient of the step that is open."""
 
     kind: object  # how its calls are divided: they must agree
     counted: Objective | None  # whose denominators are those of all calls; None: they are in the gradient already
+    complete: str = ""  # why no further call may add to it
     totals: StepTotals = field(default_factory=lambda: StepTotals(0, 0, 0))
     metrics: dict[str, Metric] = field(default_factory=dict)
     loads: Counts | None = None
-    norm: float | None = None  # before clipping; set once the gradient is whole
+    reduced: bool = False  # over the ranks
+    norm: float | None = None  # before clipping
 
     @property
     def scale(self) -> float:
         """The factor that makes the step's gradient of what the calls have added up."""
-        return 1.0 if self.counted is None else self.counted.step_scale(self.totals) or 0.0
+        scale = 1.0 if self.counted is None else self.counted.step_scale(self.totals)
+        assert scale is not None
+        return scale
 
     def line(self) -> dict[str, Any]:
         """Return the metrics of all calls, and the step's counts."""
@@ -122,7 +114,7 @@ class _Gradient:
         if self.counted is not None:
             scale = self.counted.denominator.step_scale(self.totals)
             line |= {name: line[name] * scale for name in _TERMS if name in line}
-        return line | asdict(self.totals)
+        return line | {name: int(line[name]) for name in _COUNTS if name in line} | asdict(self.totals)
 
     def add(self, totals: StepTotals, metrics: Mapping[str, Metric], loads: Counts | None) -> None:
         counts = {name: count + getattr(totals, name) for name, count in asdict(self.totals).items()}
@@ -149,23 +141,22 @@ class Session:
     """The updates so far."""
     documents_seen: int
     """The documents of these updates."""
-    _learner: Learner
-    _generator: EngineGenerator
-    _annotators: Annotators
-    _gradient: _Gradient | None
     _sampled: int  # prompts
 
     def __init__(self, config: Config | str | Path, *, weights: str | Path | None = None):
         """Load the model of a configuration, or a checkpoint that `save` or a run wrote (`weights`)."""
         self.config = configured(config)
+        if self.config.data.truncated == "drop":
+            raise SessionError("data.truncated: drop leaves documents without a score: a session takes keep or mask")
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         check_custom_code(self.config)
+        seed_random(self.config.seed)
         self._ranks = join_ranks(self.config)
-        self._open = ExitStack()
-        self._watch = Watch(self._ranks, self.config.schedule.stall_timeout)
-        self._open.enter_context(self._watch.watching())
         self._learning_rate = make_learning_rate(self.config)
+        self._learner: Learner | None = None
+        self._gradient: _Gradient | None = None
+        self._parts: dict[str, _Parts] = {}  # of the losses that were asked for, by their sections
         self.load(weights)
 
     def __enter__(self) -> "Session":
@@ -174,31 +165,56 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, traceback)
         if kind is None:
             leave()
 
     def close(self) -> None:
-        self.__exit__(None, None, None)
+        leave()
 
     @property
     def policy(self) -> Policy:
-        return self._learner.policy
+        return self._here.policy
 
     @property
     def tokenizer(self) -> Any:
         return self.policy.tokenizer
 
+    @property
+    def _here(self) -> Learner:
+        if self._learner is None:
+            raise SessionError("the session has no weights, since a load or an update failed: load a checkpoint")
+        return self._learner
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Watch a call: if a rank stalls in it or is gone, all ranks end and name it. What a program does between two
+        calls may take any time."""
+        watch = Watch(self._ranks, self.config.schedule.stall_timeout)
+        watch.phase(what)
+        with watch.watching():
+            yield
+
     # Documents
 
     def documents(self, records: Documents, *, needs_all: bool = True) -> list[Rollout]:
-        """Check records as those of a file are checked, and compute the advantages of groups. Without `needs_all` they
-        may lack log-probs, rewards and advantages."""
-        if all(isinstance(record, Rollout) for record in records):
-            return [record for record in records if isinstance(record, Rollout)]
+        """Check records as those of a file are checked, and compute the advantages of groups, which are whole here.
+        Without `needs_all` they may lack log-probs, rewards and advantages."""
+        return self._checked(records, self.config if needs_all else None)
+
+    def totals(self, documents: Documents) -> StepTotals:
+        """Count documents and labels: the totals of a step, for `forward_backward`."""
+        return totals_of(self._checked(documents, None))
+
+    def _checked(self, records: Documents, needs: Config | None) -> list[Rollout]:
+        """Return documents. `needs`: the configuration whose loss says what they must have; None: no loss does."""
+        given = [record for record in records if isinstance(record, Rollout)]
+        if given and len(given) == len(records):
+            self._check_rollouts(given, needs)
+            return given
         routes = replayed_by(self.config, self.policy)
-        checks = checks_of(self.config, self.policy.vocabulary_size, lambda: self.tokenizer, routes)
-        if not needs_all:
+        checks = checks_of(needs or self.config, self.policy.vocabulary_size, lambda: self.tokenizer, routes)
+        checks = replace(checks, group_size=None)
+        if needs is None:
             checks = replace(checks, needs=Needs(logprobs=False, advantages=False, advantage_rule="none"))
         named = (
             {"id": f"{self.documents_seen}.{number}", **record} if isinstance(record, Mapping) else record
@@ -206,19 +222,24 @@ class Session:
         )
         return list(check_records(named, checks))
 
-    def totals(self, documents: Documents) -> StepTotals:
-        """Count documents and labels: the totals of a step, for `forward_backward`."""
-        return totals_of(self.documents(documents, needs_all=False))
+    def _check_rollouts(self, documents: Sequence[Rollout], needs: Config | None) -> None:
+        for document in documents if needs is not None and not needs.loss.supervised else ():
+            if document.num_labels and document.advantages is None and document.difference is None:
+                raise SessionError(f"document {document.id} has no advantage: make documents of records with rewards")
+            if document.num_labels and needs is not None and needs_logprobs(needs) and document.logprobs is None:
+                raise SessionError(f"document {document.id} has no log-probs of its sampler, which the loss needs")
 
     # Passes
 
     def forward(self, documents: Documents) -> list[DocumentScore]:
         """Compute the log-probs and entropies of the labels of each document."""
-        self._watch.phase("computing a forward pass")
-        made = self.documents(documents, needs_all=False)
-        runner = replace(self._learner.runner, objective=_linear(), metrics_level=None, skip_zero_advantage=False)
-        without = [_with_slopes(document, np.zeros(document.num_labels, np.float32)) for document in made]
-        return list(runner.accumulate(self._plan(without), backward=False).scores)
+        made = self._checked(documents, None)
+        plan = self._plan([_with_slopes(document, np.zeros(document.num_labels, np.float32)) for document in made])
+        runner = replace(self._here.runner, objective=_linear(), metrics_level=None, skip_zero_advantage=False)
+        with self._doing("computing a forward pass"):
+            scores = runner.accumulate(plan, backward=False).scores
+        runner.stopwatch.drain()
+        return list(scores)
 
     def logprobs(self, documents: Documents) -> list[np.ndarray]:
         """Compute the log-probs of the labels of each document."""
@@ -234,28 +255,42 @@ class Session:
         `totals`: the counts of the whole step, if they are known. Without them, denominators are counted over all calls
         and applied by `step`; with them at once, as `train` does, so that its numbers are the same bit for bit.
         """
-        self._watch.phase("computing a gradient")
-        if self._gradient is not None and self._gradient.norm is not None:
-            raise SessionError("the gradient of this step is whole: call step() or drop() before forward_backward")
         if callable(loss) and not isinstance(loss, LabelLoss):
+            if totals is not None:
+                raise SessionError("the number that a function gives is divided by nothing: leave out `totals`")
             return self._by_autograd(documents, loss)
-        objective = self._objective(loss)
-        supervised = objective.label_loss.supervised
-        made = self.documents(documents, needs_all=loss is None or not supervised)
-        plan = self._annotators.annotate(self._plan(made))
-        if totals is not None:
-            return self._backward(replace(plan, totals=totals), objective, totals_of(made), totals)
-        if self._has_router_terms:
-            raise SessionError("model.experts: terms of routers need the counts of the whole step: give `totals`")
-        if any(document.difference is not None for document in made):
-            raise SessionError("data.advantages over a step need the counts of the whole step: give `totals`")
-        if objective.step_scale(totals_of(made)) is None and objective.entropy_bonus:
-            raise SessionError("loss.entropy_normalize_by differs from loss.normalize_by: give `totals`")
-        plan, kind = replace(plan, totals=ONE_OF_EACH), (objective.denominator.normalize_by, objective.gradient_divisor)
-        return self._backward(plan, objective, totals_of(made), kind, counted=objective)
+        parts = self._parts_of(loss)
+        made = self._checked(documents, parts.config)
+        plan = self._plan(made)
+        counts, kind, counted = totals_of(made), object(), None
+        complete = self._whole_step(parts.objective, made)
+        if complete:
+            if totals != counts or self._gradient is not None:
+                raise SessionError(
+                    f"{complete} needs all documents of the step in one call: give `totals=session.totals(documents)`"
+                )
+        elif totals is None:
+            if parts.objective.step_scale(counts) is None:
+                raise SessionError("loss.entropy_normalize_by differs from loss.normalize_by: give `totals`")
+            kind, counted = (parts.objective.denominator, parts.objective.gradient_divisor), parts.objective
+        else:
+            kind = totals
+        self._check_open(kind)
+        with self._doing("computing a gradient"), self._or_dropped():
+            plan = replace(parts.annotators.annotate(plan), totals=totals or ONE_OF_EACH)
+            runner = replace(self._here.runner, objective=parts.objective)
+            if loss is not None:  # of which nobody knows that it has no gradient where an advantage is 0
+                runner = replace(runner, skip_zero_advantage=False)
+            accumulated = runner.accumulate(plan, first=self._gradient is None, last=False)
+            self._gradient = self._gradient or _Gradient(kind, counted, complete)
+            self._gradient.add(counts, accumulated.metrics, accumulated.loads)
+        return list(accumulated.scores)
 
     def _by_autograd(self, documents: Documents, loss: Closure) -> list[DocumentScore]:
-        made = self.documents(documents, needs_all=False)
+        if self.policy.routing is not None and self.policy.routing.settings.has_terms:
+            raise SessionError("model.experts: terms of routers have no place in a function of log-probs")
+        self._check_open("a function")
+        made = self._checked(documents, None)
         scores = self.forward(made)
         leaves = [torch.tensor(score.logprobs, requires_grad=True) for score in scores]
         with torch.enable_grad():
@@ -266,27 +301,72 @@ class Session:
         slopes = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
         weighted = [_with_slopes(document, slope.numpy()) for document, slope in zip(made, slopes, strict=True)]
         plan = replace(self._plan(weighted), totals=ONE_OF_EACH)
-        return self._backward(plan, _linear(), totals_of(made), "a function")
+        runner = replace(self._here.runner, objective=_linear(), metrics_level=None, skip_zero_advantage=False)
+        with self._doing("computing a gradient"), self._or_dropped():
+            accumulated = runner.accumulate(plan, first=self._gradient is None, last=False)
+            self._gradient = self._gradient or _Gradient("a function", None)
+            metrics = accumulated.metrics | {"loss": Sum(float(value.detach()))}
+            self._gradient.add(totals_of(made), metrics, accumulated.loads)
+        return list(accumulated.scores)
 
-    def _backward(
-        self,
-        plan: StepPlan,
-        objective: Objective,
-        totals: StepTotals,
-        kind: object,
-        *,
-        counted: Objective | None = None,
-    ) -> list[DocumentScore]:
-        if (open_ := self._gradient) is not None and open_.kind != kind:
+    def _check_open(self, kind: object) -> None:
+        """Raise if the step takes no further call, or none that is divided in this way."""
+        if (open_ := self._gradient) is None:
+            return
+        if open_.norm is not None or open_.complete:
+            raise SessionError("the gradient of this step is whole: call step() or drop() before forward_backward")
+        if open_.kind != kind:
             raise SessionError(
                 "the calls of a step must be divided alike: all by their own count, by one normalize_by, or all by the "
                 "same `totals`, or all by functions"
             )
-        runner = replace(self._learner.runner, objective=objective)
-        accumulated = runner.accumulate(plan, first=open_ is None, last=False)
-        self._gradient = open_ or _Gradient(kind, counted)
-        self._gradient.add(totals, accumulated.metrics, accumulated.loads)
-        return list(accumulated.scores)
+
+    @contextmanager
+    def _or_dropped(self) -> Iterator[None]:
+        """Drop the gradient of the step where a call fails: some of its micro-batches may be in it."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+
+    def _whole_step(self, objective: Objective, documents: Sequence[Rollout]) -> str:
+        """Name what needs all documents of a step at once; empty if nothing does."""
+        if self.policy.routing is not None and self.policy.routing.settings.has_terms:
+            return "model.experts: a term of routers"
+        if objective.clip_cov is not None or objective.kl_cov is not None:
+            return "the choice of labels of loss.clip_cov and loss.kl_cov"
+        return "data.advantages over the step" if any(one.difference is not None for one in documents) else ""
+
+    def _parts_of(self, loss: Mapping[str, Any] | LabelLoss | None) -> _Parts:
+        """Return what a loss needs. The parts of a section are made once: it may have a reference model."""
+        if loss is not None and not isinstance(loss, (Mapping, LabelLoss)):
+            raise SessionError(
+                f"loss is {loss!r}: give a section such as {{'type': 'gspo'}}, a LabelLoss or a function"
+            )
+        name = json.dumps(loss, default=repr, sort_keys=True) if isinstance(loss, Mapping) else ""
+        if name not in self._parts:
+            config, runner = self.config, self._here.runner
+            if isinstance(loss, Mapping):
+                config = config.changed({"loss": dict(loss), "sampler": None, "evaluation": None})
+                runner = replace(runner, objective=make_objective(config))
+            annotators = make_annotators(
+                config, runner, lambda of: make_policy(config, self._ranks, of or config.model.path, frozen=True)
+            )
+            self._parts[name] = _Parts(config, runner.objective, annotators)
+        parts = self._parts[name]
+        if not name:
+            parts = replace(parts, objective=self._here.runner.objective)  # an entropy target steers it
+        return (
+            replace(parts, objective=replace(parts.objective, label_loss=loss))
+            if isinstance(loss, LabelLoss)
+            else parts
+        )
+
+    def _plan(self, documents: Sequence[Rollout]) -> StepPlan:
+        if not documents:
+            raise SessionError("there are no documents")
+        return plan_exactly(documents, make_rule(self.config, self.policy), self.documents_seen)
 
     # Updates
 
@@ -294,31 +374,36 @@ class Session:
         """Compute the norm of the step's gradient, before clipping. The step takes no further documents."""
         open_ = self._whole()
         if open_.norm is None:
-            self._watch.phase("computing the gradient's norm")
-            self._learner.runner.reduce()
-            open_.norm = self._learner.gradient_norm() * open_.scale
+            with self._doing("computing the gradient's norm"):
+                if not open_.reduced:
+                    self._here.runner.reduce()
+                    open_.reduced = True
+                open_.norm = self._here.gradient_norm() * open_.scale
         return open_.norm
 
     def step(self, learning_rate: float | None = None) -> dict[str, Any]:
         """Update the weights by the step's gradient. Return the step's metrics. The learning rate is by default the
         configuration's for this step."""
-        self._watch.phase("updating the weights")
-        norm, open_, learner = self.gradient_norm(), self._whole(), self._learner
+        norm, open_, learner = self.gradient_norm(), self._whole(), self._here
         if not learner.usable(norm):
             self.drop()
             raise SessionError(f"{explain_useless(norm, learner.gradient_clip)}; nothing was updated")
         rate = self._learning_rate.at(self.steps + 1) if learning_rate is None else learning_rate
-        learner.update(rate, norm, open_.loads, open_.scale)
-        if ruined := learner.update_check.ruined():
+        with self._doing("updating the weights"):
+            learner.update(rate, norm, open_.loads, open_.scale)
+            ruined = learner.update_check.ruined()
+        if ruined:
+            self._learner = self._gradient = None
             raise SessionError(f"the update left weights that are not finite: {some(ruined)}. Load the last checkpoint")
         learner.runner = learner.runner.steered(open_.metrics)
+        learner.runner.stopwatch.drain()
         self._gradient, self.steps = None, self.steps + 1
         self.documents_seen += open_.totals.num_documents
         return {"step": self.steps, **open_.line(), "grad_norm": norm, "learning_rate": rate}
 
     def drop(self) -> None:
         """Forget the gradient of the step that is open."""
-        self._learner.forget_gradient()
+        self._here.forget_gradient()
         self._gradient = None
 
     def _whole(self) -> _Gradient:
@@ -328,124 +413,105 @@ class Session:
 
     # Sampling
 
-    def sample(
-        self, prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]], count: int = 1, **options: Any
-    ) -> list[list[Sample]]:
+    def sample(self, prompts: Sequence[Prompt], count: int = 1, **options: Any) -> list[list[Sample]]:
         """Draw `count` completions of each prompt with the weights as they are. A prompt is text, chat messages or
         token ids. `options`: temperature, max_new_tokens, top_p, top_k, min_p, stop, as in `sampler`."""
-        self._watch.phase("sampling")
-        options, draw = dict(options), self._draw_options()
-        if "stop" in options:
-            options["stop"] = tuple(options["stop"])
-        if unknown := sorted(set(options) - {*DrawOptions.__dataclass_fields__} | {"stop_ids"} & set(options)):
-            raise SessionError(f"sample: {', '.join(unknown)} is unknown")
-        draw = replace(draw, **options)
-        read = (lambda _: "") if self.tokenizer is None else reader(self.policy)
-        items = [(self._sampled + number, self._ids(prompt)) for number, prompt in enumerate(prompts)]
+        parallel = self.config.parallel
+        if parallel.pipeline > 1 or parallel.expert > 1:
+            raise SessionError("sample: parallel.pipeline and parallel.expert divide layers, which sampling cannot use")
+        draw = with_options(self._draw_options(), options)
+        items = list(enumerate(ids_of(prompts, self.policy), self._sampled))
 
         def work(item: tuple[int, tuple[int, ...]], generate: Generate) -> Coroutine[Any, Any, list[Completion]]:
             number, ids = item
             seeds = ((self.config.seed, DRAWS, number, member) for member in range(count))
             return run_all([_completed(generate, Request(ids, draw, seed)) for seed in seeds])
 
-        self._generator.weights(self.documents_seen)
-        drawn = self._generator.map(items, work)
+        with self._doing("sampling"):
+            self._generator.weights(self.documents_seen)
+            drawn = self._generator.map(items, work)
         self._sampled += len(items)
+        read: Callable[[Sequence[int]], str] = (lambda _: "") if self.tokenizer is None else reader(self.policy)
         return [
-            [
-                Sample(
-                    ids,
-                    tuple(one.token_ids),
-                    tuple(one.logprobs),
-                    read(one.token_ids),
-                    one.stopped,
-                    draw.temperature,
-                    self.documents_seen,
-                )
-                for one in completions
-            ]
+            [Sample.of(ids, one, read(one.token_ids), draw.temperature, self.documents_seen) for one in completions]
             for (_, ids), completions in zip(items, drawn, strict=True)
         ]
 
     def _draw_options(self) -> DrawOptions:
-        if isinstance(self.config.sampler, InProcessSampler):
-            return draw_options(self.config.sampler, self.policy)
-        return DrawOptions(1.0, 256, stop_ids(self.policy))
-
-    def _ids(self, prompt: str | Sequence[Any]) -> tuple[int, ...]:
-        if not isinstance(prompt, str) and prompt and all(isinstance(token, (int, np.integer)) for token in prompt):
-            return tuple(int(token) for token in prompt)
-        return tokenise(prompt if isinstance(prompt, str) else list(prompt), self.tokenizer, "sample")
+        sampler = self.config.sampler
+        if isinstance(sampler, InProcessSampler):
+            return draw_options(sampler, self.policy)
+        if sampler is None:
+            return DrawOptions(1.0, 256, stop_ids(self.policy))
+        return DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(self.policy))
 
     # States
 
     def save(self, directory: str | Path) -> Path:
         """Write a checkpoint of weights, optimizer and counts into a directory; return its path. `load`, `Session(...,
         weights=...)` and `truestep export` read it."""
-        self._watch.phase("saving")
         if self._gradient is not None:
             raise SessionError("a checkpoint holds no gradient: call step() or drop() before save")
-        store = CheckpointStore(Path(directory), keep=2**31)
-        saves = Saves(store, self._ranks)
+        store, learner = CheckpointStore(Path(directory), keep=2**31), self._here
+        there = store.final(self.steps)
+        if self._ranks.share(there.exists):
+            raise SessionError(f"{there} exists already: remove it, or name another directory")
         queue = {"documents_seen": self.documents_seen, "sampled": self._sampled}
-        progress = Progress(self.steps, queue, (), 0, entropy_bonus=self._learner.runner.objective.steered_weight)
-        parts = optimizer_parts(self._learner.optimizer, self.policy.weights)
-        complete = saves.begin(self.policy, parts, progress, self.documents_seen) or saves.finish()
-        saves.close()
+        progress = Progress(self.steps, queue, (), 0, entropy_bonus=learner.runner.objective.steered_weight)
+        saves = Saves(store, self._ranks)
+        with self._doing("saving"):
+            parts = optimizer_parts(learner.optimizer, self.policy.weights)
+            complete = saves.begin(self.policy, parts, progress, self.documents_seen) or saves.finish()
+            saves.close()
         assert complete is not None
         return complete.path
 
     def load(self, checkpoint: str | Path | None) -> None:
-        """Go back to a checkpoint, or with None to the configuration's model. A gradient that is open is dropped."""
-        self._watch.phase("loading the model")
+        """Go back to a checkpoint, or with None to the configuration's model. A gradient that is open is dropped. The
+        random state of the process becomes the checkpoint's."""
         config, path = self.config, None if checkpoint is None else Path(checkpoint)
-        policy = make_policy(config, self._ranks, None if path is None else str(path))
-        optimizer = make_optimizer(config, policy.weights)
-        runner = replace(make_runner(config, policy), keep_scores=True, compares=None)
-        seed_random(config.seed)
-        self.steps = self.documents_seen = self._sampled = 0
-        if path is not None:
-            progress = read_progress(path, self._ranks.rank)
-            restore_optimizer(optimizer, policy.weights, StoredTensors(path))
-            runner = runner.with_entropy_bonus(progress.entropy_bonus)
-            self.steps, self.documents_seen = progress.step, int(progress.queue["documents_seen"])
-            self._sampled = int(progress.queue.get("sampled", 0))
-        self._learner, self._gradient = Learner(runner, optimizer, config.optimizer.gradient_clip), None
-        self._annotators = make_annotators(
-            config, runner, lambda of: make_policy(config, self._ranks, of or config.model.path, frozen=True)
-        )
-        sampler = config.sampler
-        settings = (
-            engine_settings(sampler, config.deterministic)
-            if isinstance(sampler, InProcessSampler)
-            else EngineSettings(waves=config.deterministic)
-        )
+        if path is not None and not (path / FOLDER / "state.json").is_file():
+            raise SessionError(f"{path} is no checkpoint of truestep; the directory of a model is given as model.path")
+        progress = Progress(0, {"documents_seen": 0}, (), 0) if path is None else read_progress(path, self._ranks.rank)
+        self._learner = self._gradient = None  # two models may not fit the device
+        self._parts.clear()
+        with self._doing("loading the model"):
+            policy = make_policy(config, self._ranks, None if path is None else str(path))
+            optimizer = make_optimizer(config, policy.weights)
+            runner = replace(make_runner(config, policy), keep_scores=True, compares=None)
+            if path is not None:
+                restore_optimizer(optimizer, policy.weights, StoredTensors(path))
+        settings = EngineSettings(waves=config.deterministic)
+        if isinstance(config.sampler, InProcessSampler):
+            settings = engine_settings(config.sampler, config.deterministic)
         self._generator = EngineGenerator(policy, settings)
+        self._learner = Learner(
+            runner.with_entropy_bonus(progress.entropy_bonus), optimizer, config.optimizer.gradient_clip
+        )
+        self.steps, self.documents_seen = progress.step, int(progress.queue["documents_seen"])
+        self._sampled = int(progress.queue.get("sampled", 0))
 
     def export(self, output: str | Path, *, dtype: str = "bfloat16") -> None:
         """Write the weights as a Hugging Face directory. An adapter is merged into its model."""
-        output = Path(output)
+        output = Path(output).absolute()
 
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
-            checkpoint = self.save(self._ranks.share(lambda: folder))
+        def folder() -> str:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            return tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.")
+
+        with _removed(self._ranks.share(folder), self._ranks.first) as place:
+            checkpoint = self.save(place)
             self._ranks.share(lambda: str(export(checkpoint, output, dtype)))
 
-    def _plan(self, documents: Sequence[Rollout]) -> StepPlan:
-        if not documents:
-            raise SessionError("there are no documents")
-        return plan_exactly(documents, make_rule(self.config, self.policy), self.documents_seen)
 
-    def _objective(self, loss: Mapping[str, Any] | LabelLoss | None) -> Objective:
-        own = self._learner.runner.objective
-        if loss is None:
-            return own
-        if isinstance(loss, LabelLoss):
-            return replace(own, label_loss=loss)
-        return make_objective(self.config.changed({"loss": dict(loss)}))
-
-    @property
-    def _has_router_terms(self) -> bool:
-        return self.policy.routing is not None and self.policy.routing.settings.has_terms
+@contextmanager
+def _removed(folder: str, here: bool) -> Iterator[Path]:
+    """Remove a folder at the end, on the rank that made it."""
+    try:
+        yield Path(folder)
+    finally:
+        if here:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _completed(generate: Generate, request: Request) -> Completion:

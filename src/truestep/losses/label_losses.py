@@ -74,6 +74,11 @@ class FunctionLoss(LabelLoss):
 
     function: Callable[[Labels], Any]
     name: str
+    whole_documents: ClassVar[bool] = True  # it may take sums over documents
+
+    @property
+    def document_ratio(self) -> bool:
+        return False
 
     def __call__(self, labels: Labels) -> LabelTerm:
         with torch.enable_grad():

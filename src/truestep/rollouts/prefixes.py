@@ -119,7 +119,7 @@ def _identity(document: Rollout, alike: Collection[str]) -> np.ndarray:
         rows = np.zeros((len(found), -(-width // 4) * 4), np.uint16)
         # A token without a row is like one whose values are -1, as in a document of several sequences.
         rows[: len(values), :width] = values.reshape(len(values), width).astype(np.uint16) + np.uint16(1)
-        found = found.astype(np.uint64)
+        found = _mix(found.astype(np.uint64))
         for words in np.ascontiguousarray(rows.view(np.uint64).T):
             found = _mix(found ^ words)
     return found

@@ -110,7 +110,7 @@ def count_routes(model: Any) -> None:
             continue
         if (run := _runs(routed)) is not None:
             own, kind = run(None), _kind_of(run(None))
-            chosen = own[2].shape[1] if kind and _can_be_given(run, kind, routed.experts) else 0
+            chosen = own[2].shape[1] if kind and _can_be_given(run, kind) else 0
             put_in(routed.router, CountedRouter, number=None, terms=False, kind=kind, chosen=chosen, asks=False)
 
 
@@ -149,13 +149,13 @@ def _kind_of(found: _Result) -> str:
     return ""
 
 
-def _can_be_given(run: Callable[[torch.Tensor | None], _Result], kind: str, experts: int) -> bool:
+def _can_be_given(run: Callable[[torch.Tensor | None], _Result], kind: str) -> bool:
     """Tell whether a router weighs experts that are given to it as it weighs its own."""
     own = run(None)
     again = run(own[2])
     if not (torch.equal(again[1], own[1]) and torch.equal(again[2], own[2])):
         return False
-    others = (own[2] + 1) % experts
+    others = own[0].topk(own[2].shape[1], largest=False)[1].to(own[2].dtype)  # also from groups that it does not choose
     found = run(others)
     return torch.equal(found[2], others) and _kind_of(found) == kind
 

@@ -21,7 +21,8 @@ Every patch of transformers and torch:
 | model/experts/grouped.py | __class__ | experts; values are compared with ours before weights are read |
 | model/experts/grouped.py | first_number, last_number | attributes of our own modules |
 | model/experts/grouped.py | _experts_implementation | transformers' loop over experts within a comparison |
-| model/experts/routers.py | number, terms | attributes of our own modules |
+| generate/engine/routes.py | routes | a field of an object of ours |
+| model/experts/routers.py | number, terms, asks | attributes of our own modules |
 | model/fast/fused_attention.py | __class__, constants | restores a module of another form |
 | model/fast/fused_attention.py | AttentionInterface.register | records what an attention passes on; public API |
 | model/fast/fused_layers.py | joins, numbers | attributes of our own modules |

@@ -46,6 +46,7 @@ class ReferenceLogprobs(Annotator):
             return plan
         with self._at_use():
             scores = score_documents(self.runner, plan)
+        self.runner.stopwatch.drain()  # nobody reads the parts of this time
         return replace(plan, documents=with_logprobs(plan.documents, "reference_logprobs", scores))
 
 

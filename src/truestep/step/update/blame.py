@@ -21,7 +21,7 @@ def find_cause(runner: StepRunner, plan: StepPlan, clip: float | None) -> str:
     if not found:
         return "no single document causes it"
     names = ", ".join(printable(plan.documents[index].id) for index in found)
-    if _useless_without_values(runner, _only(plan, found), clip):
+    if _useless_without_values(runner, only(plan, found), clip):
         weights = runner.policy.weights
         size, where = largest({**weights.frozen, **weights.master}, weights.ranks)
         return (
@@ -42,7 +42,7 @@ def find_useless(runner: StepRunner, plan: StepPlan, clip: float | None) -> list
     waiting = [tuple(range(len(plan.documents)))]
     while waiting and len(found) < MOST_NAMED:
         some = waiting.pop(0)
-        runner.accumulate(_only(plan, some))
+        runner.accumulate(only(plan, some))
         if usable(gradient_norm(runner.policy.weights), clip):
             continue
         if len(some) == 1:
@@ -74,11 +74,12 @@ def _plain(document: Rollout, score: DocumentScore) -> Rollout:
     )
 
 
-def _only(plan: StepPlan, some: Sequence[int]) -> StepPlan:
+def only(plan: StepPlan, some: Sequence[int]) -> StepPlan:
     """Return the plan with some of its documents only, but with the same totals and number of micro-batches."""
     wanted = {index: number for number, index in enumerate(some)}
     kept = [number for number, document in enumerate(plan.document_of) if document in wanted]
     kept.sort(key=lambda number: (wanted[plan.document_of[number]], number))
     place = {index: number for number, index in enumerate(kept)}
     micro_batches = (tuple(place[index] for index in members if index in place) for members in plan.micro_batches)
-    return replace(plan, documents=tuple(plan.documents[i] for i in some), micro_batches=tuple(micro_batches))
+    documents = tuple(plan.documents[i] for i in some)
+    return replace(plan, documents=documents, micro_batches=tuple(micro_batches), forests={})
