@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import pickle
@@ -24,6 +25,7 @@ from api import own_code
 from api.own_rewards import Counting, scaled
 from small_runs import read_lines, sort_prompts, without_times, word_model, write_lines
 from truestep import Answer, Config, ConfigError, Environment, LabelTerm
+from truestep.commands import running
 from truestep.config import held
 from truestep.config.custom import name_of
 from truestep.environments.prompts import Prompt
@@ -283,6 +285,66 @@ def test_a_reward_has_to_be_given(task: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml:2: sampler needs sampler\.reward or sampler\.environment"):
         truestep.train(written)
     assert truestep.train(written, reward=closure(1.0)).step == 1
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize(
+    ("sections", "code"),
+    [
+        ({"loss": {"type": "grpo", "epsilon_low": 0.1, "normalize_by": "documents"}}, "loss"),
+        ({"preset": "dapo"}, "loss"),
+        ({"sampler": {"environment": {"type": "command", "run": "x"}, "max_turns": 3}}, "reward"),
+        ({"sampler": {"environment": {"type": "reasoning_gym", "options": {"task": "x"}}}}, "environment"),
+        ({"sampler": {"reward": "api.own_code:reward"}}, "environment"),
+    ],
+)
+def test_code_stands_in_place_of_what_the_configuration_names(
+    written: bool, sections: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    options = {
+        "model": {"path": "m"},
+        "data": {"group_size": 4},
+        "schedule": {"docs_per_step": 8, "steps": 1},
+        **sections,
+        "sampler": {
+            "prompts": "p.jsonl",
+            **({"reward": "a:b"} if code == "loss" else {}),
+            **sections.get("sampler", {}),
+        },
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(options), encoding="utf-8")
+    config: Any = file if written else Config(**options)
+    given = _config_of(config, code)
+    if code == "loss":
+        assert given.loss.type == "custom" and given.loss.function.startswith("this-program:")
+        wanted = "documents" if "loss" in sections else "labels"
+        assert given.loss.normalize_by == wanted and given.sampler.reward == "a:b"
+    else:
+        sampler, of = given.sampler, getattr(given.sampler, "environment", None)
+        assert (sampler.reward or "").startswith("this-program:") == (code == "reward") == (of is None)
+        assert of is None or (of.type == "python" and getattr(of, "class").startswith("this-program:"))
+
+
+def _config_of(config: Any, code: str) -> Any:
+    """Give the configuration that `train` has with code of this program."""
+    seen: list[Config] = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(config: Config, *_: Any, **__: Any) -> None:
+        seen.append(config)
+        raise Enough
+
+    pieces = {"loss": lambda labels: labels.logprobs, "reward": closure(1.0), "environment": environments()["class"]}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough):
+        patch.setattr(running, "train_here", stop)
+        truestep.train(
+            config.changed({"checkpoint.directory": "r"}) if isinstance(config, Config) else config,
+            **{code: pieces[code]},
+        )
+    return seen[0]
 
 
 def test_a_name_of_another_program_says_so(task: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ BECOMES: dict[str, dict[str, Any]] = {
     "verl": {
         "model.path": "~/models/deepseek-llm-7b-chat",
         "data.group_size": 8,
-        "schedule.docs_per_step": 8192,
+        "schedule.docs_per_step": 2048,  # of an update
         "loss.kl_reference.weight": 0.001,
         "loss.kl_reference.estimator": "k3",
         "loss.clip_cov": None,
@@ -186,7 +187,7 @@ def test_an_option_that_no_trainer_has_is_kept_as_a_comment(tmp_path: Path) -> N
         ("a.toml", "a = ", "a.toml: cannot be read: "),
         ("a.yaml", "- 1\n", "a.yaml: no options are in it"),
         ("a.sh", "echo hello\n", "a.sh: no options are in it"),
-        ("a.sh", "echo 'hello\n", "a.sh: cannot be read: No closing quotation"),
+        ("a.sh", "set -x\necho it's\n", "a.sh: cannot be read: line 2: a quotation that begins here has no end"),
     ],
 )
 def test_what_cannot_be_read_is_said(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -206,3 +207,153 @@ def test_the_command_writes_a_file_and_none_over_another(tmp_path: Path) -> None
     assert again.exit_code == 1 and "exists" in again.output
     shown = CliRunner().invoke(main, ["convert", str(theirs)])
     assert shown.output == output.read_text(encoding="utf-8")
+
+
+def converted_of(directory: Path, name: str, text: str) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Convert a file, load what comes of it, and give its text, its options and the comments by their option."""
+    theirs, ours = directory / name, directory / "ours.yaml"
+    theirs.write_text(text, encoding="utf-8")
+    written, converted = convert(theirs)
+    ours.write_text(written, encoding="utf-8")
+    return written, load_config(ours).model_dump(by_alias=True), converted.left
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\x00"])
+def test_no_letter_of_theirs_ends_a_comment(end: str, tmp_path: Path) -> None:
+    tree = {
+        f"un{end}seed: 79": 1,
+        "rollout_stop": f"x{end}seed: 77",
+        "own": f"y{end}seed: 78",
+        "n_samples_per_prompt": 2,
+    }
+    written, options, left = converted_of(tmp_path, "run.json", json.dumps(tree))
+    assert options["seed"] == int(describe.options()["seed"].default) and options["sampler"]["stop"] == [
+        f"x{end}seed: 77"
+    ]
+    assert len(left) == 2 and written.count("seed: 7") == 4
+
+
+def test_no_secret_is_written(tmp_path: Path) -> None:
+    script = "--pretrain m --n_samples_per_prompt 2 --wandb_key SECRET-1 --use_wandb SECRET-2 --hub_token SECRET-3"
+    script += " --remote_rm_url http://user:SECRET-4@host --my_password 'SECRET-5'\n"
+    written, _, left = converted_of(tmp_path, "run.sh", script)
+    assert "SECRET" not in written
+    assert {"wandb_key", "use_wandb", "hub_token", "remote_rm_url", "my_password"} == set(left)
+    assert written.count("***") == 5
+    switched, _, _ = converted_of(tmp_path, "on.sh", "--pretrain m --n_samples_per_prompt 2 --use_wandb true\n")
+    assert "use_wandb: true" in switched
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "lr: 5e-7\nnum_generations: 2\n"),
+        ("a.json", '{"lr": 5e-7, "num_generations": 2}'),
+        ("a.yaml", "actor:\n  rate: 5e-7\noptim: {lr: '${actor.rate}'}\nnum_generations: 2\n"),
+        ("a.sh", "train --num-generations 2 --lr 5e-7 && echo done\n"),
+        ("a.sh", "train --num-generations 2 --lr 5e-7 2>&1 | tee log\n"),
+        ("a.sh", "train --num-generations 2 --lr 5e-7 > log\n"),
+        ("a.sh", "train --num-generations 2 --lr 5e-7; echo done\n"),
+        ("a.sh", "train --num-generations 2 --lr 5e-7\necho done\n"),
+        ("a.sh", "LR=5e-7\ntrain --num-generations 2 --lr ${LR} \\\n  --seed 3\n"),
+        ("a.sh", "export LR=5e-7\ntrain --lr $LR --num-generations 2\n"),
+        ("a.sh", "train --lr ${LR:-5e-7} --num-generations 2\n"),
+        ("a.sh", 'ARGS="--lr 5e-7 --num-generations 2"\ntrain $ARGS --seed 3\n'),
+        ("a.sh", "ARGS=(\n  # the rate's\n  --lr 5e-7\n  --num-generations 2\n)\ntrain ${ARGS[@]} --seed 3\n"),
+        ("a.sh", 'echo "it\'s on"  # it\'s\ntrain --lr "5e-7" --num-generations 2\n'),
+    ],
+)
+def test_a_learning_rate_is_read_wherever_it_stands(name: str, text: str, tmp_path: Path) -> None:
+    _, options, _ = converted_of(tmp_path, name, text)
+    assert options["optimizer"]["learning_rate"] == 5e-7 and options["data"]["group_size"] == 2
+
+
+def test_a_variable_that_the_script_does_not_set_is_no_value(tmp_path: Path) -> None:
+    script = "train --num-generations 2 --lr ${LR} --pretrain $ROOT/m --min_p $(cat p) --rollout-stop '$x' \"<|a|>\"\n"
+    written, options, left = converted_of(tmp_path, "a.sh", script)
+    assert left["lr"] == "write optimizer.learning_rate" and "lr: ${LR}" in written
+    assert left["pretrain"].startswith("write model.path") and left["min_p"] == "write sampler.min_p"
+    assert options["sampler"]["stop"] == ["$x", "<|a|>"]
+
+
+VERL = "actor_rollout_ref: {rollout: {n: 2}}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "a.sh",
+            "--train_batch_size 128 --rollout_batch_size 64 --n_samples_per_prompt 8",
+            {"schedule.docs_per_step": 128},
+        ),
+        (
+            "a.sh",
+            "--rollout-batch-size 32 --global-batch-size 64 --n-samples-per-prompt 8",
+            {"schedule.docs_per_step": 64},
+        ),
+        (
+            "a.yaml",
+            f"{VERL}actor: {{ppo_mini_batch_size: 4}}\ndata: {{train_batch_size: 16}}\n",
+            {"schedule.docs_per_step": 8},
+        ),
+        (
+            "a.yaml",
+            f"{VERL}data: {{train_batch_size: 16}}\nactor: {{ppo_mini_batch_size: 4}}\n",
+            {"schedule.docs_per_step": 8},
+        ),
+        ("a.yaml", f"{VERL}data: {{train_batch_size: 16}}\n", {"schedule.docs_per_step": 32}),
+        (
+            "a.yaml",
+            f"{VERL}algorithm: {{adv_estimator: grpo, norm_adv_by_std_in_grpo: false}}\n",
+            {"data.advantages": "group_mean"},
+        ),
+        (
+            "a.yaml",
+            f"{VERL}algorithm: {{adv_estimator: rloo, norm_adv_by_std_in_grpo: true}}\n",
+            {"data.advantages": "leave_one_out"},
+        ),
+        (
+            "a.sh",
+            "--advantage_estimator reinforce_baseline --no_advantage_std_norm --n_samples_per_prompt 2",
+            {"data.advantages": "group_mean"},
+        ),
+        (
+            "a.sh",
+            "--advantage_estimator group_norm --no_advantage_std_norm --n_samples_per_prompt 2",
+            {"data.advantages": "group_normalized"},
+        ),
+        (
+            "a.yaml",
+            "grpo: {normalize_rewards: true, use_leave_one_out_baseline: true, num_generations_per_prompt: 2}\n",
+            {"data.advantages": "leave_one_out", "data.advantage_scale": "group"},
+        ),
+        (
+            "a.yaml",
+            "grpo: {normalize_rewards: true, use_leave_one_out_baseline: false, num_generations_per_prompt: 2}\n",
+            {"data.advantages": "group_normalized", "data.advantage_scale": None},
+        ),
+        (
+            "a.yaml",
+            "importance_sampling_level: token\nloss_type: cispo\nepsilon: 0.2\nepsilon_high: 5.0\nnum_generations: 2\n",
+            {"loss.type": "cispo", "loss.normalize_by": "labels", "loss.epsilon_low": 1.0, "loss.epsilon_high": 4.0},
+        ),
+        ("a.yaml", "loss_type: sapo\nepsilon: 0.2\nnum_generations: 2\n", {"loss.type": "sapo"}),
+        ("a.yaml", "loss_type: grpo\nimportance_sampling_level: sequence\nnum_generations: 2\n", {"loss.type": "gspo"}),
+        (
+            "a.yaml",
+            "critic: {model: {path: critic}}\nactor_rollout_ref: {model: {path: actor}, rollout: {n: 2}}\n",
+            {"model.path": "actor"},
+        ),
+    ],
+)
+def test_what_counts_first_does_not_depend_on_the_order(
+    name: str, text: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    _, options, _ = converted_of(tmp_path, name, text)
+    assert {option: value_of(options, option) for option in expected} == expected
+
+
+def test_their_defaults_are_said_not_to_be_ours(tmp_path: Path) -> None:
+    written, _, _ = converted_of(tmp_path, "a.yaml", "num_generations: 2\n")
+    assert "# An option that their file leaves out has our default here, which may be another than theirs." in written

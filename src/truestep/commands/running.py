@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from truestep.config.custom import keep_path_clean
-from truestep.config.load import check_secrets, load_with
+from truestep.config.load import check_secrets, load_with, make_room
 from truestep.config.schema import NEEDS_REWARD, Config, needs_reward
 from truestep.config.yaml_tree import ConfigError
 from truestep.environments.process import SAME_PROCESS
@@ -54,7 +54,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def configured(config: Config | str | Path, objects: Mapping[str, Any] | None = None) -> Config:
     """Return a configuration; if a path is given, load it. `objects`: values of some of its options, by name."""
     if isinstance(config, Config):
-        loaded = config.changed(objects) if objects else config
+        options = config.model_dump(exclude_unset=True)
+        make_room(options, objects or {})
+        loaded = Config(**options).changed(objects) if objects else config
         if needs_reward(loaded):
             raise ConfigError(f"Config: {NEEDS_REWARD}")
     else:

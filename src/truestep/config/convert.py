@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from truestep.config import describe, foreign
+from truestep.config import describe, foreign, yaml_tree
 from truestep.config.load import check_options
 from truestep.config.yaml_tree import ConfigError
+from truestep.text import printable, redacted_options
 
 # What every run that samples needs. Each is filled in where their file has no equal, with what to put there.
 _NEEDED: dict[str, tuple[Any, str]] = {
@@ -31,6 +30,15 @@ _UNKNOWN = "no trainer that truestep knows has it"
 _WIDTH = 118
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^}]*))?\}")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_LONGEST = 10_000  # letters of a value in a comment
+# A shell's text: what stands between words, what ends a command or an argument of it, and words.
+_SHELL = re.compile(
+    r"(?P<between>[ \t\r]+|\\(?:\n|\Z)|#[^\n]*)|(?P<end>\n|\d*&?[<>]+&?|[;|&()]+)"
+    r"""|(?P<word>(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\s\\'";|&()<>])+)""",
+    re.DOTALL,
+)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\Z)")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 
 Given = dict[str, Any]  # their options by dotted name
 
@@ -67,12 +75,12 @@ def read_foreign(path: Path) -> Given:
         if path.suffix == ".toml":
             tree: Any = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml", ".json"):
-            tree = yaml.safe_load(text)
+            tree = yaml_tree.load(text)
         else:
-            return _checked(path, dict(_of_command_line(text)))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    given = dict(_flat(tree)) if isinstance(tree, Mapping) else {}
+            return _checked(path, dict(_of_command_line(text, {})))
+        given = dict(_flat(tree)) if isinstance(tree, Mapping) else {}
+    except (OSError, *yaml_tree.UNREADABLE) as error:
+        raise ConfigError(f"{path}: cannot be read: {printable(' '.join(str(error).split()))}") from None
     return _checked(path, {name: _resolved(value, given) for name, value in given.items()})
 
 
@@ -91,28 +99,63 @@ def _resolved(value: Any, given: Given) -> Any:
     for _ in range(8):
         if not isinstance(value, str) or (found := _REFERENCE.fullmatch(value)) is None:
             return value
-        value = given.get(found[1], None if found[2] is None else yaml.safe_load(found[2]))
+        value = given.get(found[1], None if found[2] is None else yaml_tree.load(found[2]))
     return value
 
 
-def _of_command_line(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a shell script: --name value, --name=value and name=value."""
-    lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars="()")
-    lexer.whitespace_split = True
-    words, name, values = list(lexer), None, list[str]()
-    for word in [*words, "--"]:
-        flag = re.fullmatch(r"--([A-Za-z][\w.-]*)(=.*)?", word, re.DOTALL)
-        ends = flag or word in ("--", "(", ")") or word.startswith("${") or _OVERRIDE.fullmatch(word)
+def _of_command_line(text: str, variables: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a shell script: --name value, --name=value and name=value, also those in a variable."""
+    name, values = None, list[str]()
+    for word in [*_words(text), None]:
+        word = None if word is None else _with_variables(word, variables)
+        flag = re.fullmatch(r"--([A-Za-z][\w.-]*)(=.*)?", word or "", re.DOTALL)
+        override = _OVERRIDE.fullmatch(word or "")
+        ends = flag or override or word is None or word == "--"
         if ends and name is not None:
             yield name, _value(values)
             name, values = None, []
         if flag is not None:
             name = flag[1].replace("-", "_")
             values = [flag[2][1:]] if flag[2] else []
-        elif not ends and name is not None:
-            values.append(word)
-        elif (override := _OVERRIDE.fullmatch(word)) is not None and "." in override[1]:
+        elif word is not None and (assigned := _ASSIGNMENT.fullmatch(word)) is not None:
+            options = re.search(r"(^|\s)--[A-Za-z]", assigned[2])
+            yield from _of_command_line(assigned[2], variables) if options else ()
+            variables[assigned[1]] = "" if options else assigned[2]
+        elif override is not None and "." in override[1]:
             yield override[1], _scalar(override[2] or "null")
+        elif word is not None and not ends and name is not None:
+            values.append(word)
+
+
+def _words(text: str) -> Iterator[str | None]:
+    """Yield a shell's words, as it writes them, and None where an argument ends: at `;`, `|`, `>`, and a line's end that
+    is not in parentheses, such as those of an array."""
+    place, depth = 0, 0
+    while place < len(text):
+        if (found := _SHELL.match(text, place)) is None:
+            raise ValueError(f"line {text.count(chr(10), 0, place) + 1}: a quotation that begins here has no end")
+        if found["word"] is not None:
+            yield found["word"]
+        elif (end := found["end"]) is not None:
+            depth = max(0, depth + end.count("(") - end.count(")"))
+            if end != "\n" or depth == 0:
+                yield None
+        place = found.end()
+
+
+def _with_variables(word: str, variables: Mapping[str, str]) -> str | None:
+    """Return a word without its quotes, with the variables that the script has set; None for a list of other words, or
+    for a variable whose options were taken where it was set."""
+    plain = "".join(shlex.split(word.replace("\\\n", "")))
+    if re.fullmatch(r"\$(\{\w+\[[@*]\]\}|[@*])", plain):
+        return None
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2] or ""
+        return variables.get(name, f"${{{name}}}" if found[3] is None else found[3])
+
+    filled = plain if word.startswith("'") else _VARIABLE.sub(value, plain)
+    return None if plain and not filled else filled
 
 
 def _value(words: list[str]) -> Any:
@@ -121,19 +164,16 @@ def _value(words: list[str]) -> Any:
 
 
 def _scalar(word: str) -> Any:
-    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", word):  # YAML wants a point in it
-        return float(word)
     try:
-        return yaml.safe_load(word)
-    except yaml.YAMLError:
+        return yaml_tree.load(word)
+    except yaml_tree.UNREADABLE:
         return word
 
 
 def _converted(given: Given) -> Converted:
     converted = Converted()
     found_by_name = {name: foreign.table().find(tuple(name.split("."))) for name in given}
-    # One value for two of our options, such as a clip's two sides, gives way to what is of one of them alone.
-    for name in sorted(given, key=lambda name: _is_for_several(found_by_name[name], given[name])):
+    for name in sorted(given, key=lambda name: _gives_way(found_by_name[name], given[name])):
         value, found = given[name], found_by_name[name]
         if value is None:
             converted.unset.append(name)
@@ -148,8 +188,11 @@ def _converted(given: Given) -> Converted:
     return converted
 
 
-def _is_for_several(found: Any, value: Any) -> bool:
-    return " and " in (getattr(found, "here", None) or "") and not isinstance(value, list)
+def _gives_way(found: Any, value: Any) -> bool:
+    """Return whether others of theirs count first. One value for two of our options, such as a clip's two sides, gives
+    way to what is of one of them alone."""
+    several = " and " in (getattr(found, "here", None) or "") and not isinstance(value, list)
+    return several or getattr(found, "gives_way", False)
 
 
 def _take(converted: Converted, name: str, value: Any, found: foreign.Foreign, given: Given) -> None:
@@ -160,6 +203,8 @@ def _take(converted: Converted, name: str, value: Any, found: foreign.Foreign, g
             converted.left[name] = f"{found.here} is not set, since {condition} is not"
             return
     try:
+        if any(_holds(name, condition, given) for condition in found.differs_with):
+            raise foreign.NoValueError
         values = found.all_converted(value, foreign.group_size(given))
     except foreign.NoValueError:
         converted.left[name] = f"write {found.here}{f': {found.note}' if found.note else ''}"
@@ -170,12 +215,14 @@ def _take(converted: Converted, name: str, value: Any, found: foreign.Foreign, g
     new = {option: ours for option, ours in values.items() if option not in converted.ours}
     if not new:
         first = next(iter(values))
-        converted.left[name] = f"{first} comes from {converted.of[first]}"
+        steps = "; schedule.steps counts updates of so many" if first == "schedule.docs_per_step" else ""
+        converted.left[name] = f"{first} comes from {converted.of[first]}{steps}"
         return
+    if not any(_holds(name, condition, given) for condition in found.unless):
+        also = {option: of.get(value) if isinstance(of, Mapping) else of for option, of in found.also.items()}
+        new |= {option: of for option, of in also.items() if of is not None and option not in converted.ours}
     converted.ours |= new
     converted.of |= dict.fromkeys(new, name)
-    if not any(_holds(name, condition, given) for condition in found.unless):
-        converted.ours |= {option: also for option, also in found.also.items() if option not in converted.ours}
 
 
 def _holds(name: str, condition: str, given: Given) -> bool:
@@ -203,8 +250,9 @@ def _drop_what_does_not_load(converted: Converted) -> None:
         problems = check_options(_tree(converted.ours))
         if not problems:
             return
-        problems = [problem for problem in problems if problem.endswith(" is required")] or problems
-        for option, problem in {_blamed(problem, converted): problem for problem in problems}.items():
+        required = {problem: name for problem, name in problems.items() if problem.endswith(" is required")}
+        blamed = {_blamed(name, problem, converted): problem for problem, name in (required or problems).items()}
+        for option, problem in blamed.items():
             converted.ours.pop(option, None)
             if (theirs := converted.of.pop(option, None)) is not None:
                 converted.left[theirs] = f"not taken: {problem.removeprefix('options: ')}"
@@ -212,8 +260,10 @@ def _drop_what_does_not_load(converted: Converted) -> None:
     raise ConfigError("the options cannot be converted to any that agree")
 
 
-def _blamed(problem: str, converted: Converted) -> str:
-    """Return the option of ours that a complaint is about: one that it names, or the type of a section in it."""
+def _blamed(name: str, problem: str, converted: Converted) -> str:
+    """Return the option of ours that a complaint is about, or that a disagreement names, or a section's type."""
+    if name in converted.ours and name not in converted.filled:
+        return name
     words = set(re.findall(r"\w[\w.]*", problem))
     words |= {word.rpartition(".")[0] for word in words}
     theirs = [option for option in converted.ours if option not in converted.filled]
@@ -245,22 +295,31 @@ def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _written(converted: Converted, given: Given, path: Path) -> str:
     head = [
-        f"# Made from {path.name} by `truestep convert`: {converted.summary}.",
+        f"# Made from {printable(path.name)} by `truestep convert`: {converted.summary}.",
         "# Behind each option stands theirs. Their options that have no equal here are at the end, by the reason.",
+        "# An option that their file leaves out has our default here, which may be another than theirs.",
         "",
     ]
     lines = list(_section(_tree(converted.ours), (), converted, given))
     end: list[str] = []
     reasons: dict[str, list[str]] = {}
     for name, why in converted.left.items():
-        reasons.setdefault(why, []).append(f"{name}: {foreign.shown(given[name])}")
+        reasons.setdefault(printable(why, _LONGEST), []).append(_shown(name, given[name]))
     if converted.unset:
-        reasons["unset in their file (null)"] = converted.unset
+        reasons["unset in their file (null)"] = [printable(name) for name in converted.unset]
     for why, names in reasons.items():
         end += ["", *textwrap.wrap(f"{why}:", _WIDTH, initial_indent="# ", subsequent_indent="# ")]
         for name in names:
             end += textwrap.wrap(name, _WIDTH, initial_indent="#   ", subsequent_indent="#     ")
     return "\n".join([*head, *lines, *end]) + "\n"
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return an option of theirs on one line, without secrets."""
+    last = name.rpartition(".")[2]
+    # OpenRLHF's switch takes the key itself
+    last, value = ("key", value) if last == "use_wandb" and isinstance(value, str) else (last, value)
+    return printable(f"{name}: {foreign.shown(redacted_options(value, last))}", _LONGEST)
 
 
 def _section(tree: Mapping[str, Any], inside: tuple[str, ...], converted: Converted, given: Given) -> Iterator[str]:
@@ -271,13 +330,12 @@ def _section(tree: Mapping[str, Any], inside: tuple[str, ...], converted: Conver
             yield f"{indent}{key}:"
             yield from _section(value, (*inside, key), converted, given)
             continue
-        written = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-        text = f"{key}: {written.removesuffix('...' + chr(10)).strip()}"
+        text = f"{key}: {yaml_tree.dump_line(value)}"
         if name in converted.filled:
             yield f"{indent}{text}  # fill in: {_NEEDED[name][1]}"
         elif (theirs := converted.of.get(name)) is not None:
             same = given[theirs] == value and type(given[theirs]) is type(value)
-            yield f"{indent}{text}  # {theirs}{'' if same else f': {foreign.shown(given[theirs])}'}"
+            yield f"{indent}{text}  # {printable(theirs) if same else _shown(theirs, given[theirs])}"
         else:
             yield f"{indent}{text}"
 

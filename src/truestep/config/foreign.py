@@ -47,8 +47,10 @@ class Foreign:
     values: Mapping[Any, Any] = field(default_factory=dict)  # our values by theirs
     # For `truestep convert`: options of theirs that have to be set for this one to count, and ours that belong to it.
     when: Sequence[str] = ()  # `name`, or `name=value`
-    also: Mapping[str, Any] = field(default_factory=dict)
+    also: Mapping[str, Any] = field(default_factory=dict)  # their values, or those by the value of this one
     unless: Sequence[str] = ()  # options of theirs with which `also` does not hold
+    differs_with: Sequence[str] = ()  # options of theirs with which it has no equal
+    gives_way: bool = False  # to another one of theirs that is the same option of ours
 
     def converted(self, value: Any, group_size: Any = None) -> Any:
         if self.values:
@@ -99,13 +101,15 @@ class _Table:
 
     def find(self, name: Name) -> Foreign | str | None:
         """Return the option that the last parts of a name match, or the reason why its section does not exist here."""
-        ends = [".".join(name[start:]) for start in range(len(name))]
         if len(name) == 1 and name[0] in self.alone:
             return self.alone[name[0]]
-        several, single = ends[:-1], ends[-1]
-        found: Foreign | str | None = next((self.options[end] for end in several if end in self.options), None)
-        found = found or next((self.sections[part] for part in name if part in self.sections), None)
-        return found or self.options.get(single)
+        for start, part in enumerate(name):
+            end = ".".join(name[start:])
+            if end != part and end in self.options:
+                return self.options[end]
+            if part in self.sections:
+                return self.sections[part]
+        return self.options.get(name[-1])
 
 
 @cache
@@ -177,6 +181,12 @@ def markdown_table() -> str:
         "`truestep convert THEIRS --output run.yaml` makes a configuration of a whole file of theirs: YAML, TOML, or a",
         "script with `--name value` or `name=value`. Behind each option stands theirs; each of theirs that has no",
         "equal, and each value that cannot be taken over, is a comment with the reason.",
+        "",
+        "- What their file leaves out has our default ([configuration.md](configuration.md)), which may be another than",
+        "  theirs.",
+        "- A step here is an update: `schedule.docs_per_step` is their mini-batch in documents, where they make",
+        "  several updates of a batch, and `schedule.steps` counts updates.",
+        "- Passwords and keys are `***` in comments. A script's variables are filled in where the script sets them.",
         "",
         "The names were read in their sources:",
         "",

@@ -48,6 +48,9 @@ def load_with(path: str | Path, objects: Mapping[str, Any], overrides: Sequence[
     """Read the file as `load_config` does, with objects of Python for some of its options, by name."""
     source = _read_file(Path(path))
     _apply_overrides(source, list(overrides))
+    if "loss.function" in objects:
+        _fill_in_presets(source)
+    make_room(source.data, objects)
     for name, value in objects.items():
         parts = tuple(name.split("."))
         _set(source, name, parts, _plain(value, parts))
@@ -61,22 +64,56 @@ def load_with(path: str | Path, objects: Mapping[str, Any], overrides: Sequence[
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
+def make_room(options: dict[str, Any], objects: Mapping[str, Any]) -> None:
+    """Remove the options that belong to what code of a program replaces: `objects` are its objects by option."""
+    loss, sampler = options.get("loss"), options.get("sampler")
+    if "loss.function" in objects:
+        options.pop("preset", None)  # its options are filled in
+        known = {**describe.sections(), **describe.options()}
+        for name in list(loss) if isinstance(loss, dict) else []:
+            found = known.get(f"loss.{name}")
+            if found is not None and found.variants and "custom" not in found.variants:
+                del loss[name]
+    if not isinstance(sampler, dict):
+        return
+    environment = sampler.get("environment")
+    if "sampler.environment.class" in objects:
+        if "sampler.reward" not in objects:
+            sampler.pop("reward", None)
+        if isinstance(environment, dict) and environment.get("type", "python") != "python":
+            del sampler["environment"]
+    elif "sampler.reward" in objects and environment is not None:
+        for name in ("environment", "max_turns", "max_episode_tokens", "episode_timeout"):
+            sampler.pop(name, None)
+
+
 def _check(source: "_Source") -> Config:
     _fill_in_presets(source)
     try:
         return Config.model_validate(source.data, strict=True)
     except ValidationError as error:
-        problems = dict.fromkeys(problem for detail in error.errors() for problem in _problems(detail, source))
-        raise ConfigError("\n".join(problems)) from None
+        raise ConfigError("\n".join(_named_problems(error, source))) from None
 
 
-def check_options(options: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with options, a message each."""
+def check_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is wrong with options: messages, and the option or the section that each is about."""
+    source = _Source("options", dict(options), dict.fromkeys(_names(options, ()), "options"))
     try:
-        config = _check(_Source("options", dict(options), dict.fromkeys(_names(options, ()), "options")))
+        _fill_in_presets(source)
+        config = Config.model_validate(source.data, strict=True)
+    except ValidationError as error:
+        return _named_problems(error, source)
     except ConfigError as error:
-        return str(error).splitlines()
-    return [NEEDS_REWARD] if needs_reward(config) else []
+        return {str(error): "preset"}
+    return {NEEDS_REWARD: "sampler"} if needs_reward(config) else {}
+
+
+def _named_problems(error: ValidationError, source: "_Source") -> dict[str, str]:
+    return {
+        problem: dotted(describe.locate(detail["loc"])[0])
+        for detail in error.errors()
+        for problem in _problems(detail, source)
+    }
 
 
 def config_of(options: Mapping[str, Any]) -> Config:

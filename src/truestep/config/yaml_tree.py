@@ -28,8 +28,19 @@ def compose(text: str) -> yaml.Node | None:
     return yaml.compose(text, Loader=_Loader)
 
 
+def load(text: str) -> Any:
+    """Read the values of a file that is not ours: what is no option of ours is no error."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
+
+
+def dump_line(value: Any) -> str:
+    """Write a value on one line, whatever letters its texts have."""
+    written = yaml.dump(value, Dumper=_LineDumper, default_flow_style=True, width=10**6, allow_unicode=True)
+    return written.removesuffix("...\n").strip()
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,6 +54,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+class _LineDumper(_Dumper):
+    """A dumper that writes line breaks, and all that cannot be printed, by their escapes."""
+
+
+def _text_on_a_line(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+
+
+_LineDumper.add_representer(str, _text_on_a_line)
 _NUMBERS = {
     "int": re.compile(r"^[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)$"),
     "float": re.compile(
