@@ -20,6 +20,7 @@ for _ in range(3):
     if not answer.tool_calls:
         break
     for call in answer.tool_calls:
-        content = str(row["boxes"][json.loads(call.function.arguments)["box"]])
+        box = json.loads(call.function.arguments)["box"]
+        content = str(row["boxes"][box]) if 0 <= box < len(row["boxes"]) else "nothing"
         messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 print(json.dumps({"reward": float(answer.content == row["answer"])}))

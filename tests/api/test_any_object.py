@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ from truestep import Answer, Config, ConfigError, Environment, LabelTerm
 from truestep.commands import running
 from truestep.config import held
 from truestep.config.custom import name_of
+from truestep.environments import frames, process
+from truestep.environments.episodes import wire
+from truestep.environments.episodes.same_process import SameProcessEpisodes, _body
 from truestep.environments.prompts import Prompt
 from truestep.environments.rater import Rater, check_reward
 from truestep.errors import TruestepError
@@ -307,7 +312,7 @@ def test_code_stands_in_place_of_what_the_configuration_names(
         "schedule": {"docs_per_step": 8, "steps": 1},
         **sections,
         "sampler": {
-            "prompts": "p.jsonl",
+            **({} if "reasoning_gym" in str(sections) else {"prompts": "p.jsonl"}),
             **({"reward": "a:b"} if code == "loss" else {}),
             **sections.get("sampler", {}),
         },
@@ -326,19 +331,63 @@ def test_code_stands_in_place_of_what_the_configuration_names(
         assert of is None or (of.type == "python" and getattr(of, "class").startswith("this-program:"))
 
 
+def test_what_train_is_given_is_forgotten_when_it_ends(task: Path, tmp_path: Path) -> None:
+    class Large:
+        pass
+
+    kept, large = closure(1.0), Large()
+    name, gone = name_of("sampler.reward", kept), weakref.ref(large)
+    config = config_of(task, tmp_path / "run", sampler={"reward": kept})
+    given: Any = lambda prompt, completion, large=large, **_: 1.0  # noqa: E731
+    truestep.train(config, reward=given, isolated=False)
+    del given, large
+    gc.collect()
+    assert gone() is None and held.find(name) is kept
+
+
+def test_an_object_that_is_too_large_to_send_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "encode", functools.partial(frames.encode, limit=1000))
+    worker = process.Worker(process.WorkerOptions("this-program:f", 5.0, 2**30, objects={"this-program:f": "a" * 2000}))
+    try:
+        with pytest.raises(process.LostError, match="the reward and what it holds cannot be sent to its process: "):
+            worker.start()
+    finally:
+        monkeypatch.undo()
+        worker.end()
+
+
+def test_event_loops_of_the_same_process_are_closed_with_their_episodes() -> None:
+    class Waits(Environment):
+        async def finish(self, answer: Answer) -> float:
+            return 1.0
+
+    name = name_of("sampler.environment.class", Waits)
+    episodes = SameProcessEpisodes(process.WorkerOptions(name, 5.0, 2**30, isolation="same_process"), {})
+    episodes.start()
+    answer = {"text": "a", "tool_calls": [], "reasoning": "", "raw": "a"}
+    calls = ({"call": "start", "seed": "", "name": None, "row": {}}, {"call": "step", "answer": answer})
+    begun = _body(wire.BEGIN, 1, frames.encode({"nonce": "", **calls[0]}))
+    episodes._answers(*wire.untagged(begun))
+    episode, before = episodes._episodes[1], len(os.listdir("/proc/self/fd"))
+    assert "end" in episode.answer({"nonce": "", **calls[1]})
+    assert len(os.listdir("/proc/self/fd")) > before
+    episodes._answers(wire.CLOSE, 1, b"")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def _config_of(config: Any, code: str) -> Any:
     """Give the configuration that `train` has with code of this program."""
     seen: list[Config] = []
 
-    class Enough(Exception):
+    class EnoughError(Exception):
         pass
 
     def stop(config: Config, *_: Any, **__: Any) -> None:
         seen.append(config)
-        raise Enough
+        raise EnoughError
 
     pieces = {"loss": lambda labels: labels.logprobs, "reward": closure(1.0), "environment": environments()["class"]}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(EnoughError):
         patch.setattr(running, "train_here", stop)
         truestep.train(
             config.changed({"checkpoint.directory": "r"}) if isinstance(config, Config) else config,

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from truestep.config import held
 from truestep.config.custom import keep_path_clean
 from truestep.config.load import check_secrets, load_with, make_room
 from truestep.config.schema import NEEDS_REWARD, Config, needs_reward
@@ -87,15 +88,18 @@ def train(
     objects: dict[str, Any] = {"sampler.reward": reward, "sampler.environment.class": environment}
     objects |= {} if loss is None else {"loss.type": "custom", "loss.function": loss}
     objects |= {} if isolated else {"sampler.reward_isolation": SAME_PROCESS}
-    given = configured(config, {name: value for name, value in objects.items() if value is not None})
-    if given.checkpoint.directory is None:
-        raise TruestepError("checkpoint.directory is required: a Config of Python has no file to name the run after")
-    put_back = keep_path_clean()
-    try:
-        trainer = train_here(given, console or Console(), callbacks=callbacks, sinks=sinks)
-        leave()
-    finally:
-        put_back()
+    with held.forgotten():  # no configuration that lives on names them
+        given = configured(config, {name: value for name, value in objects.items() if value is not None})
+        if given.checkpoint.directory is None:
+            raise TruestepError(
+                "checkpoint.directory is required: a Config of Python has no file to name the run after"
+            )
+        put_back = keep_path_clean()
+        try:
+            trainer = train_here(given, console or Console(), callbacks=callbacks, sinks=sinks)
+            leave()
+        finally:
+            put_back()
     return TrainingResult(
         ended=trainer.ended,
         finished=trainer.finished,

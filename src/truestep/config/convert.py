@@ -128,8 +128,8 @@ def _of_command_line(text: str, variables: dict[str, str]) -> Iterator[tuple[str
 
 
 def _words(text: str) -> Iterator[str | None]:
-    """Yield a shell's words, as it writes them, and None where an argument ends: at `;`, `|`, `>`, and a line's end that
-    is not in parentheses, such as those of an array."""
+    """Yield a shell's words, as it writes them, and None where an argument ends: at `;`, `|`, `>`, and a line's end,
+    except in parentheses such as those of an array."""
     place, depth = 0, 0
     while place < len(text):
         if (found := _SHELL.match(text, place)) is None:

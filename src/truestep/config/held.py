@@ -6,7 +6,8 @@ bytes of cloudpickle and unpickle them. They send none back, and this process un
 """
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -39,6 +40,17 @@ def hold(given: Any) -> str:
         name = f"{label}-{number}"
     _objects[name] = given
     return name
+
+
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """Forget the objects that are held inside of it, when it ends."""
+    before = set(_objects)
+    try:
+        yield
+    finally:
+        for name in _objects.keys() - before:
+            del _objects[name]
 
 
 def label_of(given: Any) -> str:

@@ -314,7 +314,8 @@ class SamplerBase(Section):
     """Linux namespaces for reward processes: they see no other processes, and cannot write to files outside a private
     /tmp in memory (SECURITY.md). auto: isolate if the system permits it; the run prints whether it does. require: end
     the run if it does not. off: no isolation. same_process: rewards and environments are called in the trainer's own
-    process, without limits of time and memory, one at a time; the objects of your program keep their state."""
+    process, one at a time unless reward_workers asks for more threads. No call is ended and memory has no limit; the
+    objects of your program keep their state."""
     reward_writable: list[str] | None = None
     """Directories that isolated rewards may write to. The files stay after the run, and their size is not limited. Do
     not list directories that code is imported from. null: none."""

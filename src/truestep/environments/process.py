@@ -155,7 +155,12 @@ class Supervised:
         start = {"what": self._what, "memory": self._options.memory, "nonce": nonce, **settings}
         start |= {"room": self._options.room, "directories": user_directories(), "objects": dict(self._options.objects)}
         try:
-            self._control.send(frames.encode(start), deadline)
+            frame = frames.encode(start)
+        except frames.FrameError as error:
+            what = f"the {self._what} and what it holds"
+            raise LostError(f"{what} cannot be sent to its process: {error}") from None
+        try:
+            self._control.send(frame, deadline)
             return answer(nonce, deadline)
         except frames.LateError:
             raise LostError(f"the {self._what} was not imported within {_START_SECONDS:g} s") from None

@@ -62,6 +62,10 @@ class Instance:
         while True:
             channel.send(frames.encode(self.answer(channel.receive())))
 
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make a call, and return the answer to it."""
         try:

@@ -49,7 +49,8 @@ class SameProcessEpisodes:
 
     def _answers(self, kind: bytes, number: int, rest: bytes) -> list[bytes]:
         if kind == wire.CLOSE:
-            self._episodes.pop(number, None)
+            if (over := self._episodes.pop(number, None)) is not None:
+                over.close()
             gone = frames.encode({"code": None, "process": None, "why": "closed"})
             return [_body(wire.GONE, number, gone)]
         if kind == wire.BEGIN:
@@ -73,7 +74,8 @@ class SameProcessEpisodes:
         """Do nothing: a call cannot be ended."""
 
     def end(self) -> None:
-        self._episodes.clear()
+        while self._episodes:
+            self._episodes.popitem()[1].close()
 
 
 def _body(kind: bytes, number: int, frame: bytes) -> bytes:
