@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -136,3 +137,30 @@ def test_a_tiny_model_learns_it_through_a_real_vllm(
     monkeypatch.chdir(ROOT)
     through = {"sampler.type": "server", "sampler.urls": f'["{server.url}"]', "sampler.model": NAME}
     check(trained(tmp_path, "train", **{"model.path": warm, "schedule.steps": 20, **through}))
+
+
+@pytest.mark.parametrize("box", [12, -1])
+def test_the_program_finds_nothing_in_a_box_that_is_not_there(box: int, tmp_path: Path) -> None:
+    """A client stands in the place of OpenAI's, which asks for the box, and then answers what it was told."""
+    client = f"""
+from types import SimpleNamespace as Made
+class OpenAI:
+    def __init__(self):
+        self.chat = Made(completions=self)
+    def create(self, messages, **_):
+        told = messages[-1]
+        call = Made(id="1", function=Made(name="open", arguments='{{"box": {box}}}'))
+        done = told["role"] == "tool"
+        message = Made(tool_calls=None if done else [call], content=told["content"] if done else "")
+        return Made(choices=[Made(message=message)])
+"""
+    (tmp_path / "openai.py").write_text(client, encoding="utf-8")
+    row = {**held_out()[0], "answer": "nothing"}
+    done = subprocess.run(
+        [sys.executable, str(BOXES / "agent.py")],
+        input=json.dumps(row),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert json.loads(done.stdout) == {"reward": 1.0}, done.stderr

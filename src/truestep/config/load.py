@@ -66,10 +66,11 @@ def load_with(path: str | Path, objects: Mapping[str, Any], overrides: Sequence[
 
 def make_room(options: dict[str, Any], objects: Mapping[str, Any]) -> None:
     """Remove the options that belong to what code of a program replaces: `objects` are its objects by option."""
-    loss, sampler = options.get("loss"), options.get("sampler")
+    loss: Any = options.get("loss")
+    sampler: Any = options.get("sampler")
     if "loss.function" in objects:
         options.pop("preset", None)  # its options are filled in
-        known = {**describe.sections(), **describe.options()}
+        known: dict[str, Any] = {**describe.sections(), **describe.options()}
         for name in list(loss) if isinstance(loss, dict) else []:
             found = known.get(f"loss.{name}")
             if found is not None and found.variants and "custom" not in found.variants:

@@ -30,7 +30,11 @@ def compose(text: str) -> yaml.Node | None:
 
 def load(text: str) -> Any:
     """Read the values of a file that is not ours: what is no option of ours is no error."""
-    return yaml.load(text, Loader=_Loader)
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def dump(values: dict[str, Any]) -> str:
