@@ -52,8 +52,8 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert any(line["grad_norm"] > 0 for line in lines) or name in HELD_BACK
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(60, marks=pytest.mark.long)])
-def test_the_mixture_replays_what_its_engine_chose(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_the_mixture_replays_what_its_engine_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["echo"])
@@ -69,9 +69,8 @@ def test_the_mixture_replays_what_its_engine_chose(steps: int, tmp_path: Path, m
         if line["step"] % 2:
             assert line["route_disagreement"] == 0 and line["kl_new_old"] < 1e-6, "the weights that sampled them"
     assert all(line["route_disagreement"] > 0 for line in lines[1:6:2])
-    assert {"route_disagreement/1", "route_disagreement/2"} <= lines[0].keys() and "route_disagreement/0" not in lines[
-        0
-    ]
+    layers = {name for name in lines[0] if name.startswith("route_disagreement/")}
+    assert layers == {"route_disagreement/1", "route_disagreement/2"}
     assert lines[0]["reward"] < 0.2 and lines[-2]["reward"] > 0.85
 
 
