@@ -45,6 +45,7 @@ COMMANDS = {
     r"truestep report run$": "tests/test_tutorial.py",
     r"python -m examples.recipes.prepare|truestep (train examples|export runs)/recipes": "tests/test_recipes.py",
     r"python -m examples.boxes.prepare|truestep (train examples|export runs)/boxes": "tests/test_boxes.py",
+    r"python -m examples.experts.echo": "tests/test_examples_train.py",
     r"truestep train examples/": "tests/test_examples_train.py",
     r"cd my-task|python (-m pytest )?test_reward.py": "tests/test_init.py",
     r"torchrun": "tests/test_launch.py parses it as torchrun does; tests/ranks/test_train_over_ranks.py trains",

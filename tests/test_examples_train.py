@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 
@@ -49,6 +50,28 @@ def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [line["step"] for line in lines] == list(range(1, 3 * config.schedule.updates_per_batch + 1))
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert any(line["grad_norm"] > 0 for line in lines) or name in HELD_BACK
+
+
+@pytest.mark.long
+def test_the_mixture_replays_what_its_engine_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["echo"])
+    importlib.import_module("examples.experts.echo").main()
+    over = ["--loss.metrics=full", "--logging.console=false"]
+    config = load_config(ROOT / "examples" / "experts" / "train.yaml", over)
+    trainer = quiet_trainer(config)
+    trainer.run()
+    lines = read_lines(trainer.directory.path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    for line in lines:
+        assert line["replayed_tokens"] == pytest.approx(1 - line["num_sequences"] / line["num_tokens"])
+        if line["step"] % 2:
+            assert line["route_disagreement"] == 0 and line["kl_new_old"] < 1e-6, "the weights that sampled them"
+    assert all(line["route_disagreement"] > 0 for line in lines[1:6:2])
+    layers = {name for name in lines[0] if name.startswith("route_disagreement/")}
+    assert layers == {"route_disagreement/1", "route_disagreement/2"}
+    assert lines[0]["reward"] < 0.2 and lines[-2]["reward"] > 0.85
 
 
 def test_every_example_has_a_row() -> None:

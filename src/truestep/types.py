@@ -150,6 +150,8 @@ class RouteShape:
     chosen: int  # of a token in each
     required: bool = False  # records must name them
     name: str = "the model"  # its class, for messages
+    numbers: tuple[int, ...] = ()  # of these layers among all hidden layers, from 0
+    layers: int = 0  # all hidden layers, those that do not route included
 
 
 NO_ROUTES = RouteShape((), 0)

@@ -51,11 +51,6 @@ CASES = [
         "1: model.experts.strength needs model.experts.balance: loss or bias",
     ),
     (
-        served("max_staleness: 0").replace("path: m", "path: m, experts: {replay: require}", 1),
-        "1, run.yaml:4: model.experts.replay: require needs records with routed_experts, and sampler.type: server asks "
-        "for none",
-    ),
-    (
         "model: {path: m, experts: {balance: bias}}\nadapter: {}\n",
         "1, run.yaml:2: model.experts.balance: bias changes the model, and with an adapter only the adapter is trained "
         "and saved",

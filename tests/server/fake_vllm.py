@@ -6,10 +6,13 @@ What a real vLLM adds (its engine, its loaders) is in the tests marked `vllm`.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from server.sglang_server import FakeSglang
@@ -107,7 +110,14 @@ class FakeVllm(FakeSglang):
             "prompt_token_ids": body["prompt"],
             "logprobs": {"token_logprobs": [value for value, _, _ in scored], "top_logprobs": top if count else None},
             "finish_reason": meta["finish_reason"]["type"],
+            "routed_experts": meta.get("routed_experts"),
         }
+
+    def _show_routes(self, answer: dict[str, Any], body: dict[str, Any], routes: np.ndarray) -> None:
+        """A `.npy` file, of the narrowest numbers."""
+        file = io.BytesIO()
+        np.save(file, routes.astype(np.uint8))
+        answer["meta_info"]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
 
     async def _status(self, path: str, body: Any) -> tuple[int, Any]:
         try:

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from truestep.environments import sorting
 from truestep.tools.demo.model import make_tokenizer
@@ -47,6 +54,38 @@ def make_model(directory: Path, seed: int, *, spread: float = 1.0, talkative: bo
         with torch.no_grad():
             model.lm_head.weight.mul_(3)
             model.lm_head.weight[0] = 0
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_mixture(directory: Path, seed: int) -> Path:
+    """Layers 1 and 2 of three route."""
+    size = make_tokenizer(directory, sorting.WORDS)
+    config = Qwen3MoeConfig(
+        vocab_size=size,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        decoder_sparse_step=1,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=LONGEST,
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
     model.save_pretrained(directory)
     return directory
 

@@ -6,14 +6,17 @@ The real one does not run where tests run: its kernels need a GPU.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -32,12 +35,29 @@ class FakeSglang:
         self._running = 0
         self.asked: list[tuple[str, Any]] = []  # paths and bodies
         self.incremental = False  # events have new tokens only
+        self.returns_routes = False  # --enable-return-routed-experts
+        self.spoil: Callable[[np.ndarray], np.ndarray] = lambda routes: routes
         self.takes = "all"  # of the weights that it says it has loaded; or nothing, half, or another layer's
         self._started_with = model
         self.on_load: Callable[[], None] | None = None  # before it loads
 
     def _load(self, directory: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._routed: dict[int, torch.Tensor] = {}  # by hidden layer, the experts of the last pass
+        for number, layer in enumerate(self._model.model.layers):
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(partial(self._note, number))
+
+    def _note(self, number: int, router: Any, given: Any, found: Any) -> None:
+        self._routed[number] = found[2]
+
+    def _routes(self) -> np.ndarray:
+        """Of the tokens of the last pass, in all hidden layers: [tokens, layers, k] int32, 0 where none routes."""
+        rows, chosen = next(iter(self._routed.values())).shape
+        found = np.zeros((rows, self._model.config.num_hidden_layers, chosen), np.int32)
+        for number, index in self._routed.items():
+            found[:, number] = index
+        return self.spoil(found)
 
     def _take(self, directory: Path) -> None:
         before = {name: value.clone() for name, value in self._model.state_dict().items()}
@@ -90,6 +110,7 @@ class FakeSglang:
                 while self._paused:
                     await asyncio.sleep(0.001)
                 row = self._scores([*body["input_ids"], *(token for _, token, _ in scored)], options["temperature"])
+                routes = self._routes() if self.returns_routes else None
                 token = int(torch.multinomial(row.exp(), 1, generator=draws))
                 token = token if options["temperature"] else int(row.argmax())
                 scored.append([min(float(row[token]), 0.0), token, None])
@@ -101,7 +122,10 @@ class FakeSglang:
                     finish = {"type": "stop", "matched": token}
                 elif len(scored) == most:
                     finish = {"type": "length", "length": most}
-                yield self._answer(body, scored, top, finish)
+                answer = self._answer(body, scored, top, finish)
+                if finish is not None and routes is not None:
+                    self._show_routes(answer, body, routes)
+                yield answer
         finally:
             self._running -= 1
 
@@ -117,6 +141,10 @@ class FakeSglang:
         if top:
             meta["output_top_logprobs"] = list(top)
         return {"text": "", "output_ids": [token for _, token, _ in shown], "meta_info": meta}
+
+    def _show_routes(self, answer: dict[str, Any], body: dict[str, Any], routes: np.ndarray) -> None:
+        if body.get("return_routed_experts"):
+            answer["meta_info"]["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
 
     # ---- how it answers
 

@@ -156,8 +156,6 @@ def _experts(config: "Config") -> Iterator[str]:
         yield f"model.experts.{option} changes routers, and model.experts.router: frozen keeps them: remove one of them"
     if experts.strength != default.strength and experts.balance == "none":
         yield "model.experts.strength needs model.experts.balance: loss or bias"
-    if experts.replay == "require" and config.sampler is not None and config.sampler.type == "server":
-        yield "model.experts.replay: require needs records with routed_experts, and sampler.type: server asks for none"
     if experts.balance == "bias" and config.adapter is not None:
         yield "model.experts.balance: bias changes the model, and with an adapter only the adapter is trained and saved"
 

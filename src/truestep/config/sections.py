@@ -27,8 +27,9 @@ class HeadConfig(Section):
 class ExpertsConfig(Section):
     replay: Literal["auto", "off", "require"] = "auto"
     """Which experts a token has. auto: those that its record names (`routed_experts`), and where it names none, those
-    that the policy's router chooses. require: records must name them. off: the router's, also where records name
-    others. The weights of a token's experts are the policy's router's in any case, with their gradient."""
+    that the policy's router chooses. require: records must name them, and servers return them. off: the router's,
+    also where records name others. The weights of a token's experts are the policy's router's in any case, with their
+    gradient."""
     router: Literal["trained", "frozen"] = "trained"
     """frozen: the routers' weights do not change."""
     balance: Literal["none", "loss", "bias"] = "none"

@@ -28,7 +28,7 @@ def check_routes(values: np.ndarray | None, num_tokens: int, model: RouteShape) 
         )
     if chosen != model.chosen:
         raise BadRecord(f"{ROUTES} has {chosen} experts of a token: {model.name} chooses {model.chosen}")
-    beyond = values >= np.array(model.experts)[:, None]
+    beyond = (values < 0) | (values >= np.array(model.experts)[:, None])
     if beyond.any():
         row, layer, place = (int(index) for index in np.argwhere(beyond)[0])
         raise BadRecord(

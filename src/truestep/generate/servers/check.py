@@ -1,11 +1,17 @@
 """Checks of a server when the run starts: does it serve the trainer's model, and is its context length enough?"""
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from truestep.environments.prompts import Prompt
 from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.generator import DrawOptions, Request
+from truestep.generate.servers.check_answer import complete
 from truestep.generate.servers.probe import TEMPERATURE, Gap
 from truestep.generate.servers.protocol import Description, InferenceServer
+from truestep.types import ROUTES
+
+_FEW = 8  # tokens of a prompt whose experts are asked for
 
 
 async def check_server(
@@ -14,6 +20,7 @@ async def check_server(
     vocabulary_size: int,
     longest: int,
     link: Callable[[InferenceServer], Awaitable[None]],
+    pause: str = "wait",
 ) -> int:
     """Raise `ServerError` if a server has another model or too short a context. Return its context length.
 
@@ -35,6 +42,7 @@ async def check_server(
                 f"{vocabulary_size}: it serves another model"
             )
         await _check_tokenizer(server, prompts)
+        await find_routes(server, prompts, vocabulary_size, pause)
     except (UnreachableError, BadAnswerError) as error:
         raise ServerError(
             f"sampler.urls: {server.url} does not answer as {server.advice.kind} does: {error}"
@@ -85,6 +93,29 @@ async def _check_tokenizer(server: InferenceServer, prompts: Sequence[Prompt]) -
                 f"sampler.urls: {server.url} tokenises prompt {prompt.id} as {_short(tokens)} and the trainer as "
                 f"{_short(prompt.input_ids)}: it serves another model or another tokenizer"
             )
+
+
+async def find_routes(
+    server: InferenceServer, prompts: Sequence[Prompt], vocabulary_size: int, pause: str = "wait"
+) -> None:
+    """Ask a server for experts if they are wanted. One that returns none is not asked again, or, where they are
+    required, a `ServerError`."""
+    wanted = server.routes
+    if wanted is None:
+        return
+    if pause != "keep" or server.streams_routes:
+        server.routes = replace(wanted, required=False)
+        request = Request(prompts[0].input_ids[:_FEW], DrawOptions(1.0, 1, frozenset()))
+        try:
+            (choice,) = await complete(server, request, 1, vocabulary_size, 0)
+        except ServerError:  # it knows no such request, or it refuses one for experts
+            choice = None
+        if choice is not None and choice.routes is not None:
+            server.routes = wanted
+            return
+    server.routes = None
+    if wanted.required:
+        raise ServerError(f"model.experts.replay: require: {server.url} returns no {ROUTES}. {server.advice.routes}")
 
 
 def _short(tokens: Sequence[int]) -> str:

@@ -8,13 +8,17 @@ from dataclasses import replace
 from truestep.generate.errors import BadAnswerError
 from truestep.generate.generator import Completion, DrawOptions, OnTokens, Request
 from truestep.generate.servers.protocol import InferenceServer
+from truestep.rollouts.routes import check_routes
+from truestep.rollouts.values import BadRecord
+from truestep.types import ROUTES
 
 
 async def complete(
     server: InferenceServer, request: Request, n: int, vocabulary_size: int, version: int
 ) -> list[Completion]:
     """Request completions. The caller makes sure that weights of `version` sample all of them."""
-    return check_choices(await server.complete(request, n), request, n, vocabulary_size, version)
+    choices = check_choices(await server.complete(request, n), request, n, vocabulary_size, version)
+    return _with_routes(server, choices, request)
 
 
 async def stream(
@@ -45,7 +49,25 @@ async def stream(
         if errors:  # it was taken for an answer that cannot be read
             raise errors[0] from None
         raise
-    return check_choices(choices, request, n, vocabulary_size, versions)
+    return _with_routes(server, check_choices(choices, request, n, vocabulary_size, versions), request)
+
+
+def _with_routes(server: InferenceServer, choices: list[Completion], request: Request) -> list[Completion]:
+    """Check the experts that completions name. Those that were not asked for are dropped."""
+    if server.routes is None:
+        return [replace(choice, routes=None) for choice in choices]
+    for choice in choices:
+        tokens = len(request.token_ids) + len(choice.token_ids)
+        if choice.aborted:
+            continue
+        try:
+            if choice.routes is not None and len(choice.routes) != tokens - 1:
+                raise BadRecord(f"{ROUTES} has {len(choice.routes)} rows for {tokens} tokens: the last alone has none")
+            check_routes(choice.routes, tokens, server.routes)
+        except BadRecord as error:
+            missing = f". {server.advice.routes}" if choice.routes is None else ""
+            raise BadAnswerError(f"{server.url}: {error}{missing}") from error
+    return choices
 
 
 def check_choices(

@@ -149,10 +149,14 @@ class Fleet:
         server.in_flight += n
         server.served += n
         try:
-            if self._pause == "keep" or on_tokens is not None:
+            # A stream may have no experts: then its tokens come at once.
+            at_once = server.remote.routes is not None and not server.remote.streams_routes
+            if self._pause == "keep" or (on_tokens is not None and not at_once):
                 choices = await answer.stream(server.remote, request, n, size, lambda: server.version or 0, on_tokens)
             else:
                 choices = await answer.complete(server.remote, request, n, size, version)
+                if on_tokens is not None and choices[0].token_ids:
+                    on_tokens(choices[0].token_ids)
         except UnreachableError as error:
             self._lose(server, error)
             raise

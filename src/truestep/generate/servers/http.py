@@ -12,6 +12,7 @@ import httpx
 from truestep.files.bounded import MIB, RECORD, TooLargeError, load_json, too_long
 from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
 from truestep.generate.servers.protocol import Description, InferenceServer
+from truestep.generate.servers.routed import bytes_of_routes
 from truestep.text import printable
 
 CONNECT_SECONDS = 10.0
@@ -74,7 +75,7 @@ class HttpClient:
     ) -> bytes:
         async with _reaching(path, timeout), self._http.stream(method, path, json=body, headers=headers) as response:
             await self._check(path, response)
-            return b"".join([piece async for piece in _pieces(path, response, _size(tokens))])
+            return b"".join([piece async for piece in _pieces(path, response, self._size(tokens))])
 
     async def _json(
         self,
@@ -87,7 +88,7 @@ class HttpClient:
     ) -> Any:
         content = await self._request(method, path, body, timeout, headers, tokens)
         try:
-            return load_json(content, _scale(tokens)) if content else None
+            return load_json(content, self._scale(tokens)) if content else None
         except TooLargeError as error:
             raise BadAnswerError(f"{path}: the answer is not read: {error}") from error
         except ValueError as error:
@@ -98,16 +99,23 @@ class HttpClient:
         an event may hold; some servers repeat all tokens so far in each event."""
         async with _reaching(path, self._timeout), self._http.stream("POST", path, json=body) as response:
             await self._check(path, response)
-            async for line in _lines(path, response, _size(tokens)):
+            async for line in _lines(path, response, self._size(tokens)):
                 if line == b"data: [DONE]":
                     return
                 if line.startswith(b"data: "):
-                    event = _event(line.removeprefix(b"data: "), tokens)
+                    event = _event(line.removeprefix(b"data: "), self._scale(tokens))
                     try:
                         read(event)
                     except (AttributeError, TypeError) as error:
                         raise BadAnswerError(f"an event of the stream is not in {self.kind}'s format") from error
         raise UnreachableError(f"{path}: the stream ended early")
+
+    def _size(self, tokens: int) -> int:
+        """Return the most bytes of a well-formed answer with so many tokens."""
+        return _SMALL + _TOKEN * tokens
+
+    def _scale(self, tokens: int) -> int:
+        return 1 + self._size(tokens) // RECORD
 
     async def _check(self, path: str, response: httpx.Response) -> None:
         """Raise an error unless the status is 2xx. At most `_SHOWN` bytes of the body are read for the message."""
@@ -145,6 +153,9 @@ class HttpServer(HttpClient, InferenceServer):
         super().__init__(url, api_key, timeout)
         self.model, self.kind = model, self.advice.kind
 
+    def _size(self, tokens: int) -> int:
+        return super()._size(tokens) + bytes_of_routes(self.routes, tokens)
+
     async def describe(self) -> Description:
         await self._get("/health", QUICK_SECONDS)
         models = await self._get("/v1/models", QUICK_SECONDS)
@@ -164,15 +175,6 @@ class HttpServer(HttpClient, InferenceServer):
         except (UnreachableError, ServerError):
             return False
         return True
-
-
-def _size(tokens: int) -> int:
-    """Return the most bytes of a well-formed answer with so many tokens."""
-    return _SMALL + _TOKEN * tokens
-
-
-def _scale(tokens: int) -> int:
-    return 1 + _size(tokens) // RECORD
 
 
 async def _pieces(path: str, response: httpx.Response, most: float = math.inf) -> AsyncIterator[bytes]:
@@ -215,9 +217,9 @@ async def _reaching(path: str, timeout: float) -> AsyncIterator[None]:
         raise UnreachableError(f"{path}: {printable(repr(error))}") from error
 
 
-def _event(text: bytes, tokens: int) -> dict[str, Any]:
+def _event(text: bytes, scale: int) -> dict[str, Any]:
     try:
-        event = load_json(text, _scale(tokens))
+        event = load_json(text, scale)
     except ValueError as error:
         raise BadAnswerError("an event of the stream is not JSON that can be read") from error
     if not isinstance(event, dict) or "error" in event:

@@ -14,6 +14,7 @@ from truestep.generate.errors import BadAnswerError, ServerError
 from truestep.generate.generator import Completion, Request
 from truestep.generate.servers.host_copies import HostWeights
 from truestep.text import printable
+from truestep.types import RouteShape
 
 
 def most_tokens(request: Request, n: int) -> int:
@@ -48,6 +49,7 @@ class Advice:
     processed_logprobs: str = "Let it report log-probs behind the temperature"
     emptied_cache: str = "although it was told to empty it"
     loaded: str = "although it was told to load the new ones"
+    routes: str = "Let it return the experts of all tokens"
 
 
 class InferenceServer(Protocol):
@@ -61,6 +63,10 @@ class InferenceServer(Protocol):
     url: str  # the server's name in messages and documents
     model: str  # the name under which it serves the model
     advice: Advice = Advice()
+    # The experts that completions come with, where the server returns them: `Completion.routes`. None: they are not
+    # asked for. It is set before the first request.
+    routes: RouteShape | None = None
+    streams_routes: bool = False  # `stream` returns them, too
 
     async def describe(self) -> Description:
         """Return what is served. A paused server must answer, too; otherwise it could not be told from one that

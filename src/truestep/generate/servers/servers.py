@@ -26,7 +26,7 @@ from truestep.generate.servers.protocol import InferenceServer
 from truestep.generate.servers.weight_files import Publisher
 from truestep.process import progress
 from truestep.rollouts.source import Interrupted
-from truestep.types import Rollout
+from truestep.types import Rollout, RouteShape
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -78,11 +78,13 @@ class Servers:
         pause: str,
         tolerance: float,
         rolling: bool = False,  # servers get new weights one after another
+        routes: RouteShape | None = None,  # of the experts that completions come with; None: they are not asked for
         loop: LoopThread | None = None,  # None: a new one; tests pass one with a clock of its own
     ):
         self._prompts, self._plays, self._sampling = prompts, plays, sampling
         self._vocabulary_size = vocabulary_size
         self._publisher, self._send_from = publisher, send_from
+        self._pause, self._routes = pause, routes
         self._at_once = limit.concurrency
         self._loop = loop or LoopThread()
         self._sending: Future[None] | None = None  # None: no weights were sent yet
@@ -112,8 +114,9 @@ class Servers:
         try:
             lengths = []
             for server in servers:
+                server.routes = self._routes
                 with progress.waiting_for(f"{server.url} to answer"):
-                    lengths.append(await check_server(server, self._prompts, size, needed, self._link))
+                    lengths.append(await check_server(server, self._prompts, size, needed, self._link, self._pause))
         except BaseException:
             await asyncio.gather(*(server.close() for server in servers))
             raise

@@ -9,7 +9,9 @@ from truestep.generate.errors import BadAnswerError, ServerError, UnreachableErr
 from truestep.generate.generator import Completion, Request
 from truestep.generate.servers.http import HttpServer
 from truestep.generate.servers.protocol import Advice, check_size, most_tokens
+from truestep.generate.servers.routed import read_integers
 from truestep.text import printable
+from truestep.types import RouteShape
 
 # Sampling without truncation or penalties, whatever the model's defaults are. `ignore_eos` stays off: with it SGLang
 # ignores `stop_token_ids` too.
@@ -33,12 +35,14 @@ class Sglang(HttpServer):
         processed_logprobs="Start the server without SGLANG_RETURN_ORIGINAL_LOGPROB",
         emptied_cache="although it empties it when it loads weights",
         loaded="although /update_weights_from_disk said that they are loaded",
+        routes="Start the server with --enable-return-routed-experts",
     )
+    streams_routes = True
     hints: ClassVar[Mapping[int, str]] = {**HttpServer.hints, 404: "; is it SGLang 0.5.6 or later?"}
 
     async def complete(self, request: Request, n: int) -> list[Completion]:
         answer = await self._post("/generate", self._body(request, n), tokens=most_tokens(request, n))
-        return read_answers(answer if isinstance(answer, list) else [answer], n)
+        return self._read(answer if isinstance(answer, list) else [answer], request, n)
 
     async def stream(
         self, request: Request, n: int, on_tokens: Callable[[int, Sequence[int]], None]
@@ -60,7 +64,10 @@ class Sglang(HttpServer):
         indices = sorted(answers)
         if indices != list(range(n)):
             raise BadAnswerError(f"asked for {n} completions, got those of index {indices}")
-        return read_answers([answers[index] for index in indices], n)
+        return self._read([answers[index] for index in indices], request, n)
+
+    def _read(self, answers: list[Any], request: Request, n: int) -> list[Completion]:
+        return read_answers(answers, n, len(request.token_ids), self.routes)
 
     def _body(self, request: Request, n: int) -> dict[str, Any]:
         """Return a request's body. It has no seed: SGLang obeys one only with --enable-deterministic-inference."""
@@ -74,6 +81,7 @@ class Sglang(HttpServer):
                 **_PLAIN_SAMPLING,
             },
             "return_logprob": True,
+            **({} if self.routes is None else {"return_routed_experts": True}),
         }
 
     async def next_token(
@@ -121,14 +129,15 @@ class Sglang(HttpServer):
         await self._order("/continue_generation", {})
 
 
-def read_answers(answers: list[Any], n: int) -> list[Completion]:
-    """Read completions from the answers' JSON. Their tokens are checked later, by `check_answer.check_choices`."""
+def read_answers(answers: list[Any], n: int, prompt: int = 0, routes: RouteShape | None = None) -> list[Completion]:
+    """Read completions of a prompt with so many tokens from the answers' JSON. Their tokens are checked later, by
+    `check_answer.check_choices`. `routes`: of the experts to read; None: they are not read."""
     if len(answers) != n:
         raise BadAnswerError(f"asked for {n} completions, got {len(answers)}")
-    return [_read(answer) for answer in answers]
+    return [_read(answer, prompt, routes) for answer in answers]
 
 
-def _read(answer: Any) -> Completion:
+def _read(answer: Any, prompt: int, routes: RouteShape | None) -> Completion:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict):
         raise BadAnswerError("a completion without meta_info")
@@ -146,4 +155,5 @@ def _read(answer: Any) -> Completion:
     tokens = [pair[1] for pair in scored]
     if isinstance(ids, list) and ids != tokens:
         raise BadAnswerError("a completion's output_ids and the tokens of its log-probs differ")
-    return Completion(tokens, [pair[0] for pair in scored], stopped=reason == "stop")
+    experts = read_integers(meta.get("routed_experts"), routes, prompt + len(tokens))
+    return Completion(tokens, [pair[0] for pair in scored], stopped=reason == "stop", routes=experts)

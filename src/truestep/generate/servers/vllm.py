@@ -15,9 +15,11 @@ from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.http import QUICK_SECONDS, HttpServer
 from truestep.generate.servers.nccl_link import Link
 from truestep.generate.servers.protocol import Advice, check_size, most_tokens
+from truestep.generate.servers.routed import read_npy
 from truestep.model.adapter_files import is_adapter
 from truestep.publish.nccl import NcclWire
 from truestep.text import printable
+from truestep.types import RouteShape
 
 # Sampling without truncation or penalties, whatever the model's defaults are.
 _PLAIN_SAMPLING: dict[str, Any] = {
@@ -50,6 +52,8 @@ class Vllm(HttpServer):
         processed_logprobs="Start the server with --logprobs-mode processed_logprobs",
         emptied_cache="although /reset_prefix_cache was called",
         loaded="although reload_weights was called",
+        routes="Start the server with --enable-return-routed-experts, and set sampler.pause to wait or abort: its "
+        "streams, which keep needs, have none",
     )
 
     _device: torch.device | None = None  # the trainer's device from which weights are sent; None: over the disk
@@ -58,7 +62,7 @@ class Vllm(HttpServer):
 
     async def complete(self, request: Request, n: int) -> list[Completion]:
         answer = await self._post("/v1/completions", self._body(request, n), tokens=most_tokens(request, n))
-        return read_choices(answer, request, n)
+        return read_choices(answer, request, n, self.routes)
 
     async def stream(
         self, request: Request, n: int, on_tokens: Callable[[int, Sequence[int]], None]
@@ -271,16 +275,16 @@ class Vllm(HttpServer):
         await self._order("/resume", None, QUICK_SECONDS)
 
 
-def read_choices(answer: Any, request: Request, n: int) -> list[Completion]:
+def read_choices(answer: Any, request: Request, n: int, routes: RouteShape | None = None) -> list[Completion]:
     """Read completions from an answer's JSON, by index. Their tokens are checked later, by
-    `check_answer.check_choices`."""
+    `check_answer.check_choices`. `routes`: of the experts to read; None: they are not read."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise BadAnswerError("the answer has no list of choices")
     indices = sorted(_index(choice) for choice in choices)
     if indices != list(range(n)):
         raise BadAnswerError(f"asked for {n} completions, got those of index {indices}")
-    return [_read(choice, request) for choice in sorted(choices, key=_index)]
+    return [_read(choice, request, routes) for choice in sorted(choices, key=_index)]
 
 
 def _index(choice: dict[str, Any]) -> int:
@@ -290,7 +294,7 @@ def _index(choice: dict[str, Any]) -> int:
     return index
 
 
-def _read(choice: dict[str, Any], request: Request) -> Completion:
+def _read(choice: dict[str, Any], request: Request, routes: RouteShape | None) -> Completion:
     echoed = choice.get("prompt_token_ids")
     if echoed is not None and echoed != list(request.token_ids):
         raise BadAnswerError("the completion is of another prompt: prompt_token_ids are not those that were sent")
@@ -305,4 +309,5 @@ def _read(choice: dict[str, Any], request: Request) -> Completion:
         raise BadAnswerError("a completion without token_ids: the server must obey return_token_ids (vLLM >= 0.10.2)")
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-    return Completion(tokens, values if isinstance(values, list) else [], stopped=reason == "stop")
+    experts = read_npy(choice.get("routed_experts"), routes, len(request.token_ids) + len(tokens))
+    return Completion(tokens, values if isinstance(values, list) else [], stopped=reason == "stop", routes=experts)

@@ -176,7 +176,19 @@ class RoutedLayers:
         chosen = {routed.router.chosen for routed in found}
         can = len(chosen) == 1 and all(chosen) and len(found) == len(list(routed_in(model)))
         counts = tuple(experts.values()) if can else ()
-        return RoutedLayers(experts, biases, RouteShape(counts, min(chosen, default=0), name=type(model).__name__))
+        shape = RouteShape(
+            counts,
+            min(chosen, default=0),
+            name=type(model).__name__,
+            numbers=tuple(map(_number_of, experts)) if can else (),
+            layers=model.config.get_text_config().num_hidden_layers,
+        )
+        return RoutedLayers(experts, biases, shape)
+
+
+def _number_of(name: str) -> int:
+    """Return the number of the hidden layer that a module is in: the first number in its name."""
+    return int(next(part for part in name.split(".") if part.isdecimal()))
 
 
 def check_settings(model: Any, settings: ExpertSettings) -> None:

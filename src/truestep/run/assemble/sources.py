@@ -154,6 +154,12 @@ def replayed_by(config: Config, policy: Policy) -> RouteShape | None:
     return None if how == "off" else replace(policy.route_shape, required=how == "require")
 
 
+def asked_of_servers(config: Config, policy: Policy) -> RouteShape | None:
+    """Return what the experts that servers return must be like; None: they are not asked for."""
+    routes = replayed_by(config, policy)
+    return routes if routes is not None and routes.experts else None
+
+
 def checks_of(
     config: Config, vocabulary_size: int, tokenizer: Callable[[], Any], routes: RouteShape | None = None
 ) -> Checks:
@@ -407,6 +413,7 @@ def _make_server_source(
         pause=sampler.pause,
         rolling=sampler.updates == "rolling",
         tolerance=tolerance_of(config),
+        routes=asked_of_servers(config, policy),
     )
     source = ServerSource(
         servers,

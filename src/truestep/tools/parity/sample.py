@@ -12,11 +12,12 @@ from truestep.generate.errors import BadAnswerError, ServerError, UnreachableErr
 from truestep.generate.generator import Completion, DrawOptions, Generate, Request, run_all
 from truestep.generate.play import rollout_of, sequence_of
 from truestep.generate.read import stop_ids
+from truestep.generate.servers.check import find_routes
 from truestep.generate.servers.check_answer import complete
 from truestep.model.policy import Policy
 from truestep.run.assemble.rewards import Raters, made_rows
-from truestep.run.assemble.sources import draw_options, engine_settings, read_prompts, server_maker
-from truestep.types import Rollout
+from truestep.run.assemble.sources import asked_of_servers, draw_options, engine_settings, read_prompts, server_maker
+from truestep.types import Rollout, RouteShape
 
 
 def sample(config: Config, sampler: SamplerConfig, policy: Policy, count: int) -> list[Rollout]:
@@ -29,7 +30,7 @@ def sample(config: Config, sampler: SamplerConfig, policy: Policy, count: int) -
     prompts = list(islice(cycle(read_prompts(sampler.prompts, rows, policy)), count))
     if isinstance(sampler, InProcessSampler):
         return _sample_in_process(sampler, policy, prompts, config.seed)
-    return asyncio.run(_ask_servers(sampler, policy, prompts))
+    return asyncio.run(_ask_servers(sampler, policy, prompts, asked_of_servers(config, policy)))
 
 
 def _sample_in_process(
@@ -48,7 +49,9 @@ def _sample_in_process(
     ]
 
 
-async def _ask_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence[Prompt]) -> list[Rollout]:
+async def _ask_servers(
+    sampler: ServerSampler, policy: Policy, prompts: Sequence[Prompt], routes: RouteShape | None
+) -> list[Rollout]:
     servers = server_maker(sampler)()
     draw = DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(policy))
 
@@ -61,6 +64,9 @@ async def _ask_servers(sampler: ServerSampler, policy: Policy, prompts: Sequence
         return None if completion.aborted else _rollout(number, prompt, completion, sampler)
 
     try:
+        for server in servers:
+            server.routes = routes
+            await find_routes(server, prompts, policy.vocabulary_size)
         rollouts = await run_all([ask(number, prompt) for number, prompt in enumerate(prompts)])
     finally:
         await asyncio.gather(*(server.close() for server in servers))
