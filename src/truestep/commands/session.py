@@ -341,9 +341,7 @@ class Session:
     def _parts_of(self, loss: Mapping[str, Any] | LabelLoss | None) -> _Parts:
         """Return what a loss needs. The parts of a section are made once: it may have a reference model."""
         if loss is not None and not isinstance(loss, (Mapping, LabelLoss)):
-            raise SessionError(
-                f"loss is {loss!r}: give a section such as {{'type': 'gspo'}}, a LabelLoss or a function"
-            )
+            raise SessionError(f"loss is {loss!r}: give a section of a configuration, a LabelLoss or a function")
         name = json.dumps(loss, default=repr, sort_keys=True) if isinstance(loss, Mapping) else ""
         if name not in self._parts:
             config, runner = self.config, self._here.runner
