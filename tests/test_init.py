@@ -33,7 +33,6 @@ def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_the_task_runs_as_it_is(tmp_path: Path) -> None:
     task = tmp_path / "task"
     init(task, None)
@@ -56,8 +55,9 @@ def _check_tests_itself(task: Path) -> None:
     assert (tested.returncode, tested.stderr) == (0, "")
     assert tested.stdout.count(": passed\n") == 4
     reward = (task / "reward.py").read_text(encoding="utf-8")
-    (task / "reward.py").write_text(reward.replace("return 1.0", "return 0.9"), encoding="utf-8")
-    assert "return 0.9" in (task / "reward.py").read_text(encoding="utf-8")
+    # Of another size: Python takes a compiled file of the same second and size for this one's.
+    (task / "reward.py").write_text(reward.replace("return 1.0", "return 0.875"), encoding="utf-8")
+    assert "return 0.875" in (task / "reward.py").read_text(encoding="utf-8")
     assert subprocess.run(command, cwd=task, capture_output=True, check=False).returncode == 1
     (task / "reward.py").write_text(reward, encoding="utf-8")
     (task / "pytest.py").unlink()
