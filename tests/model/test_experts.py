@@ -104,11 +104,18 @@ def test_values_and_gradients_are_those_of_plain_loops(family: str) -> None:
     assert len({number for numbers in chosen for number in numbers}) > 2, "tokens go to several experts"
 
 
+def model_of(block: Any, config: Any) -> Any:
+    """Make a model of one layer."""
+    model = torch.nn.ModuleList([block])
+    model.config = config
+    return model
+
+
 def routed_block(family: str) -> tuple[Any, Any, Any]:
     """Make a family's block whose router is counted and replayed, its configuration, and what it routes."""
     block, config = block_of(family)
     group_experts(block)
-    model = torch.nn.ModuleList([block])
+    model = model_of(block, config)
     count_routes(model)
     routing = make_routing(model, RoutedLayers.of(model), ExpertSettings(), {}, torch.device("cpu"))
     assert routing is not None and routing.shape is not None, "the family's router can be given experts"
@@ -149,7 +156,7 @@ def test_experts_that_the_router_chose_change_no_bit(family: str) -> None:
 
 def test_a_router_that_cannot_be_given_experts_is_known() -> None:
     """Scores that were cut before the choice hold zeros for all others: they are no weights of given experts."""
-    block, _ = block_of("mixtral")
+    block, config = block_of("mixtral")
 
     def cut(router: Any, hidden_states: torch.Tensor) -> Any:
         logits = torch.nn.functional.linear(hidden_states, router.weight)
@@ -159,7 +166,7 @@ def test_a_router_that_cannot_be_given_experts_is_known() -> None:
 
     block.gate.__class__ = type("Sorting", (type(block.gate),), {"forward": cut})
     group_experts(block)
-    model = torch.nn.ModuleList([block])
+    model = model_of(block, config)
     count_routes(model)
     assert RoutedLayers.of(model).shape.experts == ()
     with pytest.raises(ModelError, match=r"model\.experts\.replay: require: ModuleList has no routers, or none"):

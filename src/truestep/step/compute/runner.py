@@ -121,8 +121,9 @@ class StepRunner:
         `first` of its step adds to the gradient; before the `last` one the gradient is not reduced over the ranks."""
         sums, runs = self._accumulate(plan, backward, first, last)
         parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores, sums.compared))
-        routing = self.policy.routing
-        loads = None if routing is None else summed(self._ranks.gather(routing.own_counts))
+        routing, loads = self.policy.routing, None
+        if routing is not None and routing.settings.balance == "bias":
+            loads = summed(self._ranks.gather(routing.own_counts))
         for passes in runs:
             passes.settle()
         metrics = _counts(plan)
