@@ -217,8 +217,8 @@ def extremes_of_a_stage_without_a_loss() -> None:
     """What was reported as a pipeline's largest and smallest is of the first stage, which has none: 0."""
     honest = StepRunner._accumulate
 
-    def reporting(self: StepRunner, plan: StepPlan, backward: bool) -> Any:
-        sums, passes = honest(self, plan, backward)
+    def reporting(self: StepRunner, plan: StepPlan, *given: Any) -> Any:
+        sums, passes = honest(self, plan, *given)
         extremes: dict[str, Metric] = {"max_advantage": Max(0.0), "min_advantage": Min(0.0)}
         if sums.metrics:
             for name in extremes:
