@@ -76,6 +76,9 @@ BLOCKS = {
     ("docs/tutorial.md", "def reward"): "tests/test_tutorial.py",
     ("docs/tutorial.md", "from reward"): "tests/test_tutorial.py",
     ("docs/sft.md", '{"id": "7"'): "tests/test_sft.py",
+    ("docs/python.md", "from functools"): "tests/api/test_any_object.py trains with each of these",
+    ("docs/session.md", "from truestep import Session"): "tests/api/test_session.py runs it as it stands there",
+    ("docs/session.md", "def dpo"): "tests/api/test_session.py runs it as it stands there",
     ("docs/engine.md", "key = "): "tests/generate/engine/test_engine.py",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from plain_rewards import digit_reward
 from ranks.cases import on_ranks
 from small_runs import file_config, read_lines, sampled_config, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import expert_model, make_model
-from truestep import Callback, Rollout, Run, Session, TruestepError
+from truestep import Callback, Rollout, Run, Session, TruestepError, dump_config
 from truestep.commands.samples import SampleError
 from truestep.commands.session import SessionError
 from truestep.config.schema import Config
@@ -409,3 +410,20 @@ def test_two_ranks_are_one(parallel: dict[str, int], tmp_path: Path) -> None:
     weights = [read_weights(sorted((tmp_path / name).glob("step-*"))[-1]) for name in ("one", "two")]
     for name, value in weights[0].items():
         assert (value - weights[1][name]).abs().max() < 1e-5, name
+
+
+def test_the_page_s_loop_and_loss_run_as_they_stand_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "session.md").read_text(encoding="utf-8")
+    loop, dpo = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    prompts = sort_prompts(2)
+    model, file = word_model(tmp_path / "model"), write_lines(tmp_path / "prompts.jsonl", prompts)
+    (tmp_path / "run.yaml").write_text(dump_config(sampled_config(model, file, tmp_path / "run")), encoding="utf-8")
+    exec(compile(loop, "docs/session.md", "exec"), {"tasks": [(one["prompt"], one["answer"]) for one in prompts]})
+    assert (tmp_path / "runs" / "mine" / "step-00000002" / "truestep" / "state.json").is_file()
+    (tmp_path / "of records").mkdir()
+    config, records = options(tmp_path / "of records")
+    records = [{**record, "reference_logprobs": record["logprobs"]} for record in records[:6]]
+    with Session(config) as session:
+        exec(compile(dpo, "docs/session.md", "exec"), {"session": session, "records": records, "torch": torch})
+        assert session.gradient_norm() > 0
