@@ -320,7 +320,7 @@ def test_a_session_may_stand_still_between_calls(tmp_path: Path) -> None:
     with Session(config) as session:
         session.forward_backward(records)
         time.sleep(5.0)
-        session.step()
+        assert session.step()["num_documents"] == 15
 
 
 def test_the_value_of_a_function_is_the_step_s_loss(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from truestep.run.assemble.step import (
 from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.step.before.annotators import Annotators
+from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.learner import Learner
 from truestep.step.plan.plan import plan_exactly, totals_of
 from truestep.step.update.gradient_clipping import explain_useless
@@ -235,7 +236,7 @@ class Session:
         """Compute the log-probs and entropies of the labels of each document."""
         made = self._checked(documents, None)
         plan = self._plan([_with_slopes(document, np.zeros(document.num_labels, np.float32)) for document in made])
-        runner = replace(self._here.runner, objective=_linear(), metrics_level=None, skip_zero_advantage=False)
+        runner = self._linear_runner
         with self._doing("computing a forward pass"):
             scores = runner.accumulate(plan, backward=False).scores
         runner.stopwatch.drain()
@@ -276,18 +277,31 @@ class Session:
         else:
             kind = totals
         self._check_open(kind)
-        with self._doing("computing a gradient"), self._or_dropped():
-            plan = replace(parts.annotators.annotate(plan), totals=totals or ONE_OF_EACH)
-            runner = replace(self._here.runner, objective=parts.objective)
-            if loss is not None:  # of which nobody knows that it has no gradient where an advantage is 0
-                runner = replace(runner, skip_zero_advantage=False)
-            accumulated = runner.accumulate(plan, first=self._gradient is None, last=False)
-            self._gradient = self._gradient or _Gradient(kind, counted, complete)
-            self._gradient.add(counts, accumulated.metrics, accumulated.loads)
+        runner = replace(self._here.runner, objective=parts.objective)
+        if loss is not None:  # of which nobody knows that it has no gradient where an advantage is 0
+            runner = replace(runner, skip_zero_advantage=False)
+
+        def compute() -> Accumulated:
+            annotated = replace(parts.annotators.annotate(plan), totals=totals or ONE_OF_EACH)
+            return runner.accumulate(annotated, first=self._gradient is None, last=False)
+
+        return self._add(compute, counts, _Gradient(kind, counted, complete))
+
+    def _add(self, compute: Callable[[], Accumulated], totals: StepTotals, begun: _Gradient) -> list[DocumentScore]:
+        """Add what `compute` computes to the gradient of the step, which is `begun` if it is the first. Where that
+        fails, drop the gradient: some of the call's micro-batches may be in it."""
+        with self._doing("computing a gradient"):
+            try:
+                accumulated = compute()
+            except BaseException:
+                self.drop()
+                raise
+        self._gradient = self._gradient or begun
+        self._gradient.add(totals, accumulated.metrics, accumulated.loads)
         return list(accumulated.scores)
 
     def _by_autograd(self, documents: Documents, loss: Closure) -> list[DocumentScore]:
-        if self.policy.routing is not None and self.policy.routing.settings.has_terms:
+        if self._has_router_terms:
             raise SessionError("model.experts: terms of routers have no place in a function of log-probs")
         self._check_open("a function")
         made = self._checked(documents, None)
@@ -301,13 +315,19 @@ class Session:
         slopes = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
         weighted = [_with_slopes(document, slope.numpy()) for document, slope in zip(made, slopes, strict=True)]
         plan = replace(self._plan(weighted), totals=ONE_OF_EACH)
-        runner = replace(self._here.runner, objective=_linear(), metrics_level=None, skip_zero_advantage=False)
-        with self._doing("computing a gradient"), self._or_dropped():
+        runner = self._linear_runner
+
+        def compute() -> Accumulated:
             accumulated = runner.accumulate(plan, first=self._gradient is None, last=False)
-            self._gradient = self._gradient or _Gradient("a function", None)
-            metrics = accumulated.metrics | {"loss": Sum(float(value.detach()))}
-            self._gradient.add(totals_of(made), metrics, accumulated.loads)
-        return list(accumulated.scores)
+            return replace(accumulated, metrics=accumulated.metrics | {"loss": Sum(float(value.detach()))})
+
+        return self._add(compute, totals_of(made), _Gradient("a function", None))
+
+    @property
+    def _linear_runner(self) -> StepRunner:
+        """The runner of log-probs, and of gradients whose slopes are the documents' own, without any denominator."""
+        linear = Objective(_Given(), Denominator("constant", max_labels=1))
+        return replace(self._here.runner, objective=linear, metrics_level=None, skip_zero_advantage=False)
 
     def _check_open(self, kind: object) -> None:
         """Raise if the step takes no further call, or none that is divided in this way."""
@@ -321,18 +341,13 @@ class Session:
                 "same `totals`, or all by functions"
             )
 
-    @contextmanager
-    def _or_dropped(self) -> Iterator[None]:
-        """Drop the gradient of the step where a call fails: some of its micro-batches may be in it."""
-        try:
-            yield
-        except BaseException:
-            self.drop()
-            raise
+    @property
+    def _has_router_terms(self) -> bool:
+        return self.policy.routing is not None and self.policy.routing.settings.has_terms
 
     def _whole_step(self, objective: Objective, documents: Sequence[Rollout]) -> str:
         """Name what needs all documents of a step at once; empty if nothing does."""
-        if self.policy.routing is not None and self.policy.routing.settings.has_terms:
+        if self._has_router_terms:
             return "model.experts: a term of routers"
         if objective.clip_cov is not None or objective.kl_cov is not None:
             return "the choice of labels of loss.clip_cov and loss.kl_cov"
@@ -514,11 +529,6 @@ def _removed(folder: str, here: bool) -> Iterator[Path]:
 
 async def _completed(generate: Generate, request: Request) -> Completion:
     return await generate(request)
-
-
-def _linear() -> Objective:
-    """Return the objective whose slopes are the documents' own, without any denominator."""
-    return Objective(_Given(), Denominator("constant", max_labels=1))
 
 
 def _with_slopes(document: Rollout, slopes: np.ndarray) -> Rollout:
