@@ -82,6 +82,7 @@ def write_model(directory: Path, given: argparse.Namespace) -> None:
         num_experts_per_tok=given.chosen,
         norm_topk_prob=True,
         max_position_embeddings=32_768,
+        initializer_range=getattr(given, "scale", 0.02),
     )
     with torch.device(given.device):
         model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)

@@ -55,6 +55,7 @@ def write_model(
         head_dim=head_size,
         max_position_embeddings=longest,
         tie_word_embeddings=not getattr(given, "untied", False),
+        initializer_range=getattr(given, "scale", 0.02),
     )
     with torch.device(device):
         model = Qwen3ForCausalLM(config)

@@ -199,6 +199,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--widths", type=int, nargs="+", default=[1024, 2048], help="of --replay")
+    parser.add_argument("--scale", type=float, default=0.02, help="of the random weights")
     for name in ("replay", "breakdown", "peer", "tiny"):
         parser.add_argument(f"--{name}", action="store_true")
     given = argparse.Namespace(device="cuda", **vars(parser.parse_args()))

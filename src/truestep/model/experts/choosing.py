@@ -25,11 +25,17 @@ class Choosing(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
-        found = function(*arguments, **(named or {}))
+        named = named or {}
         if function not in (torch.topk, torch.Tensor.topk):
-            return found
-        scores = arguments[0]
+            return function(*arguments, **named)
+        scores, many = _asked(*arguments, **named)
         if scores.ndim != 2 or scores.shape[1] != self._experts:  # a choice of groups of experts
-            return found
-        index = self._choose(found[1])
+            return function(*arguments, **named)
+        index = self._choose(torch.ops.truestep.top_experts(scores.detach(), many))
         return scores.gather(-1, index), index
+
+
+def _asked(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """Return what a call of `topk` asks for, by the names of its arguments."""
+    assert largest and dim in (-1, input.ndim - 1), "the highest scores of each token"
+    return input, k

@@ -1,8 +1,9 @@
 """Operators on rows that are sorted by expert: the rows of an expert are a run, and `ends` are the ends of the runs.
 
-On a GPU in bfloat16 the products are torch's `grouped_mm`, one kernel for all experts. Elsewhere (float32, float64, a
-CPU, widths that are no multiple of 16 bytes) they are a loop over experts, which on a GPU waits for `ends`. They are
-operators so that compiled code keeps their results for the backward pass, and never sorts twice.
+On a GPU in bfloat16 the products are torch's `grouped_mm`, one kernel for all experts, or a kernel of ours for few rows
+an expert. Elsewhere (float32, float64, a CPU, widths that are no multiple of 16 bytes) they are a loop over experts,
+which on a GPU waits for `ends`. They are operators so that compiled code keeps their results for the backward pass, and
+never sorts twice.
 
 Dimensions: T tokens, k experts of each, R = T · k rows, E experts, K inputs, N outputs.
 """
@@ -11,6 +12,9 @@ import torch
 
 from truestep.gpu.operators import operator
 from truestep.weights.gradient_buffers import aligned, entry, runs_of
+
+MOST_ROWS = 32  # an expert, on average: more are torch's grouped product
+MOST_CHOICES = 8192  # more are sorted by torch
 
 
 def _sorted_shapes(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -22,6 +26,10 @@ def _sorted_shapes(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
 def sorted_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort the choices [T, k] by expert. Return the choice that each row is made of, the row of each choice, and the
     end of each expert's run of rows: [R], [R], [E]."""
+    if index.is_cuda and 0 < index.numel() <= MOST_CHOICES:
+        from truestep.model.experts.few_rows_kernel import sort_choices  # Triton is imported where a GPU needs it
+
+        return sort_choices(index, experts)
     chosen, order = index.flatten().int().sort(stable=True)  # a GPU sorts keys of 32 bits in half the passes
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
@@ -59,6 +67,10 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
     rows = rows.contiguous()
     matrices = weights.transpose(1, 2) if by_rows else weights
     if _in_one_kernel(rows, weights):
+        if 0 < len(rows) <= MOST_ROWS * len(ends):
+            from truestep.model.experts.few_rows_kernel import product_of_few
+
+            return product_of_few(rows, matrices, ends)
         found: torch.Tensor = torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
         return found
     result = _product_shape(rows, weights, ends, by_rows)
@@ -111,3 +123,19 @@ def grouped_backward(
 def _in_one_kernel(*operands: torch.Tensor) -> bool:
     """Tell whether torch's grouped kernel can multiply these."""
     return aligned(*operands) and all(operand.is_cuda and operand.dtype == torch.bfloat16 for operand in operands)
+
+
+@operator("top_experts(Tensor scores, int chosen) -> Tensor", lambda scores, chosen: _chosen_shape(scores, chosen))
+@torch.no_grad()
+def top_experts(scores: torch.Tensor, chosen: int) -> torch.Tensor:
+    """Return the experts of each token's highest scores, in descending order: [T, E] -> [T, k]. On a GPU one kernel,
+    which takes the first of equal ones; torch's needs two."""
+    if scores.is_cuda and scores.dtype in (torch.float32, torch.bfloat16) and 0 < len(scores) <= MOST_CHOICES:
+        from truestep.model.experts.few_rows_kernel import top_scores
+
+        return top_scores(scores, chosen)
+    return scores.topk(chosen, dim=-1).indices
+
+
+def _chosen_shape(scores: torch.Tensor, chosen: int) -> torch.Tensor:
+    return scores.new_empty(scores.shape[0], chosen, dtype=torch.int64)

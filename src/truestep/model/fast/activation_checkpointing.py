@@ -24,7 +24,7 @@ FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _GROUPED = ("aten::_grouped_mm", "truestep::grouped_product")  # of experts, transformers' and ours
 # What decides which experts a token has. If it were computed again and rounded otherwise, a token could have others.
-_CHOICES = ("aten::topk", "truestep::sorted_by_expert", "truestep::choices_over_ranks")
+_CHOICES = ("aten::topk", "truestep::top_experts", "truestep::sorted_by_expert", "truestep::choices_over_ranks")
 _NARROW = 2  # `selective` keeps a product if its wider side is at most this multiple of the narrower
 
 
