@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +77,14 @@ def test_auto_shares_where_it_pays() -> None:
     assert plan_exactly(long, rule("off"), 0).sharing is None
     alone, together = (plan_exactly(long, rule(share), 0) for share in ("off", "auto"))
     assert len(together.micro_batches) < len(alone.micro_batches)
+
+
+@pytest.mark.parametrize("make", [plan_exactly, plan_packed])
+def test_auto_shares_nothing_where_the_device_waits_for_the_host_anyway(make: Any) -> None:
+    many = documents(6, 4, 60, 20)  # 1,920 tokens in four micro-batches: 480 each
+    for busy, shares in ((450.0, True), (900.0, False)):
+        assert (make(many, dataclasses.replace(rule("auto"), busy=busy), 0).sharing is not None) is shares
+    assert make(many, dataclasses.replace(rule("always"), busy=900.0), 0).sharing is not None
 
 
 def test_no_micro_batch_of_a_shared_plan_exceeds_its_budget() -> None:

@@ -33,6 +33,7 @@ class StepRule:
     skip_zero_advantage: bool = False  # documents without an advantage have micro-batches of their own
     even_length: float = math.inf  # at which a document's attention costs as much as its matrix products
     share: ShareMode = "off"
+    busy: float = 0.0  # tokens of a micro-batch below which a GPU waits for its host: there auto shares no prefix
     alike: tuple[str, ...] = ()  # fields of tokens that must be the same where a prefix is shared
 
     @property
@@ -87,7 +88,7 @@ def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: i
 def _packed(sequences: Sequence[Rollout], rule: StepRule) -> tuple[list[list[int]], bool]:
     """Return the members of each micro-batch, and whether they share prefixes."""
     alone = [Item((index,), item.num_tokens, rule.cost(item.num_tokens)) for index, item in enumerate(sequences)]
-    if rule.share == "off":
+    if rule.share == "off" or (rule.share == "auto" and not _busy(sequences, rule)):
         return _balanced(sequences, alone, rule)[0], False
     ids = identities(sequences, rule.alike)
     forest = find_ties(ids, rule.least_saved)
@@ -97,6 +98,13 @@ def _packed(sequences: Sequence[Rollout], rule: StepRule) -> tuple[list[list[int
         tries.append(_balanced(sequences, alone, rule))
     best = min(range(len(tries)), key=lambda number: (tries[number][1], number))
     return tries[best][0], best < len(tries) - 1 or rule.share == "always"
+
+
+def _busy(sequences: Sequence[Rollout], rule: StepRule) -> bool:
+    """Tell whether micro-batches of sequences alone keep the device busy, so that fewer tokens save time."""
+    cost = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
+    tokens = sum(sequence.num_tokens for sequence in sequences)
+    return cost >= rule.busy * max(rule.multiple, tokens / rule.tokens_per_microbatch)
 
 
 def _limits(ids: Sequence[np.ndarray], rule: StepRule) -> list[int]:
@@ -138,6 +146,8 @@ def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: in
 
 def _pays(sequences: Sequence[Rollout], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:
     """Tell whether shared prefixes save time."""
+    if not _busy(sequences, rule):
+        return False
     alone = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
     ids = identities(sequences, rule.alike)
     forests = (find_segments([ids[index] for index in members], rule.least_saved) for members in bins)
