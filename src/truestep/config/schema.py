@@ -339,9 +339,28 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         yield "data.fields is for the records of data.path and data.source; what a sampler makes has no other fields"
     if config.data.temperature != 1.0:
         yield "data.temperature is for files; a sampler's is sampler.temperature"
-    urls = [url.rstrip("/") for url in config.sampler.urls] if config.sampler.type == "server" else []
+    if config.sampler.type == "server":
+        yield from _servers(config.sampler)
+
+
+def _servers(sampler: sections.ServerSampler) -> Iterator[str]:
+    urls = [url.rstrip("/") for url in sampler.urls or ()]
     if len(set(urls)) < len(urls):
         yield "sampler.urls names a server twice"
+    start = sampler.start
+    if (start is None) is (sampler.urls is None):
+        yield "sampler needs sampler.urls, servers that run, or sampler.start, servers that the run starts: one of them"
+    if start is None:
+        return
+    if sampler.protocol not in ("vllm", "sglang"):
+        yield f"sampler.start starts vllm and sglang; sampler.protocol: {sampler.protocol} has servers of your own"
+    if sampler.api_key_env is not None:
+        yield "sampler.api_key_env is for sampler.urls; servers that the run starts get a key of its own"
+    gpus = start.gpus or []
+    if len(set(gpus)) < len(gpus):
+        yield "sampler.start.gpus names a GPU twice"
+    if len(gpus) % start.tensor or (start.tensor > 1 and not gpus):
+        yield f"sampler.start.gpus: {len(gpus)} cannot be divided among servers of sampler.start.tensor: {start.tensor}"
 
 
 def _exact(config: "Config") -> Iterator[str]:

@@ -348,15 +348,33 @@ class InProcessSampler(SamplerBase):
     and 256 on a CPU."""
 
 
+class ServerStart(Section):
+    environment: str
+    """The virtual environment that has the engine of sampler.protocol, or its Python. Trainer and engine need not share
+    packages."""
+    gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """The GPUs of this machine that servers get, by number, none of which a rank of the trainer may use. null: one
+    server, on what its engine finds."""
+    tensor: Count = 1
+    """GPUs of a server. There are as many servers as gpus has such parts."""
+    options: list[str] | None = None
+    """More arguments of the engine, such as [--gpu-memory-utilization, '0.9']."""
+    timeout: Positive = 1800.0
+    """Seconds until a server must answer."""
+
+
 class ServerSampler(SamplerBase):
     type: Literal["server"]
     """Inference servers sample. They get new weights after each update."""
     protocol: str = "vllm"
     """The kind of server: vllm, sglang, or package.module:Class, your own implementation of
     truestep.generate.servers.protocol.InferenceServer."""
-    urls: Annotated[list[str], Field(min_length=1)]
-    """The servers, such as http://host:8000. A request goes to the least busy one."""
-    model: str
+    urls: Annotated[list[str], Field(min_length=1)] | None = None
+    """The servers, such as http://host:8000. A request goes to the least busy one. null: sampler.start."""
+    start: ServerStart | None = None
+    """Servers that the run starts on the machine of its first rank, starts again when they end, and ends with itself,
+    in place of sampler.urls. What they write is in the run's directory, servers/0.log and so on."""
+    model: str = "policy"
     """The name under which the servers serve the model (--served-model-name)."""
     api_key_env: str | None = None
     """The environment variable that holds the servers' API key. null: no key."""

@@ -12,7 +12,7 @@ import torch
 from truestep.config.describe import show_value
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
-from truestep.config.sections import InProcessSampler, files_of
+from truestep.config.sections import InProcessSampler, ServerSampler, files_of
 from truestep.errors import TruestepError
 from truestep.files.whole import count_lines
 from truestep.generate.read import stop_ids
@@ -150,7 +150,7 @@ def _documents(config: Config, source: Source) -> str:
     if sampler is not None:
         prompts = getattr(source, "prompts", None)
         count = "" if prompts is None else f"{len(prompts):,} "
-        by = "here" if isinstance(sampler, InProcessSampler) else "by " + ", ".join(map(printable, sampler.urls))
+        by = "here" if isinstance(sampler, InProcessSampler) else _servers(sampler)
         group = config.data.group_size
         files = files_of(sampler.prompts).values()
         place = ", ".join(map(printable, files)) or "the environment"
@@ -159,6 +159,13 @@ def _documents(config: Config, source: Source) -> str:
         times = f", {source.epochs} times" if source.epochs > 1 else ""
         return f"{len(source.documents):,} of {printable(config.data.path)}{times}"
     return printable(config.data.path) if config.data.path is not None else "sent while the run goes on"
+
+
+def _servers(sampler: ServerSampler) -> str:
+    if sampler.start is None:
+        return "by " + ", ".join(map(printable, sampler.urls or ()))
+    gpus = sampler.start.gpus
+    return f"by servers that the run starts ({sampler.protocol}{f', GPUs {gpus}' if gpus else ''})"
 
 
 def _memory(config: Config, ranks: int) -> str:

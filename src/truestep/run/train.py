@@ -12,6 +12,7 @@ from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.environments.printed import PrintedLog
 from truestep.generate.evaluate import Evaluator
+from truestep.generate.servers.started import StartedServers
 from truestep.metrics.sinks import Sink
 from truestep.model.policy import Policy
 from truestep.plan.exhausted import exhaustion_explained
@@ -29,6 +30,7 @@ from truestep.run.assemble.evaluation import make_evaluator
 from truestep.run.assemble.observers import make_observers
 from truestep.run.assemble.policy import join_ranks, make_policy
 from truestep.run.assemble.rewards import Raters
+from truestep.run.assemble.servers import start_servers
 from truestep.run.assemble.sinks import make_sinks, make_watching
 from truestep.run.assemble.sources import Supply, check_inputs, make_supply
 from truestep.run.assemble.step import (
@@ -117,15 +119,16 @@ def make_trainer(
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    say = partial(_say_one, display, config, ranks)
+    started = start_servers(config, directory.path, say) if ranks.first else None  # while the model is loaded
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
     policy = _policy_of(config, ranks, latest, directory, rates)
     runner = make_runner(config, policy)
     annotators = _annotators(config, runner, directory, latest)
     watch.phase("reading the data")
-    say = partial(_say_one, display, config, ranks)
     raters = _make_raters(directory, ranks, say)
-    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say)
+    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started)
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
@@ -164,10 +167,15 @@ def make_trainer(
 
 
 def _make_data(
-    config: Config, runner: StepRunner, ranks: Ranks, raters: Raters, say: Callable[[str], None]
+    config: Config,
+    runner: StepRunner,
+    ranks: Ranks,
+    raters: Raters,
+    say: Callable[[str], None],
+    started: StartedServers | None,
 ) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
     policy = runner.policy
-    supply = make_supply(config, policy, ranks, raters)
+    supply = make_supply(config, policy, ranks, raters, started)
     check = make_check(config, runner, supply.servers, say)
     evaluator = make_evaluator(config, policy, raters, supply.servers, check)
     return supply, make_queue(config, policy, supply.source), check, evaluator

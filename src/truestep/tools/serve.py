@@ -25,7 +25,7 @@ from truestep.generate.play import EpisodeLimits, played_sequences
 from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
 from truestep.run.assemble.policy import join_ranks, make_policy
-from truestep.run.assemble.sources import secret_of
+from truestep.run.assemble.servers import secret_of
 
 _MOST_OPEN = 4096  # documents that are being written: the one that was used least recently is forgotten
 _MOST_TURNS = 256  # of a document

@@ -3,6 +3,7 @@
 protocol          the interface of a server
 http              HTTP, JSON and server-sent events
 vllm, sglang      servers of these kinds
+started, keeper   servers that the run starts
 servers           the event loop in which the first rank talks to all servers
 shared            the servers as all ranks use them
 source            a source whose documents the servers sample

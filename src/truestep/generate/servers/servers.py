@@ -23,6 +23,7 @@ from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.look_ahead import LookAhead, StalenessLimit
 from truestep.generate.servers.probe import Expected, make_probes
 from truestep.generate.servers.protocol import InferenceServer
+from truestep.generate.servers.started import StartedServers
 from truestep.generate.servers.weight_files import Publisher
 from truestep.process import progress
 from truestep.rollouts.source import Interrupted
@@ -79,12 +80,13 @@ class Servers:
         tolerance: float,
         rolling: bool = False,  # servers get new weights one after another
         routes: RouteShape | None = None,  # of the experts that completions come with; None: they are not asked for
+        started: StartedServers | None = None,  # those that end with the run
         loop: LoopThread | None = None,  # None: a new one; tests pass one with a clock of its own
     ):
         self._prompts, self._plays, self._sampling = prompts, plays, sampling
         self._vocabulary_size = vocabulary_size
         self._publisher, self._send_from = publisher, send_from
-        self._pause, self._routes = pause, routes
+        self._pause, self._routes, self._started = pause, routes, started
         self._at_once = limit.concurrency
         self._loop = loop or LoopThread()
         self._sending: Future[None] | None = None  # None: no weights were sent yet
@@ -210,5 +212,7 @@ class Servers:
         finally:
             self._loop.run(self.ahead.close())
             self._loop.close()
+            if self._started is not None:
+                self._started.close()
             self._plays.close()
             self._publisher.close(finished)

@@ -1,7 +1,6 @@
 """Makes the source of documents: rollout files, a stream, the policy itself, or inference servers."""
 
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,10 +30,10 @@ from truestep.generate.order import OrderOptions
 from truestep.generate.pools import Curriculum
 from truestep.generate.read import stop_ids
 from truestep.generate.servers.look_ahead import StalenessLimit
-from truestep.generate.servers.protocol import InferenceServer
 from truestep.generate.servers.servers import Servers
 from truestep.generate.servers.shared import SharedServers, SharedServerSource
 from truestep.generate.servers.source import ServerSource
+from truestep.generate.servers.started import StartedServers
 from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
 from truestep.metrics.observers import Observer
 from truestep.model.loading.read import load_tokenizer
@@ -56,8 +55,8 @@ from truestep.rollouts.stream.ids import SeenIds
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.run.assemble.rewards import Raters, check_rewards, longest_conversation, made_rows, make_plays
+from truestep.run.assemble.servers import engine_to_start, server_maker, wait_for
 from truestep.run.assemble.step import needs_logprobs, takes_reference_of_records, tolerance_of
-from truestep.text import keep_secret
 from truestep.types import PutAside, Rejected, Rollout, RouteShape
 
 IDS_FILE = "stream_ids.bin"  # in the run's directory
@@ -85,6 +84,7 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
     check_rewards(config, ranks)
     if isinstance(sampler, ServerSampler) and ranks.first:
         server_maker(sampler)
+        engine_to_start(config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,9 @@ class Supply:
     servers: SharedServers | None = None
 
 
-def make_supply(config: Config, policy: Policy, ranks: Ranks, raters: Raters) -> Supply:
+def make_supply(
+    config: Config, policy: Policy, ranks: Ranks, raters: Raters, started: StartedServers | None = None
+) -> Supply:
     if config.data.source is not None:
         return _make_stream_supply(config, policy, ranks)
     if config.sampler is None:
@@ -106,7 +108,7 @@ def make_supply(config: Config, policy: Policy, ranks: Ranks, raters: Raters) ->
     sampler, made = config.sampler, list[tuple[ServerSource, Servers]]()
     publisher, rows = _make_publisher(config, sampler), made_rows(config, ranks, raters)
     # Only the first rank connects to the servers; an error there is raised on all ranks.
-    ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher, rows)))
+    ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher, rows, started)))
     source, servers = made[0] if made else (None, None)
     shared = SharedServers(servers, policy, publisher)
     return Supply(SharedServerSource(source, shared, policy), publication=shared, servers=shared)
@@ -341,36 +343,6 @@ def _replace_limit(config: Config) -> int:
     return config.data.replace_limit if config.data.zero_advantage == "replace" else 0
 
 
-def server_maker(sampler: ServerSampler) -> Callable[[], list[InferenceServer]]:
-    """Check the servers' options, and return a function that connects to the servers. The event loop calls it."""
-    server_class, key = _server_class(sampler.protocol), secret_of("sampler.api_key_env", sampler.api_key_env)
-    shared = {"model": sampler.model, "api_key": key, "timeout": sampler.request_timeout}
-    servers = [check_options("sampler.protocol", server_class, {"url": url, **shared}) for url in sampler.urls]
-    return lambda: [server_class(**options) for options in servers]
-
-
-def _server_class(protocol: str) -> Callable[..., InferenceServer]:
-    if protocol not in ("vllm", "sglang"):
-        return load_custom("sampler.protocol", protocol)
-    try:  # the HTTP client is an optional package
-        from truestep.generate.servers.sglang import Sglang
-        from truestep.generate.servers.vllm import Vllm
-    except ImportError as error:
-        raise SourceError("sampler.type: server needs `pip install 'truestep[server]'`") from error
-    return Vllm if protocol == "vllm" else Sglang
-
-
-def secret_of(option: str, variable: str | None) -> str | None:
-    """Return the value of an environment variable that an option names, and keep it out of all that is shown."""
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise SourceError(f"{option}: the environment has no variable {variable}, or it is empty")
-    keep_secret(key)
-    return key
-
-
 def _make_publisher(config: Config, sampler: ServerSampler) -> Publisher:
     assert config.checkpoint.directory is not None
     path = Path(sampler.weights_directory or Path(config.checkpoint.directory) / "weights")
@@ -386,6 +358,7 @@ def _make_server_source(
     raters: Raters,
     publisher: Publisher,
     rows: list[dict[str, Any]] | None,
+    started: StartedServers | None,
 ) -> tuple[ServerSource, Servers]:
     data, schedule = config.data, config.schedule
     plays = make_plays(config, policy, raters)
@@ -395,9 +368,11 @@ def _make_server_source(
     draw = DrawOptions(sampler.temperature, sampler.max_new_tokens, stop_ids(policy))
     options = _group_options(config, draw, sampler.check_share if sampler.max_staleness else 0.0)
     sampling = replace(options, anew_at_once=True)
+    wait_for(started)
     servers = Servers(
         prompts=prompts,
-        make_servers=server_maker(sampler),
+        make_servers=server_maker(sampler, started),
+        started=started,
         plays=plays,
         sampling=sampling,
         vocabulary_size=policy.vocabulary_size,

@@ -13,7 +13,8 @@ from truestep.model.policy import Policy
 from truestep.process import progress
 from truestep.ranks.group import ALONE, world_size
 from truestep.run.assemble.policy import make_policy
-from truestep.run.assemble.sources import read_documents, replayed_by, server_maker
+from truestep.run.assemble.servers import server_maker
+from truestep.run.assemble.sources import read_documents, replayed_by
 from truestep.run.checkpoint.store import CheckpointStore
 from truestep.run.directory import RunDirectory
 from truestep.tools.parity.causes import Trial, Tried

@@ -16,7 +16,8 @@ from truestep.generate.servers.check import find_routes
 from truestep.generate.servers.check_answer import complete
 from truestep.model.policy import Policy
 from truestep.run.assemble.rewards import Raters, made_rows
-from truestep.run.assemble.sources import asked_of_servers, draw_options, engine_settings, read_prompts, server_maker
+from truestep.run.assemble.servers import server_maker
+from truestep.run.assemble.sources import asked_of_servers, draw_options, engine_settings, read_prompts
 from truestep.types import Rollout, RouteShape
 
 

@@ -1,0 +1,248 @@
+"""Inference servers that the run starts on this machine, starts again when they end, and ends with itself."""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from truestep.generate.errors import ServerError
+from truestep.process import progress
+from truestep.text import keep_secret, printable
+
+_POLL_SECONDS = 0.5
+_STARTS, _WITHIN = 5, 900.0  # a server that ends so often within so many seconds is not started again
+_GRACE_SECONDS, _CLOSE_SECONDS = 10.0, 20.0  # for a server to end by itself, and until the run waits no longer
+_SHOWN = 15  # last lines of a log
+# Environment variables for the trainer's own processes.
+_TRAINERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PYTHONPATH")
+_KEEPER = Path(__file__).with_name("keeper.py")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to start servers of a kind."""
+
+    python: str
+    kind: str  # vllm or sglang
+    model: str  # the directory of the weights that a server begins with
+    name: str  # under which it serves the model
+    dtype: str
+    longest: int | None  # tokens of a document; None: what the model allows
+    tensor: int = 1
+    adapter_rank: int | None = None  # of an adapter that servers load alone
+    receives: bool = False  # weights by NCCL
+    returns_routes: bool = False
+    options: tuple[str, ...] = ()
+
+    def command(self, port: int, seed: int) -> list[str]:
+        return [self.python, "-m", *(self._vllm(port, seed) if self.kind == "vllm" else self._sglang(port, seed))]
+
+    def _vllm(self, port: int, seed: int) -> list[str]:
+        made = ["vllm.entrypoints.openai.api_server", "--model", self.model, "--served-model-name", self.name]
+        made += ["--host", "127.0.0.1", "--port", str(port), "--seed", str(seed), "--dtype", self.dtype]
+        made += ["--logprobs-mode", "processed_logprobs", "--tensor-parallel-size", str(self.tensor)]
+        made += [] if self.longest is None else ["--max-model-len", str(self.longest)]
+        made += [] if self.adapter_rank is None else ["--enable-lora", "--max-lora-rank", str(self.adapter_rank)]
+        made += ["--weight-transfer-config", '{"backend": "nccl"}'] if self.receives else []
+        made += ["--enable-return-routed-experts"] if self.returns_routes else []
+        return [*made, *self.options]
+
+    def _sglang(self, port: int, seed: int) -> list[str]:
+        made = ["sglang.launch_server", "--model-path", self.model, "--served-model-name", self.name]
+        made += ["--host", "127.0.0.1", "--port", str(port), "--random-seed", str(seed), "--dtype", self.dtype]
+        made += ["--tp", str(self.tensor)]
+        made += [] if self.longest is None else ["--context-length", str(self.longest)]
+        made += ["--enable-return-routed-experts"] if self.returns_routes else []
+        return [*made, *self.options]
+
+    def environment(self, gpus: Sequence[int], key: str | None) -> dict[str, str]:
+        given = dict(os.environ)
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "PYTHONPATH",
+        ):
+            given.pop(name, None)  # torchrun's, for the trainer's ranks alone
+        given |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        given |= {} if key is None else {"VLLM_API_KEY": key}
+        return given | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
+
+
+@dataclass(eq=False)
+class _Started:
+    port: int
+    gpus: tuple[int, ...]
+    log: Path
+    seed: int
+    process: subprocess.Popen[bytes] | None = None
+    begun: list[float] = field(default_factory=list)  # times of its starts
+    given_up: bool = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __str__(self) -> str:
+        where = f" (GPU {', '.join(map(str, self.gpus))})" if self.gpus else ""
+        return f"the server {self.url}{where}"
+
+
+class StartedServers:
+    """The servers of a run. Only the first rank has them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        gpus: Sequence[Sequence[int]],  # of each server; none: those that the engine finds
+        logs: Path,
+        say: Callable[[str], None],
+        timeout: float,
+    ):
+        # SGLang takes its key as an argument, which everybody on the machine can read.
+        self.key = secrets.token_urlsafe(24) if engine.kind == "vllm" else None
+        if self.key is not None:
+            keep_secret(self.key)
+        self._engine, self._say, self._timeout = engine, say, timeout
+        logs.mkdir(parents=True, exist_ok=True)
+        self._servers = [
+            _Started(port, tuple(own), logs / f"{number}.log", number + 1)
+            for number, (own, port) in enumerate(zip(gpus, _free_ports(len(gpus)), strict=True))
+        ]
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._end = weakref.finalize(self, _end, self._servers)  # also when the interpreter ends
+        for server in self._servers:
+            self._start(server)
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self._servers]
+
+    def wait(self, lives: Callable[[str], bool]) -> None:
+        """Wait until all servers live, and look after them from then on."""
+        until = time.monotonic() + self._timeout
+        for server in self._servers:
+            with progress.waiting_for(f"{server} to start (it writes {server.log})"):
+                while not lives(server.url):
+                    assert server.process is not None
+                    code = server.process.poll()
+                    if code is not None:
+                        raise ServerError(
+                            f"sampler.start: {server} ended{_with(code)} as it started:\n{_last_of(server)}"
+                        )
+                    if time.monotonic() > until:
+                        raise ServerError(
+                            f"sampler.start: {server} does not answer after sampler.start.timeout: "
+                            f"{self._timeout:g} seconds:\n{_last_of(server)}"
+                        )
+                    progress.made("looks at a server that starts")
+                    time.sleep(_POLL_SECONDS)
+        threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), name="servers", daemon=True).start()
+
+    def _start(self, server: _Started) -> None:
+        server.begun.append(time.monotonic())
+        command = self._engine.command(server.port, server.seed)
+        server.process = subprocess.Popen(
+            [sys.executable, "-I", str(_KEEPER), str(_GRACE_SECONDS), str(server.log), *command],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the trainer, which ends its servers when it has saved
+            env=self._engine.environment(server.gpus, self.key),
+        )
+
+    def look(self) -> None:
+        """Start servers that have ended again. The fleet gives them the current weights when they answer."""
+        with self._lock:
+            for server in () if self._closed.is_set() else self._servers:
+                assert server.process is not None
+                code = server.process.poll()
+                if code is None or server.given_up:
+                    continue
+                lately = [begun for begun in server.begun if begun > time.monotonic() - _WITHIN]
+                server.given_up = len(lately) >= _STARTS
+                then = f"after {len(lately)} starts it is left" if server.given_up else "it is started again"
+                self._say(f"{server} ended{_with(code)}: {then}. Its last lines, of {server.log}:\n{_last_of(server)}")
+                if not server.given_up:
+                    self._start(server)
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            self._end()
+
+
+def _watch(owner: "weakref.ref[StartedServers]", closed: threading.Event) -> None:
+    while not closed.wait(_POLL_SECONDS):
+        servers = owner()
+        if servers is None:
+            return
+        servers.look()
+        del servers
+
+
+def _end(servers: Sequence[_Started]) -> None:
+    """End all servers at the same time, and wait for them."""
+    running = [server.process for server in servers if server.process is not None]
+    for process in running:
+        process.terminate()
+    until = time.monotonic() + _CLOSE_SECONDS
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until - time.monotonic()))
+
+
+def _with(code: int) -> str:
+    """Say how a process ended, by a code as shells give it."""
+    if code > 128:
+        with contextlib.suppress(ValueError):
+            return f" by {signal.Signals(code - 128).name}"
+    return f" with code {code}" if code else ""
+
+
+def _last_of(server: _Started) -> str:
+    """Return the last lines of a server's log, to be shown."""
+    try:
+        with server.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * _SHOWN))
+            lines = file.read().decode(errors="replace").splitlines()[-_SHOWN:]
+    except OSError as error:
+        lines = [str(error.strerror)]
+    return "\n".join(f"    {printable(line, 200)}" for line in lines)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in taken:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in taken]
+
+
+def python_of(environment: str) -> str:
+    """Return the interpreter of a virtual environment, or one that is named itself."""
+    place = Path(environment).expanduser()
+    found = place / "bin" / "python" if place.is_dir() else place
+    if not found.is_file() or not os.access(found, os.X_OK):
+        raise ServerError(f"sampler.start.environment: {environment} has no bin/python, and is no Python itself")
+    return str(found.absolute())  # not resolved: a virtual environment's Python is a link to another
+
+
+def gpus_of_ranks(variables: Mapping[str, str]) -> set[int]:
+    """Return the numbers of the GPUs that the trainer's ranks on this machine use, by what torchrun and CUDA set."""
+    local = int(variables.get("LOCAL_WORLD_SIZE", "1"))
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return set(range(local))
+    named = [part.strip() for part in visible.split(",")][:local]
+    return {int(part) for part in named if part.isdigit()}
