@@ -261,6 +261,29 @@ CASES = [
         + "sampler: {type: server, prompts: p, reward: r, model: m, urls: [http://a, http://b, http://a/]}\n",
         "4: sampler.urls names a server twice",
     ),
+    *(
+        (MODEL + "".join(SAMPLED.values()) + f"sampler: {{type: server, prompts: p, reward: r{given}}}\n", f"4: {said}")
+        for given, said in (
+            (
+                "",
+                "sampler needs sampler.urls, servers that run, or sampler.start, servers that the run starts: one of "
+                "them",
+            ),
+            (
+                ", protocol: a.b:C, start: {environment: e}",
+                "sampler.start starts vllm and sglang; sampler.protocol: a.b:C has servers of your own",
+            ),
+            (
+                ", api_key_env: KEY, start: {environment: e}",
+                "sampler.api_key_env is for sampler.urls; servers that the run starts get a key of its own",
+            ),
+            (", start: {environment: e, gpus: [1, 2, 1]}", "sampler.start.gpus names a GPU twice"),
+            (
+                ", start: {environment: e, gpus: [1, 2, 3], tensor: 2}",
+                "sampler.start.gpus: 3 cannot be divided among servers of sampler.start.tensor: 2",
+            ),
+        )
+    ),
     (
         MODEL + "".join(SAMPLED.values()) + "sampler: {prompts: p, reward: r, exact: true, engine: false}\n",
         "4: sampler.exact: true is computed by the engine: leave out sampler.engine: false",

@@ -241,8 +241,8 @@ OPTION_ERRORS = [
     ("loss: {type: gspo, dual_clip: 1}", "2: loss.dual_clip must be float > 1 or null, not 1"),
     ("logging: {wandb: no}", "2: logging.wandb must be a section of options or null, not false"),
     ("sampler: {type: sever}", "2: sampler.type must be in_process or server, not 'sever'; did you mean server?"),
-    ("sampler: {type: server}", "2: sampler.urls is required"),
-    ("sampler: {type: server, urls: []}", "2: sampler.urls must be list of text, not []"),
+    ("sampler: {type: server, start: {}}", "2: sampler.start.environment is required"),
+    ("sampler: {type: server, urls: []}", "2: sampler.urls must be list of text or null, not []"),
     (
         "sampler: {top_p: 0.9, type: server}",
         "2: sampler.top_p is not an option of sampler.type: server (set at run.yaml:2); in_process has it",

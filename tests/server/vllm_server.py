@@ -20,7 +20,7 @@ from truestep.generate.servers.vllm import Vllm
 NAME = "policy"
 LINKED = ("--weight-transfer-config", '{"backend": "nccl"}')
 _READY_SECONDS = 280.0
-_SETTINGS = {
+SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -64,7 +64,7 @@ class Starter:
     """The process that servers are forked from."""
 
     def __init__(self, python: str, log: Path):
-        environment = dict(os.environ) | _SETTINGS | {"PYTHONPATH": plugin_path(log.with_suffix(".plugin"))}
+        environment = dict(os.environ) | SETTINGS | {"PYTHONPATH": plugin_path(log.with_suffix(".plugin"))}
         self._log = log
         with log.open("ab") as written:
             self._process = subprocess.Popen(

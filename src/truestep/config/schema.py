@@ -339,11 +339,12 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
         yield "data.fields is for the records of data.path and data.source; what a sampler makes has no other fields"
     if config.data.temperature != 1.0:
         yield "data.temperature is for files; a sampler's is sampler.temperature"
-    if config.sampler.type == "server":
-        yield from _servers(config.sampler)
 
 
-def _servers(sampler: sections.ServerSampler) -> Iterator[str]:
+def _servers(config: "Config") -> Iterator[str]:
+    sampler = config.sampler
+    if sampler is None or sampler.type != "server":
+        return
     urls = [url.rstrip("/") for url in sampler.urls or ()]
     if len(set(urls)) < len(urls):
         yield "sampler.urls names a server twice"
@@ -599,6 +600,7 @@ _RULES = (
     _transfer,
     _documents,
     _sampled_groups,
+    _servers,
     _episodes,
     _same_process,
     _environment,
