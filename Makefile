@@ -56,8 +56,10 @@ tutorial:
 test: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=2 check site suite
 
+# CASES adds others: `.ci/run` runs the long ones among them.
+CASES := not long and not vllm and not release and not nightly
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm and not release and not nightly'
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m '$(CASES)'
 
 peers: $(PEERS)/.installed
 	@echo $(PEERS)
@@ -112,7 +114,7 @@ trajectory: $(VENV)/.installed-dev
 
 # A real vLLM takes every core there is: its tests run one after another, behind the rest.
 suite-vllm: $(VENV)/.installed-dev $(VLLM)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+	$(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm $$(grep -rl --include='test_*.py' mark.vllm tests)
 
 redis: $(REDIS_SERVER)
 
