@@ -47,6 +47,26 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/families/test_families.py",),
         ("docs/families.md", "src/truestep/model/*", "src/truestep/generate/engine/*"),
     ),
+    "compiled layers": (
+        (
+            *("tests/model/test_compiled.py", "tests/model/test_experts.py", "tests/model/test_flash.py"),
+            *("tests/model/test_fused_layers.py", "tests/model/test_norms.py", "tests/ranks/test_layouts.py"),
+            *("tests/ranks/test_sampling.py", "tests/generate/engine/test_states_gpu_path.py"),
+        ),
+        (
+            *(
+                "src/truestep/model/*",
+                "src/truestep/generate/engine/*",
+                "src/truestep/head/*",
+                "src/truestep/weights/*",
+            ),
+            *("src/truestep/numerics/*", "src/truestep/ranks/*", "src/truestep/step/compute/*", "tests/tiny.py"),
+        ),
+    ),
+    "escapes": (
+        ("tests/environments/test_escapes.py",),
+        ("SECURITY.md", "tests/escapes.py", "src/truestep/environments/*", "src/truestep/run/assemble/rewards.py"),
+    ),
     "recipes": (
         ("tests/test_recipes.py",),
         ("examples/recipes*", "benchmarks/recipe*"),

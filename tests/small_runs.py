@@ -85,7 +85,12 @@ def sampled_config(model: Path, prompts: Path, run: Path, /, **sections: Any) ->
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"group_size": 4, "tokens_per_microbatch": 64},
         "schedule": {"docs_per_step": 8, "steps": 3},
-        "sampler": {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 6},
+        "sampler": {
+            "prompts": str(prompts),
+            "reward": "plain_rewards:digit_reward",
+            "reward_workers": 1,  # each is a process; several: environments/test_rater.py
+            "max_new_tokens": 6,
+        },
         "optimizer": {"learning_rate": 1e-2},
         "checkpoint": {"directory": str(run)},
         "logging": {"console": False},

@@ -286,7 +286,7 @@ def test_norms_of_compiled_layers_have_the_gradients_of_float64() -> None:
             torch.testing.assert_close(kept.totals[parameter].double(), double.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "backend", "recompute"),
     [
