@@ -113,7 +113,7 @@ faults: $(VENV)/.installed-dev $(REDIS_SERVER)
 trajectory: $(VENV)/.installed-dev
 	$(TEST_ENVIRONMENT) PYTHONPATH=src:tests $(BIN)/python -m trajectory.pinned
 
-# A real vLLM takes every core there is: its tests run one after another, behind the rest.
+# The tests of a real vLLM share its servers, and run one after another.
 suite-vllm: $(VENV)/.installed-dev $(VLLM)/.installed
 	$(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm $$(grep -rl --include='test_*.py' mark.vllm tests)
 
