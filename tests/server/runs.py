@@ -52,7 +52,7 @@ def server_config(directory: Path, urls: Sequence[str], **sections: Any) -> Conf
             "reward": "server.rewards:word_reward",
             "reward_workers": 1,
             "temperature": 0.8,
-            "max_new_tokens": 8,
+            "max_new_tokens": 16,
         },
         "loss": {"metrics": "full"},
         "checkpoint": {"every": 0},
