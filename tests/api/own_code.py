@@ -1,4 +1,7 @@
-"""A user's own code, for the tests of Python programs: all of it at the top level of a module."""
+"""A user's own code, for the tests of Python programs: all of it at the top level of a module.
+
+Workers that rate import it too, so it imports torch only where a trainer calls it.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tiny import make_records
-from truestep.types import Rollout
-
 
 def reward(prompt: object, completion: str, **_: object) -> float:
     return sum(int(word) for word in completion.split() if word.isdigit()) / 10
 
 
-def advantages(rollouts: Sequence[Rollout]) -> list[float]:
+def advantages(rollouts: Sequence[Any]) -> list[float]:
     best = max(rollout.reward or 0.0 for rollout in rollouts)
     return [(rollout.reward or 0.0) - best for rollout in rollouts]
 
 
-def sgd(groups: Any, *, momentum: float = 0.0) -> torch.optim.Optimizer:
+def sgd(groups: Any, *, momentum: float = 0.0) -> Any:
+    import torch
+
     return torch.optim.SGD([*groups["matrices"].values(), *groups["vectors"].values()], momentum=momentum)
 
 
 def records(start: int, *, seed: int = 5, count: int = 20) -> Iterator[Mapping[str, Any]]:
     """Records of tests/tiny.py from one number on."""
+    from tiny import make_records
+
     yield from make_records(seed, documents=count, max_length=16)[start:]
 
 
 def odd_records(start: int) -> Iterator[Any]:
+    from tiny import make_records
+
     good = make_records(5, documents=4, max_length=16)
     yield from [*good[:2], "no record", {**good[2], "input_ids": object()}, *good[2:]][start:]
 
 
 def failing_records(start: int) -> Iterator[Mapping[str, Any]]:
+    from tiny import make_records
+
     yield from make_records(5, documents=4, max_length=16)
     raise OSError("the queue is gone")
 

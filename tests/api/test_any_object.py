@@ -457,7 +457,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_a_script_needs_no_guard_on_any_number_of_ranks(ranks: int, task: Path, tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(PROGRAM + TRAINING, encoding="utf-8")

@@ -24,7 +24,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_objects_and_import_paths_make_the_same_run(tmp_path: Path) -> None:
     words = word_model(tmp_path / "model")
     prompts = write_lines(tmp_path / "p.jsonl", sort_prompts(4))

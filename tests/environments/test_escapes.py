@@ -199,10 +199,15 @@ CASES = [
     *((kind, isolation, "quick") for kind in KINDS for isolation in ("auto", "off")),
     *(("evaluation", isolation, "slow") for isolation in ("auto", "off")),
 ]
-IN_LONG = [("in_process", "auto", "quick"), ("in_process", "off", "quick"), ("server", "auto", "quick"), *CASES[-2:]]
+EVERY_NIGHT = [
+    ("in_process", "auto", "quick"),
+    ("in_process", "off", "quick"),
+    ("server", "auto", "quick"),
+    *CASES[-2:],
+]
 
 
-@pytest.mark.parametrize(("kind", "isolation", "speed"), in_tiers(CASES, [], IN_LONG))
+@pytest.mark.parametrize(("kind", "isolation", "speed"), in_tiers(CASES, [], EVERY_NIGHT, "nightly"))
 def test_the_table_of_the_page_is_what_happens(
     kind: str, isolation: str, speed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -16,7 +16,8 @@ from truestep.run.assemble.rewards import Raters, check_rewards, evaluation_rewa
 
 
 def config(**sections: Any) -> Any:
-    return sampled_config(Path("m"), Path("p.jsonl"), Path("r"), **merged({"evaluation": {"prompts": "h"}}, sections))
+    base = {"evaluation": {"prompts": "h"}, "sampler": {"reward_workers": None}}
+    return sampled_config(Path("m"), Path("p.jsonl"), Path("r"), **merged(base, sections))
 
 
 def test_workers_and_memory_are_this_machines_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def _work(tests: Sequence[str], copy: Path, limit: float, *, stop: bool) -> NoRe
         sys.path[:0] = [str(copy / "src"), str(copy / "tests")]
         recorder = _Recorder()
         # Which tests of a file are too many for this is said by their marks, and a test that is named is run.
-        chosen = [] if any("::" in test for test in tests) else ["-m", "not long and not vllm and not release"]
+        chosen = [] if any("::" in test for test in tests) else ["-m", "not long and not nightly and not release"]
         options = ["-p", "no:cacheprovider", "--hypothesis-seed=0", "-o", f"timeout={limit:g}", *chosen]
         code = pytest.main([*options, *(["-x"] if stop else []), *tests], plugins=[recorder])
         found = {"code": int(code), "passed": recorder.passed, "failed": recorder.failed}

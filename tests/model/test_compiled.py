@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from documents import make_documents, pack_all
 from oracles.step import oracle_step
 from scoring import check_against_oracle, run_score, write_records
-from selection import long_except
+from selection import nightly_except
 from step.test_score_oracle import config_for, records_for
 from truestep.model.fast import compiled
 from truestep.model.fast.gradient_accumulation import AddingLinear, add_in_products
@@ -57,7 +57,7 @@ def off(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "recompute"),
-    long_except(
+    nightly_except(
         [("llama", True), ("gemma2", False), ("llama", "selective"), ("qwen3_tied", "elementwise")], ("llama", True)
     ),
 )
@@ -76,7 +76,7 @@ def test_values_and_gradients_are_those_of_plain_layers(kind: str, recompute: bo
     assert graphs() == made
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "recompute"), [("gemma2", True), ("qwen2", "elementwise")])
 def test_products_add_the_gradients_of_half_precision_matrices(
     kind: str, recompute: bool | str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +170,7 @@ def test_recomputation_is_around_what_is_compiled(tiny_model: Made, monkeypatch:
     assert not any(getattr(layer, "gradient_checkpointing", False) for layer in policy.model.model.layers)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_layers_share_what_is_compiled(tmp_path: Path) -> None:
     from tiny import make_model
 

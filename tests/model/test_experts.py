@@ -274,7 +274,7 @@ def test_gradients_of_rounded_weights_are_summed_in_float32(experts_directory: P
     assert parameter.grad is None
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_layers_compute_what_plain_layers_do(
     dtype: str, backend: str, experts_directory: Path, monkeypatch: pytest.MonkeyPatch

@@ -152,9 +152,8 @@ def test_the_check_names_what_is_wrong(fault: Callable[..., Any], named: str, pa
     assert ("with shared prefixes" in said) == (fault is a_prefix_unseen)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("heads", [SHAPES[0], *(pytest.param(each, marks=pytest.mark.release) for each in SHAPES[1:])])
-@pytest.mark.long
 def test_operators_keep_what_torch_asks_of_them(heads: flash.Heads, package: ModuleType) -> None:
     bounds = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
     q, k, v = (
@@ -266,7 +265,9 @@ def gradients_of(policy: Any) -> dict[str, torch.Tensor]:
     return {name: gradient.float().clone() for name, gradient in policy.weights.gradients.items()}
 
 
-@pytest.mark.parametrize(("kind", "normed"), in_tiers([("qwen3_tied", 0), ("gemma2", 1)], [], [("qwen3_tied", 0)]))
+@pytest.mark.parametrize(
+    ("kind", "normed"), in_tiers([("qwen3_tied", 0), ("gemma2", 1)], [], [("qwen3_tied", 0)], "nightly")
+)
 def test_elementwise_recomputation_keeps_what_products_and_attention_give(
     kind: str, normed: int, tiny_model: Callable[[str], Path], package: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

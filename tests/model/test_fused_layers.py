@@ -161,7 +161,7 @@ def test_every_layer_of_a_model_is_replaced_and_its_names_stay(tiny_model: Made)
 SAMPLING = [(kind, dtype) for kind in ("qwen3_tied", "llama", "gemma2", "qwen2") for dtype in ("float32", "bfloat16")]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), in_tiers(SAMPLING, [], [("qwen3_tied", "float32")]))
+@pytest.mark.parametrize(("kind", "dtype"), in_tiers(SAMPLING, [], [("qwen3_tied", "float32")], "nightly"))
 def test_models_that_sample_are_fused(kind: str, dtype: str, tiny_model: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """And their hidden states are training's, which `probe` compares."""
     policy = load_policy(tiny_model(kind), dtype=dtype)
@@ -210,7 +210,7 @@ def results(layer: Any, run: Any, weights: WholeWeights) -> list[torch.Tensor]:
     return [result.detach(), x.grad, *weights.gradients.values()]
 
 
-CASES = [("", False), ("", True), *(pytest.param("compiled", s, marks=pytest.mark.long) for s in (False, True))]
+CASES = [("", False), ("", True), *(pytest.param("compiled", s, marks=pytest.mark.nightly) for s in (False, True))]
 
 
 @pytest.mark.parametrize(("how", "splits"), CASES)
@@ -259,7 +259,7 @@ def test_a_weights_gradient_is_added_just_before_those_of_its_input(monkeypatch:
 KINDS = ["qwen3_tied", pytest.param("gemma2", marks=pytest.mark.release)]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_models_layers_are_joined(kind: str, tiny_model: Made) -> None:
     """Their gradients are no further from float32's than those of plain layers."""

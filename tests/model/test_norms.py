@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from documents import make_documents, pack_all
+from selection import nightly_except
 from truestep.model.fast import fused_attention_gradient as heads
 from truestep.model.fast import fused_layers
 from truestep.model.fast import rms_norm as norms
@@ -266,14 +267,15 @@ class Layer(torch.nn.Module):
         return self.twice(x) + self.twice(x * 1.5) + self.twice(x)
 
 
-def test_norms_of_compiled_layers_have_the_gradients_of_float64() -> None:
+@pytest.mark.parametrize("backend", nightly_except(["aot_eager", "inductor"], "aot_eager"))
+def test_norms_of_compiled_layers_have_the_gradients_of_float64(backend: str) -> None:
     """Equal ones too: a compiler takes equal operations for one, and would add what they add once."""
     layer, exact, kept = Layer().to(DEVICE), Layer().double().to(DEVICE), Kept()
     for seed, (parameter, double) in enumerate(zip(layer.parameters(), exact.parameters(), strict=True)):
         parameter.data = random(12, seed=seed)
         double.data = parameter.data.double()
     add_in_norms(layer.modules(), kept, layer.parameters())
-    run = torch.compile(layer.forward, dynamic=True)
+    run = torch.compile(layer.forward, dynamic=True, backend=backend)
     for tokens in (5, 9):
         kept.totals.clear()
         exact.zero_grad()
@@ -286,7 +288,7 @@ def test_norms_of_compiled_layers_have_the_gradients_of_float64() -> None:
             torch.testing.assert_close(kept.totals[parameter].double(), double.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "backend", "recompute"),
     [

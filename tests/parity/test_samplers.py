@@ -69,7 +69,6 @@ def test_a_server_that_is_down_is_a_message(model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_without_the_extra_both_say_how_to_install_it(model: Path, tmp_path: Path) -> None:
     config, missing = str(write_config(model, tmp_path)), "sys.modules['httpx'] = None"
     said = complaint_of_another_process("train", config, before=missing)

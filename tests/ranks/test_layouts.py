@@ -95,7 +95,7 @@ def test_recomputed_activations_and_half_precision(tiny_model: Model, tmp_path: 
     assert 1e-4 < gradient_error(tmp_path / "half", oracle) <= 1.5 * gradient_error(tmp_path / "one", oracle)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compiled_layers(tiny_model: Model, tmp_path: Path) -> None:
     """Sharded and recomputed, and in stages. Ranks of a context meet in attention, outside what is compiled."""
     loss = {"type": "grpo", "metrics": "full"}

@@ -151,7 +151,7 @@ def fail_to_capture(_: Graphs, work: Callable[[], torch.Tensor]) -> None:
     raise RuntimeError("capture is not permitted")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("fails_on", [None, 1])
 def test_compiled_layers_and_graphs_draw_the_same(fails_on: int | None, tiny_model: Model) -> None:
     on_ranks(2, sample_in_graphs, cases(tiny_model("qwen3_tied"), PLAIN), fails_on)

@@ -67,7 +67,7 @@ def test_kills_in_the_middle_of_publications_change_nothing(
             changes = {
                 "parallel": parallel,
                 "deterministic": True,
-                "sampler": BY_LINK if transfer == "nccl" else {},
+                "sampler": {"max_new_tokens": 8} | (BY_LINK if transfer == "nccl" else {}),
                 "checkpoint": {"directory": str(tmp_path / name), "every": 1, "keep": 1},
                 "schedule": {"stall_timeout": 30},
                 "logging": {"console": False},

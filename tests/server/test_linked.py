@@ -31,7 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linked(directory: Path, urls: list[str], **sections: Any) -> dict[str, Any]:
-    options = merged({"sampler": BY_LINK, "logging": {"console": False}}, sections)
+    options = merged({"sampler": {**BY_LINK, "max_new_tokens": 8}, "logging": {"console": False}}, sections)
     return server_config(directory, urls, **options).model_dump(mode="json", exclude_unset=True)
 
 

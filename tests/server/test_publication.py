@@ -131,7 +131,7 @@ def test_what_is_published_is_what_one_process_has(
 
 
 def run_config(directory: Path, url: str, **sections: Any) -> dict[str, Any]:
-    options = merged({"sampler": {"protocol": "sglang"}, "logging": {"console": False}}, sections)
+    options = merged({"sampler": {"protocol": "sglang", "max_new_tokens": 8}, "logging": {"console": False}}, sections)
     return server_config(directory, [url], **options).model_dump(mode="json", exclude_unset=True)
 
 

@@ -8,9 +8,7 @@ import sys
 import sysconfig
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +25,7 @@ class CustomError(TruestepError):
     """User code that cannot be loaded or used."""
 
 
-class _UsersModules(MetaPathFinder):
+class _UsersModules:
     """Imports modules from the user's directories, after all others: they cannot replace an installed module.
 
     Only modules that existed when the run started are imported. So a file written later, for example by code that a
@@ -168,6 +166,8 @@ def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[s
     }
     for name in options:
         if name not in parameters:
+            from difflib import get_close_matches  # imported late: workers that rate need it only for this message
+
             near = get_close_matches(name, parameters, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters) or 'none'}"
             raise CustomError(f"{option}.{name}: {held.label_of(maker)} has no such option; {hint}")

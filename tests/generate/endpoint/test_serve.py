@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ import openai
 import pytest
 import yaml
 
-from small_runs import read_lines, word_model
+from small_runs import read_lines, type_command, word_model
 from truestep import score
 from truestep.config.load import load_config
 from truestep.tools.serve import ServeError, serve
@@ -41,17 +39,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(config: Path, *options: str, **environment: str) -> Iterator[str]:
     console = config.with_name(f"console-{time.monotonic_ns()}")
-    command = [sys.executable, "-m", "truestep", "serve", str(config), "--port", "0", *options]
-    with console.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **environment})
+    console.touch()
+    process = type_command(["serve", str(config), "--port", "0", *options], console, **environment)
     try:
         while " is served at " not in (text := console.read_text()):
-            assert process.poll() is None, text
+            assert process.exitcode is None, text
             time.sleep(0.05)
         yield text.split(" is served at ")[1].split(";")[0]
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
 
 
 def ask(url: str, key: str, prompt: str = "sort 3 1 =", **options: Any) -> list[str]:

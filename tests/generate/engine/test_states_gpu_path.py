@@ -97,7 +97,7 @@ class PagedStates:
         monkeypatch.setattr(PagedCache, "make", staticmethod(keeping))
 
 
-@pytest.mark.parametrize("family", in_tiers(FAMILIES, [], [*KINDS, "qwen3_next"]))
+@pytest.mark.parametrize("family", in_tiers(FAMILIES, [], [*KINDS, "qwen3_next"], "nightly"))
 def test_compiled_layers_draw_the_same(
     family: str, model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,10 +79,6 @@ class Scheduler:
     def used_pages(self) -> int:
         return self._pool.size - self._pool.available
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def submit(self, number: int, prompt: tuple[int, ...], most: int) -> None:
         if not prompt:
             raise CacheError("a prompt has no tokens: at least one is needed to predict the completion's first token")

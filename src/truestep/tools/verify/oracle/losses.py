@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,6 @@ KNOWN_OPTIONS = {
     "metrics", "custom",
 }  # fmt: skip
 LARGEST_LOG_RATIO = 20.0
-
-
-class CustomTerms(Protocol):
-    """A user's loss by its formula. Autograd computes the gradient; the user's slope is not used."""
-
-    document_ratio: bool
-    bounds: tuple[float, float] | None
-
-    def losses(self, document: Document, labels: list[LabelValues]) -> list[Tensor]:
-        """Compute l_t of every label of one document, on the autograd graph."""
 
 
 def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
