@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import time
@@ -247,7 +248,10 @@ def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
             with pytest.raises(SampleError, match=problem):
                 session.sample(prompts, **given)
         session.forward_backward(records)
-        session.step()
+        for rate in (math.nan, math.inf, -1e-3, 1e38, "1e-3", True):
+            with pytest.raises(SessionError, match="the learning rate cannot be"):
+                session.step(learning_rate=rate)  # type: ignore[arg-type]
+        session.step(learning_rate=np.float32(1e-3))  # type: ignore[arg-type]
         session.save(tmp_path / "kept")
         with pytest.raises(SessionError, match="step-00000001 exists already"):
             session.save(tmp_path / "kept")
