@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ ATTACKS: dict[str, Callable[[Victim], object]] = {}
 LONG = 20.0  # seconds, after which what an attack started ends by itself
 SEEN = 6.0  # seconds in which a supervisor has looked at what its worker takes, also on a busy machine
 libc = ctypes.CDLL(None, use_errno=True)
+CLONE_FILES, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x400, 0x20000, 0x8000000, 0x10000000
 
 
 class Victim:
@@ -369,13 +371,142 @@ def takes_memory_in_system_v(victim: Victim) -> bool:
     return True
 
 
+@attack
+def takes_memory_in_a_descriptor_of_a_thread(victim: Victim) -> bool:
+    """A thread may have a table of descriptors for itself."""
+
+    def take() -> None:
+        checked(libc.unshare(CLONE_FILES))
+        took.append(takes_memory_in_a_descriptor(victim))
+
+    took: list[bool] = []
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return bool(took)
+
+
+@attack
+def takes_memory_in_a_message(victim: Victim) -> bool:
+    """A descriptor in a message that nobody has read is in no table."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for _ in range(LARGE // 2**26):  # each is closed before it is too much
+            descriptor = os.memfd_create("large")
+            for _ in range(4):
+                os.write(descriptor, b"x" * 2**24)
+            socket.send_fds(ours, [b"x"], [descriptor])
+            os.close(descriptor)
+        time.sleep(SEEN)
+    return True
+
+
+@attack
+def takes_memory_in_sockets(victim: Victim) -> bool:
+    """What was sent and not read lies in the kernel."""
+    parents = []
+    for _ in range(LARGE // 2**26):
+        ours, theirs = os.pipe()
+        if os.fork() == 0:
+            pairs, sent = [], 0
+            while sent < 2**26:
+                pairs.append(socket.socketpair())
+                for one in pairs[-1]:
+                    one.setblocking(False)
+                    with contextlib.suppress(BlockingIOError):
+                        while True:
+                            sent += one.send(b"x" * 2**15)
+            os.write(theirs, b"x")
+            time.sleep(SEEN)
+            os._exit(0)
+        parents.append(ours)
+    filled = all(os.read(one, 1) for one in parents)
+    time.sleep(SEEN)
+    return filled
+
+
+def _in_own_namespaces(flags: int, take: Callable[[], None]) -> bool:
+    """In a child, since one that has several threads cannot enter a namespace of users."""
+    child = os.fork()
+    if child == 0:
+        done = 1
+        maps = {"uid_map": os.getuid(), "setgroups": 0, "gid_map": os.getgid()}
+        with contextlib.suppress(OSError):
+            checked(libc.unshare(CLONE_NEWUSER | flags))
+            for name, own in maps.items():
+                Path(f"/proc/self/{name}").write_text("deny" if name == "setgroups" else f"{own} {own} 1\n")
+            take()
+            done = 0
+        os._exit(done)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@attack
+def takes_memory_in_its_own_file_system(victim: Victim) -> bool:
+    def take() -> None:
+        checked(libc.mount(b"tmpfs", tempfile.gettempdir().encode(), b"tmpfs", ctypes.c_ulong(0), b"size=8g"))
+        with open(f"{tempfile.gettempdir()}/large", "wb") as file:
+            _fill(file.fileno())
+
+    return _in_own_namespaces(CLONE_NEWNS, take)
+
+
+@attack
+def takes_memory_in_its_own_system_v(victim: Victim) -> bool:
+    def take() -> None:
+        libc.shmat.restype = ctypes.c_void_p
+        segment = checked(libc.shmget(0, LARGE, 0o1600))
+        address = ctypes.c_void_p(libc.shmat(segment, None, 0))
+        ctypes.memset(address, 1, LARGE)
+        libc.shmdt(address)  # no process has it
+        time.sleep(SEEN)
+
+    return _in_own_namespaces(CLONE_NEWIPC, take)
+
+
 def _fill(descriptor: int) -> None:
     for _ in range(LARGE // 2**24):
         os.write(descriptor, b"x" * 2**24)
     time.sleep(SEEN)
 
 
+# ---- what others wait for
+
+
+@attack
+def locks_a_file(victim: Victim) -> bool:
+    """A lock needs no right to write."""
+    with (victim.run / "config.yaml").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
+
+
+@attack
+def takes_a_lease(victim: Victim) -> bool:
+    """Whoever opens the file for writing then waits."""
+    with (victim.run / "config.yaml").open() as file:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True
+
+
+@attack
+def goes_before_all_others(victim: Victim) -> bool:
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    os.sched_setscheduler(0, *before)
+    return True
+
+
 # ---- sockets and keys
+
+
+@attack
+def listens_to_the_network(victim: Victim) -> bool:
+    """Every packet of the machine, with keys that are in them."""
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as one:
+        one.bind(("lo", 0))
+    return True
 
 
 def _connects(address: object, family: int) -> bool:
@@ -492,6 +623,18 @@ def asks_for_a_core_dump_elsewhere(victim: Victim) -> bool:
 @attack
 def reaches_the_kernels_switches(victim: Victim) -> bool:
     return opens(Path("/proc/sysrq-trigger"))
+
+
+@attack
+def writes_the_kernels_log(victim: Victim) -> bool:
+    return opens(Path("/dev/kmsg"))
+
+
+@attack
+def renames_the_machine(victim: Victim) -> bool:
+    name = os.uname().nodename.encode()
+    checked(libc.sethostname(name, len(name)))  # as it was
+    return True
 
 
 @attack

@@ -404,9 +404,10 @@ def replaces_builtins(place: Path) -> float:
 @attack
 def looks_for_secrets(place: Path) -> float:
     found = [name for name, value in os.environ.items() if "SECRET" in name or "hunter2" in value]
-    with contextlib.suppress(PermissionError), open(f"/proc/{os.getppid()}/environ", "rb") as supervisor:
-        found += ["its parent's"] * (b"hunter2" in supervisor.read())
-    found += ["arguments"] * ("hunter2" in " ".join(sys.argv))
+    for process in ("self", os.getppid()):
+        for name in ("environ", "cmdline"):
+            with contextlib.suppress(PermissionError), open(f"/proc/{process}/{name}", "rb") as file:
+                found += [f"{name} of {process}"] * (b"hunter2" in file.read())
     return FORGED if found else 0.25
 
 

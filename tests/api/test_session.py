@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import time
@@ -25,6 +26,7 @@ from ranks.cases import on_ranks
 from small_runs import file_config, read_lines, sampled_config, sort_prompts, word_model, write_lines, write_rollouts
 from tiny import expert_model, make_model
 from truestep import Callback, Rollout, Run, Session, TruestepError, dump_config
+from truestep.commands import session as session_module
 from truestep.commands.samples import SampleError
 from truestep.commands.session import SessionError
 from truestep.config.schema import Config
@@ -247,7 +249,10 @@ def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
             with pytest.raises(SampleError, match=problem):
                 session.sample(prompts, **given)
         session.forward_backward(records)
-        session.step()
+        for rate in (math.nan, math.inf, -1e-3, 1e38, "1e-3", True):
+            with pytest.raises(SessionError, match="the learning rate cannot be"):
+                session.step(learning_rate=rate)  # type: ignore[arg-type]
+        session.step(learning_rate=np.float32(1e-3))  # type: ignore[arg-type]
         session.save(tmp_path / "kept")
         with pytest.raises(SessionError, match="step-00000001 exists already"):
             session.save(tmp_path / "kept")
@@ -290,18 +295,28 @@ def test_a_call_that_fails_leaves_nothing_of_its_gradient(tmp_path: Path, monkey
         assert session.gradient_norm() == pytest.approx(norm, rel=1e-5)
 
 
-def test_a_loss_of_one_call_has_what_it_needs(tmp_path: Path) -> None:
+def test_a_loss_of_one_call_has_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reference, advantages and labels that are chosen are those of the call's loss, not of the session's."""
     section = {"type": "grpo", "normalize_by": "labels", "kl_reference": {"weight": 0.5}}
     config, records = options(tmp_path, loss=section)
     plain = config.changed({"loss": {"type": "cross_entropy"}})
-    norms = []
+    norms, loaded = [], []
+    honest = session_module.make_policy
+
+    def make_policy(*given: Any, **named: Any) -> Any:
+        loaded.append(named.get("frozen", False))
+        return honest(*given, **named)
+
+    monkeypatch.setattr(session_module, "make_policy", make_policy)
     for own, given in ((config, None), (plain, section)):
         with Session(own) as session:
             session.forward_backward(records, {"type": "cross_entropy"})
             session.step()  # so that the reference differs
-            session.forward_backward(records, given)
+            for _ in range(2):
+                session.drop()
+                session.forward_backward(records, given)
             norms.append(session.gradient_norm())
+    assert loaded == [False, True] * 2, "each session's policy, and its reference once"
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 

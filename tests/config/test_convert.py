@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,9 @@ def test_an_option_that_no_trainer_has_is_kept_as_a_comment(tmp_path: Path) -> N
     assert "#   my_own_option.deep: 3" in text
 
 
+GROWING = "a0: &a0 [x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 12))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -187,6 +191,14 @@ def test_an_option_that_no_trainer_has_is_kept_as_a_comment(tmp_path: Path) -> N
         ("a.toml", "a = ", "a.toml: cannot be read: "),
         ("a.yaml", "- 1\n", "a.yaml: no options are in it"),
         ("a.sh", "echo hello\n", "a.sh: no options are in it"),
+        (
+            "a.yaml",
+            "a: [" + "x, " * 9 + "x]\nb: !!python/object/apply:os.system [exit]",
+            "could not determine a constructor",
+        ),
+        ("a.yaml", "a: &a\n  b: *a\n", "it has more than 10,000 values, its aliases written out"),
+        ("a.yaml", GROWING, "it has more than 10,000 values, its aliases written out"),
+        ("a.yaml", "a: 1\n" + "#" * 2**24, "it has more than 16 MiB"),
         ("a.sh", "set -x\necho it's\n", "a.sh: cannot be read: line 2: a quotation that begins here has no end"),
     ],
 )
@@ -194,6 +206,13 @@ def test_what_cannot_be_read_is_said(name: str, text: str, said: str, tmp_path: 
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(said)):
         convert(tmp_path / name)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    for name, kind in (("a.yaml", "a named pipe"), (".", "a directory"), ("b.yaml", "No such file")):
+        with pytest.raises(ConfigError, match=f"cannot be read: .*{kind}"):
+            convert(tmp_path / name)
 
 
 def test_the_command_writes_a_file_and_none_over_another(tmp_path: Path) -> None:

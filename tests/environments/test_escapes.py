@@ -23,6 +23,7 @@ from processes import mentioning
 from selection import in_tiers
 from small_runs import merged, sampled_config, sort_prompts, word_model, write_lines
 from truestep.environments.isolation import has_scopes
+from truestep.environments.memory import _in_descriptors
 from truestep.environments.process import isolation_refused
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
@@ -34,6 +35,8 @@ PROMISES = {name: {"auto": isolated, "off": bare} for name, isolated, bare in RO
 OFTEN_HELD = {
     *("traces_the_trainer", "takes_a_descriptor", "reads_the_memory", "writes_the_memory", "types_into_the_terminal"),
     *("opens_a_disk", "mounts", "writes_system_files", "raises_its_limits", "leaves_its_control_group"),
+    *("goes_before_all_others", "listens_to_the_network", "writes_the_kernels_log", "renames_the_machine"),
+    *("takes_a_lease", "takes_memory_in_its_own_file_system", "takes_memory_in_its_own_system_v"),
     *("asks_for_a_core_dump_elsewhere", "reaches_the_kernels_switches", "schedules_a_job", "finds_a_key"),
     *(
         "leaves_a_message_queue",
@@ -184,6 +187,30 @@ def left_over(folder: Path, console: bytes) -> dict[str, bool]:
     if (folder / "tmp" / "torchinductor").exists():
         found["plants_in_the_compilers_caches"] = True
     return found
+
+
+def test_a_table_of_descriptors_that_a_thread_has_alone_counts() -> None:
+    """Where the process's own table has nothing of it."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        escapes.checked(escapes.libc.unshare(escapes.CLONE_FILES))
+        descriptor = os.memfd_create("large")
+        os.write(descriptor, b"x" * 2**24)
+        held.set()
+        done.wait()
+        os.close(descriptor)
+
+    before = _in_descriptors([os.getpid()], True)
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert _in_descriptors([os.getpid()], True) - before == 2**24
+    finally:
+        done.set()
+        thread.join()
+    assert _in_descriptors([os.getpid()], True) == before
 
 
 def test_every_attack_has_a_row_and_every_row_an_attack() -> None:

@@ -6,8 +6,10 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -350,6 +352,27 @@ def test_frames_come_as_they_were_sent_in_whatever_portions() -> None:
         reader.fill()
     with pytest.raises(frames.FrameError, match="at most 10 can be sent"):
         frames.encode({"long": "x" * 10}, 10)
+
+
+def test_a_worker_has_no_descriptor_and_no_thread_of_the_run(tmp_path: Path) -> None:
+    """Also of files that any other program would inherit."""
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    with secret.open() as file, socket.create_server(("127.0.0.1", 0)) as listener:
+        for inherited in (file.fileno(), listener.fileno()):
+            os.set_inheritable(inherited, True)
+        waits = threading.Event()
+        thread = threading.Thread(target=waits.wait)
+        thread.start()
+        rater = Rater(options("server.rewards:what_it_holds"), 1)
+        port = listener.getsockname()[1]
+        prompt = Prompt("p", "p", {"secret": str(secret), "port": port}, (1,))
+        try:
+            assert rater.submit(prompt, "any", "0").result(240) == 0.0
+        finally:
+            rater.close()
+            waits.set()
+            thread.join()
 
 
 def test_a_worker_starts_without_torch_and_without_numpy() -> None:

@@ -152,6 +152,17 @@ def test_an_adapter_that_computes_something_else_is_refused(
         adapted(model, tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("alpha", ["1e999", "Infinity", "NaN", "true", "-1", '"16"'])
+def test_a_scale_that_is_no_number_is_refused(alpha: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    write_adapter(tmp_path / "adapter", model)
+    file = tmp_path / "adapter/adapter_config.json"
+    settings = json.dumps(json.loads(file.read_text()) | {"lora_alpha": "here"})
+    file.write_text(settings.replace('"here"', alpha))
+    with pytest.raises(ModelError, match=r"lora_alpha: |has no adapter_config\.json that can be used"):
+        read_adapter(tmp_path / "adapter")
+
+
 def test_tensors_of_other_modules_are_refused(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     tensors = write_adapter(tmp_path / "adapter", model)

@@ -176,6 +176,53 @@ def test_routes_that_are_not_replayed(routed: tuple[Path, list[Record]], tmp_pat
     check_named(look(directory, drawn, tmp_path, model={"experts": {"replay": "off"}}), "routing", "replayed")
 
 
+def naming_experts(engine: Any, routes: np.ndarray, start: int) -> list[Any]:  # [tokens, layers, k]
+    """Let the routers of transformers' own model choose these experts, from the row `start` on."""
+
+    def of_layer(layer: int) -> Callable[..., Any]:
+        def hook(_: Any, given: Any, output: Any) -> Any:
+            logits, _, index = output
+            chosen = torch.tensor(routes[start : start + len(index), layer])
+            chosen = torch.cat([chosen, index[len(chosen) :]])  # the last token was fed to nobody
+            p = logits.softmax(-1).gather(1, chosen)
+            return logits, p / p.sum(-1, keepdim=True) if engine.config.norm_topk_prob else p, chosen
+
+        return hook
+
+    routers = [module for module in engine.modules() if type(module).__name__.endswith("Router")]
+    return [router.register_forward_hook(of_layer(layer)) for layer, router in enumerate(routers)]
+
+
+def test_stale_prefix_cache_of_a_mixture(routed: tuple[Path, list[Record]], tmp_path: Path) -> None:
+    """Its records name experts that no router of either weights chooses."""
+    directory, records = routed
+    engine, before = load(directory), load(directory)
+    with torch.no_grad():
+        for parameter in before.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)))
+    before.save_pretrained(tmp_path / "old")
+    named = [
+        record | {"prompt_length": 9, "routed_experts": ((np.array(record["routed_experts"]) + 1) % 4).tolist()}
+        for record in records
+    ]
+    named = [{name: value for name, value in record.items() if name != "logprobs"} for record in named]
+
+    def logits(record: Record) -> torch.Tensor:
+        ids, routes, cut = record["input_ids"], np.array(record["routed_experts"]), record["prompt_length"] - 1
+        hooks = naming_experts(before, routes, 0)
+        with torch.no_grad():
+            cache = before(input_ids=torch.tensor([ids[:cut]]), use_cache=True).past_key_values
+        hooks += naming_experts(engine, routes, cut)
+        tail = logits_of(engine, ids[cut:], cache)
+        for hook in hooks:
+            hook.remove()
+        return torch.cat([torch.zeros(cut, tail.shape[1]), tail])
+
+    found = look(directory, sampled(named, logits), tmp_path, (tmp_path / "old",))
+    check_named(found, "stale prefix cache", "prompts cached by old")
+    assert found.tried[0].gap < 1e-5
+
+
 def test_head_rounding(model: Path, tmp_path: Path) -> None:
     """The head's logits are rounded to bfloat16 there, and not here."""
     engine = load(model, torch.bfloat16)

@@ -149,8 +149,15 @@ def forbidden(tree: ast.AST) -> Iterator[str]:
                 "numpy.load",
                 "pd.read_pickle",
                 "pandas.read_pickle",
+                "yaml.unsafe_load",
+                "yaml.full_load",
+                "torch.jit.load",
+                "torch.export.load",
+                "torch.hub.load",
             ):
                 yield called
+            if any(word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords):
+                yield f"{called}(allow_pickle)"
             if called == "yaml.load" and "Safe" not in ast.unparse(node):
                 yield called
 
@@ -166,7 +173,8 @@ def test_nothing_is_unpickled() -> None:
     received = {path for path in map(str, sorted(SOURCES.rglob("*.py"))) if "held.receive(" in Path(path).read_text()}
     assert received == {str(SOURCES / "environments/worker.py"), str(SOURCES / "ranks/launch.py")}
     planted = "import pickle\nfrom joblib import load\ntorch.load(file)\nexec(text)\nyaml.load(text, yaml.Loader)\n"
-    assert len(list(forbidden(ast.parse(planted)))) == 5
+    planted += "read_array(file, allow_pickle=True)\nyaml.full_load(text)\n"
+    assert len(list(forbidden(ast.parse(planted)))) == 7
 
 
 def test_nothing_is_downloaded(config: truestep.Config, monkeypatch: pytest.MonkeyPatch) -> None:

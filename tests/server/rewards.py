@@ -45,6 +45,21 @@ def choosy(prompt: object, completion: str, **_: object) -> object:
     return "1.0" if completion == "text" else len(completion)
 
 
+def what_it_holds(prompt: object, completion: str, *, secret: str, port: int, **_: object) -> float:
+    """How many of its descriptors are the run's file or listen at its port, and how many threads it has beside one."""
+    held = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    listens = 0
+    for name in map(int, os.listdir("/proc/self/fd")):
+        try:
+            one = socket.socket(fileno=os.dup(name))
+        except OSError:
+            continue
+        with one:
+            address = one.getsockname()
+            listens += isinstance(address, tuple) and address[1] == port
+    return float(held.count(secret) + listens + len(os.listdir("/proc/self/task")) - 1)
+
+
 def in_parts(prompt: object, completion: str, **_: object) -> dict[str, float | None]:
     return {"letters": len(completion), "begins with t": 0.5 * completion.startswith("t"), "not here": None}
 

@@ -147,6 +147,7 @@ def changed(values: np.ndarray, value: int) -> np.ndarray:
     [
         (routes(rows=4), "routed_experts has 4 rows for 6 tokens"),
         (routes(rows=6), "routed_experts has 6 rows for 6 tokens"),
+        (np.zeros((10**8, 4, 0)), "routed_experts has 100000000 rows for 6 tokens"),
         (routes(chosen=2), "routed_experts has 2 experts of a token: TinyMoe chooses 3"),
         (changed(routes(), 8), "routed_experts\\[2\\]\\[0\\]\\[0\\] is 8: TinyMoe has 8 experts"),
         (changed(routes(), -1), "routed_experts\\[2\\]\\[0\\]\\[0\\] is -1: TinyMoe has 8 experts"),

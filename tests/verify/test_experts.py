@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from families.tiny_families import tiny_family
+from selection import in_tiers
 from small_runs import file_config, write_rollouts
 from tiny import expert_model
 from truestep.config.schema import Config
 from truestep.model.experts import over_ranks
 from truestep.model.experts.routing import OwnTokens, Routing
+from truestep.model.loading import load
 from truestep.model.policy import Policy
 from truestep.step.compute.runner import StepRunner
 from truestep.tools.verify.judge import verify
@@ -47,11 +49,12 @@ OF_FOUR = {
 }
 
 
-def config_of(family: str, folder: Path) -> Config:
+def config_of(family: str, folder: Path, **experts: Any) -> Config:
+    """A configuration whose routers have the family's terms, unless options of `experts` are given."""
     model = expert_model(folder / "model") if family == "qwen3_moe" else tiny_family(folder / "model", family)
     write_rollouts(folder / "rollouts.jsonl", 10)
     config = file_config(model, folder / "rollouts.jsonl", folder / "run")
-    return config.changed({f"model.experts.{name}": value for name, value in OPTIONS[family].items()})
+    return config.changed({f"model.experts.{name}": value for name, value in (experts or OPTIONS[family]).items()})
 
 
 @pytest.mark.long
@@ -72,6 +75,26 @@ def test_no_layout_changes_a_step(family: str, tmp_path: Path) -> None:
     verdicts = verify(config, tmp_path / "out", most_ranks=2, only=lambda layout: layout.name in LAYOUTS)
     assert {verdict.layout.name for verdict in verdicts} == LAYOUTS
     assert all(verdict.passed for verdict in verdicts), [complaints(verdict) for verdict in verdicts]
+
+
+FROZEN = {"one process", "shared prefixes", "FSDP 2", "expert 2", "tensor 2", "pipeline 2"}
+
+
+def routers_that_are_trained() -> None:
+    """What should freeze routers freezes nothing."""
+    load.freeze_routers = lambda model: None
+
+
+@pytest.mark.parametrize("family", in_tiers(OPTIONS, ["mixtral"], []))
+def test_frozen_routers_pass_and_trained_ones_are_found(family: str, tmp_path: Path) -> None:
+    config = config_of(family, tmp_path, router="frozen")
+    wanted = {"one process"} if family == "mixtral" else FROZEN
+    verdicts = verify(config, tmp_path / "out", most_ranks=2, only=lambda one: one.name in wanted)
+    assert verdicts and all(verdict.passed for verdict in verdicts), [complaints(verdict) for verdict in verdicts]
+    plant = routers_that_are_trained
+    (found,) = verify(config, tmp_path / "out", only=lambda one: one.name == "one process", plant=plant)
+    assert any("gate" in line or "router" in line for line in complaints(found)), complaints(found)
+    assert any("the reference has none" in line for line in complaints(found)), complaints(found)
 
 
 def shares_of_a_micro_batch() -> None:

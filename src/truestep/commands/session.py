@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -66,6 +67,7 @@ Documents = Sequence[Rollout | Mapping[str, Any]]
 
 _TERMS = ("loss", "policy_loss", "kl_reference", "kl_cov", "entropy_bonus", "z_loss")  # metrics with a denominator
 _COUNTS = ("num_sequences", "num_micro_batches", "computed_tokens")
+_LARGEST_RATE = 1e30  # as in a configuration
 
 
 class SessionError(TruestepError):
@@ -397,6 +399,8 @@ class Session:
     def step(self, learning_rate: float | None = None) -> dict[str, Any]:
         """Update the weights by the step's gradient. Return the step's metrics. The learning rate is by default the
         configuration's for this step."""
+        if learning_rate is not None:
+            _check_rate(learning_rate)
         norm, open_, learner = self.gradient_norm(), self._whole(), self._here
         if not learner.usable(norm):
             self.drop()
@@ -529,6 +533,12 @@ def _removed(folder: str, here: bool) -> Iterator[Path]:
 
 async def _completed(generate: Generate, request: Request) -> Completion:
     return await generate(request)
+
+
+def _check_rate(rate: float) -> None:
+    """Raise before an update that could only ruin the weights."""
+    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= rate <= _LARGEST_RATE:
+        raise SessionError(f"the learning rate cannot be {rate!r}: give a number from 0 to {_LARGEST_RATE:g}")
 
 
 def _with_slopes(document: Rollout, slopes: np.ndarray) -> Rollout:

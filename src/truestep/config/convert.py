@@ -15,6 +15,8 @@ from typing import Any
 from truestep.config import describe, foreign, yaml_tree
 from truestep.config.load import check_options
 from truestep.config.yaml_tree import ConfigError
+from truestep.files.bounded import SETTINGS, TooLargeError, too_long
+from truestep.files.disks import no_file
 from truestep.text import printable, redacted_options
 
 # What every run that samples needs. Each is filled in where their file has no equal, with what to put there.
@@ -70,7 +72,11 @@ def convert(path: Path) -> tuple[str, Converted]:
 
 def read_foreign(path: Path) -> Given:
     """Read a file of another trainer's options."""
+    if (kind := no_file(path)) is not None:
+        raise ConfigError(f"{path}: cannot be read: it is {kind}, not a file")
     try:
+        if path.stat().st_size > SETTINGS:
+            raise TooLargeError(too_long(SETTINGS))
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             tree: Any = tomllib.loads(text)

@@ -32,9 +32,27 @@ def load(text: str) -> Any:
     """Read the values of a file that is not ours: what is no option of ours is no error."""
     loader = _Loader(text)
     try:
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
     finally:
         loader.dispose()
+
+
+def _check_size(top: yaml.Node) -> None:
+    """Raise if a file holds too much, with its aliases written out; one that contains itself holds too much."""
+    waiting, count = [top], 0
+    while waiting:
+        node = waiting.pop()
+        count += 1
+        if count > _MOST_NODES:
+            raise ValueError(f"it has more than {_MOST_NODES:,} values, its aliases written out")
+        if isinstance(node, yaml.MappingNode):
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
 
 
 def dump(values: dict[str, Any]) -> str:

@@ -5,10 +5,15 @@ are only held by a descriptor. Imports no other module of truestep.
 """
 
 import contextlib
+import ctypes
 import os
+from collections.abc import Iterator
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _BLOCK = 512  # unit of st_blocks in bytes
+_SYS_KCMP = {"x86_64": 312, "aarch64": 272}.get(os.uname().machine)
+_DESCRIPTORS = 2  # KCMP_FILES
+_libc = ctypes.CDLL(None)
 
 
 def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
@@ -60,8 +65,7 @@ def _in_descriptors(pids: list[int], all_can_be_seen: bool) -> int:
     found = {}
     for pid in pids:
         try:
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                file = f"/proc/{pid}/fd/{name}"
+            for file in _descriptors(pid):
                 with contextlib.suppress(FileNotFoundError):
                     if os.readlink(file).startswith("/memfd:"):
                         status = os.stat(file)
@@ -70,6 +74,18 @@ def _in_descriptors(pids: list[int], all_can_be_seen: bool) -> int:
             if all_can_be_seen and isinstance(error, PermissionError):
                 raise
     return sum(found.values())
+
+
+def _descriptors(pid: int) -> Iterator[str]:
+    """Yield the descriptors of a process, and those of its threads that have a table for themselves."""
+    yield from (f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd"))
+    threads = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
+    for thread in threads:
+        if _SYS_KCMP is not None and _libc.syscall(_SYS_KCMP, pid, thread, _DESCRIPTORS, 0, 0) == 0:
+            continue  # the process's own table
+        folder = f"/proc/{pid}/task/{thread}/fd"
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            yield from (f"{folder}/{name}" for name in os.listdir(folder))
 
 
 def _in_files(folder: str) -> int:

@@ -1,6 +1,7 @@
 """Adapters on disk in peft's format: adapter_config.json and adapter_model.safetensors."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def _settings(directory: Path) -> dict[str, Any]:
     kind, rank, alpha = (settings.get(name) for name in ("peft_type", "r", "lora_alpha"))
     if kind != "LORA":
         raise _refusal(directory, f"is of peft_type {printable(kind)}; only LORA is supported")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+    wrong_rank = isinstance(rank, bool) or not isinstance(rank, int) or rank < 1
+    if wrong_rank or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise _refusal(directory, f"has r: {printable(rank)} and lora_alpha: {printable(alpha)}")
     for name, plain in _OTHERWISE.items():
         if settings.get(name) not in plain:

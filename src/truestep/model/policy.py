@@ -126,9 +126,15 @@ class Policy:
         sequences, routes = tokens.sequences, tokens.fields_of(here).get(ROUTES)
         return OwnTokens(count, None if sequences is None else sequences[here][:count], routes)
 
-    def replaying(self, tokens: PackedTokens) -> AbstractContextManager[None]:
-        """Return a context in which tokens have the experts that their records name, and nothing is counted."""
-        return nullcontext() if self.routing is None else self.routing.passing(self.own_tokens(tokens), counts=False)
+    def replaying(self, tokens: PackedTokens, run: slice | None = None) -> AbstractContextManager[None]:
+        """Return a context in which tokens have the experts that their records name, and nothing is counted. `run`:
+        those of the tokens that are computed; None: all."""
+        if self.routing is None:
+            return nullcontext()
+        own = self.own_tokens(tokens)
+        if run is not None:
+            own = OwnTokens(run.stop - run.start, routes=None if own.routes is None else own.routes[run])
+        return self.routing.passing(own, counts=False)
 
     @property
     def token_fields(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler
@@ -73,7 +74,9 @@ def serve(
 
     async def work(item: None, generate: Generate) -> None:
         keys = _Documents(policy, generate, draw, EpisodeLimits(_MOST_TURNS, longest), secret, file)
-        endpoint = Endpoint(keys, Path(config.model.path).name, host, port)
+        # A web page whose name leads to this machine could ask where any key is a document's name.
+        accepts = _of_this_machine if secret is None else lambda host: True
+        endpoint = Endpoint(keys, Path(config.model.path).name, host, port, accepts)
         ready(endpoint.url)
         try:
             await asyncio.Event().wait()
@@ -88,6 +91,14 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _of_this_machine(host: str) -> bool:
+    """Tell whether a request's host, with or without a port, is a name of the loopback."""
+    try:
+        return _is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
 
 
 class _Documents:

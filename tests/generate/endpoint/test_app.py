@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -360,3 +361,9 @@ def test_a_thousand_connections_that_say_nothing_keep_nobody_out() -> None:
 def test_it_listens_on_loopback_alone() -> None:
     with served(Writes("a")) as house:
         assert house.url.startswith("http://127.0.0.1:")
+        port = f":{int(house.url.split(':')[2].split('/')[0]):04X}"
+        files = filter(Path.exists, map(Path, ("/proc/net/tcp", "/proc/net/tcp6")))
+        tables = [file.read_text().splitlines()[1:] for file in files]
+        rows = [row.split() for table in tables for row in table]
+        listening = {row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"}
+        assert listening == {f"0100007F{port}"}, "127.0.0.1, and no other address"

@@ -64,6 +64,20 @@ def post(url: str, key: str, reward: float) -> httpx.Response:
     return httpx.post(f"{url}/documents/{key}/reward", json=body, headers=headers, timeout=60)
 
 
+# A page of the web can have a name of its own lead to this machine, and then ask as a program here does.
+HOSTS = {
+    "localhost:8000": 200,
+    "127.0.0.1": 200,
+    "[::1]:80": 200,
+    "evil.example:8000": 403,
+    "localhost.evil.example": 403,
+    "127.0.0.1.evil.example:80": 403,
+    "evil.example@localhost@": 403,
+    "[::1": 403,
+    "": 403,
+}
+
+
 def test_documents_with_rewards_are_records_that_the_policy_scores_alike(config: Path, tmp_path: Path) -> None:
     file = config.with_name("documents.jsonl")
     with serving(config, "--documents", str(file)) as url:
@@ -78,6 +92,9 @@ def test_documents_with_rewards_are_records_that_the_policy_scores_alike(config:
         assert post(url, "empty", 1.0).status_code == 400
         ask(url, "d0", temperature=0.5)
         assert post(url, "d0", 1.0).status_code == 200, "the name begins another document"
+        for host, status in HOSTS.items():
+            headers = {"Authorization": "Bearer any", "Host": host}
+            assert httpx.get(f"{url}/models", headers=headers, timeout=60).status_code == status, host
     records = read_lines(file)
     assert [record["reward"] for record in records if record["id"].endswith(".0")] == [0.0, 1.0, 2.0]
     assert [record["sequences"] for record in records[:9]] == [3] * 9 and records[9]["temperature"] == 0.5

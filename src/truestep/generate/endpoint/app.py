@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from truestep.generate.endpoint import requests
 from truestep.generate.endpoint.answers import LAST_EVENT, Form, Streamed, as_event, usage
@@ -35,10 +37,11 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], Asked]] = {
 }
 
 
-def make_app(keys: Keys, model: str) -> Starlette:
-    """`model`: the name that the endpoint gives its model."""
+def make_app(keys: Keys, model: str, accepts: Callable[[str], bool]) -> ASGIApp:
+    """`model`: the name that the endpoint gives its model. `accepts` tells whether requests to a host, which they name,
+    are answered."""
     routes = _Routes(keys, model)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", partial(routes.complete, "chat"), methods=["POST"]),
             Route("/v1/completions", partial(routes.complete, "text"), methods=["POST"]),
@@ -57,6 +60,14 @@ def make_app(keys: Keys, model: str) -> Starlette:
             Exception: _failed,
         },
     )
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "")
+        what = "without a secret, requests to this machine's own names are answered alone, such as 127.0.0.1"
+        refused = None if accepts(host) else _refused_for(RequestError(what, status=403))
+        await (refused or app)(scope, receive, send)
+
+    return answer
 
 
 class _Routes:

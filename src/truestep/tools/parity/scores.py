@@ -6,6 +6,7 @@ Dimensions: T labels of all documents, in order; C rows of a chunk; V vocabulary
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,6 +77,13 @@ def _nucleus_logprobs(z: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[f
         yield value, (plain - surviving.log()).cpu().numpy()
 
 
+def _states(policy: Policy, document: Rollout, run: slice, cache: Any) -> Any:
+    """Compute a run of a document's tokens behind a cache, with the experts that its record names."""
+    tokens = pack([document], of_tokens=policy.token_fields).to(policy.device).tokens
+    with policy.replaying(tokens, run):
+        return policy.model.base_model(input_ids=tokens.input_ids[None, run], past_key_values=cache, use_cache=True)
+
+
 def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollout]) -> np.ndarray:  # [T]
     """Score completions with a KV cache of the prompt by the old weights, as with a prefix cache that was not reset."""
     parts = []
@@ -87,8 +95,8 @@ def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollo
             ids = torch.from_numpy(document.input_ids)[None].to(new.device)
             # The last token before the first label is computed by the new weights, which draw the first label from it.
             prompt = max(0, int(labels[0]) - 1)
-            cache = old.model.base_model(input_ids=ids[:, :prompt], use_cache=True).past_key_values if prompt else None
-            output = new.model.base_model(input_ids=ids[:, prompt:], past_key_values=cache, use_cache=True)
+            cache = _states(old, document, slice(0, prompt), None).past_key_values if prompt else None
+            output = _states(new, document, slice(prompt, document.num_tokens), cache)
             rows = output.last_hidden_state[0, torch.from_numpy(labels - 1 - prompt).to(new.device)]
             temperature = torch.full((len(rows),), document.temperature, device=new.device)
             z = scaled_logits(rows, new.head_weight, temperature, new.head).double()

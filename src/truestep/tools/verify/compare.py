@@ -173,12 +173,12 @@ class Comparer:
                 digest.update(tensors[name].numpy().tobytes())
         key = digest.hexdigest()
         if key not in self._references:
-            trusted = self._case.options["model"]["trust_remote_code"]
-            model = Reference(self._case.model, weights, trusted, self._case.adapter)
-            model.freeze(self._case.options["model"]["freeze"] or ())
+            options = self._case.options["model"]
+            model = Reference(self._case.model, weights, options["trust_remote_code"], self._case.adapter)
+            model.freeze(options["freeze"] or (), routers=options["experts"]["router"] == "frozen")
             data = self._case.options["data"] | {"prepared": True}
             config = {"loss": loss, "data": data, "seed": self._case.options["seed"]}
-            config["model"] = {"experts": self._case.options["model"]["experts"]}
+            config["model"] = {"experts": options["experts"]}
             own = self._logprobs(self._case.model, before, records) if before is not None and recomputes else None
             theirs = None
             if self._case.reference is not None:

@@ -28,6 +28,8 @@ from truestep.tools.verify.oracle.records import Record
 from truestep.tools.verify.worker import DONE, Task, run_layouts
 
 HALF_PRECISION_FACTOR = 1.5
+# Log-probs keep a distance from the loss's bounds that bfloat16 does not cross. Larger rates than this would move them.
+_HALF_PRECISION_RATE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,10 @@ class Judge:
         options = _merge(case.options, layout.options)
         options["checkpoint"] = case.options["checkpoint"] | {"directory": str(folder / "run")}
         records = case.records
+        if layout.half:
+            rates = ("learning_rate", "minimum_learning_rate")
+            small = {name: min(options["optimizer"][name], _HALF_PRECISION_RATE) for name in rates}
+            options["optimizer"] = options["optimizer"] | small
         if layout.half and case.half_records is not None:
             records = case.half_records
             options["data"] = options["data"] | {"path": str(case.directory / HALF)}

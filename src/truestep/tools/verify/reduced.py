@@ -85,8 +85,9 @@ _SIZES: dict[str, int] = {
 _SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # standard deviations of log-ratios; the first that crosses all bounds is used
 _ON_EACH_SIDE = 2  # least number of labels on each side of each bound
 _ATTEMPTS = 10_000
-# In bfloat16 a document's mean log-ratio has an error of about 0.01, far more than the width of some clips. So
-# documents keep a distance from bounds on whole documents: the first of these at which documents can be drawn.
+# In bfloat16 a label's log-ratio has an error of some hundredths, a document's mean one of about 0.01, far more than
+# the width of some clips. So documents keep a distance from bounds on whole documents, and labels half of it from
+# bounds on labels: the first of these at which log-probs can be drawn.
 _CLEARANCES = (0.2, 0.1, 0.05)
 _FEW_ATTEMPTS = 100
 _FEW = 4  # numbers that a convolution sums
@@ -295,7 +296,7 @@ def redraw_logprobs(
 ) -> None:
     """Draw new sampler log-probs for the records, in place: on both sides of every bound of the objective, and so far
     from it that float32 rounding does not matter; with `half_precision` also so far that bfloat16 rounding does not
-    matter for bounds on whole documents. `declared`: the user's own fields, as in `data.fields`."""
+    matter. `declared`: the user's own fields, as in `data.fields`."""
     new = oracle_logprobs(Reference(model, None, trust_remote_code, adapter), list(records))
     documents = [read_document(record, 1.0, declared) for record in records]
     for spread in _SPREADS:
@@ -336,13 +337,11 @@ def _draw_old(
     ]
     of_document = [each for each, same in zip(slopes, whole, strict=True) if same]
     clearances = [
-        *(
-            (clearance for clearance in _CLEARANCES for _ in range(_FEW_ATTEMPTS))
-            if half_precision and of_document
-            else ()
-        ),
+        *((clearance for clearance in _CLEARANCES for _ in range(_FEW_ATTEMPTS)) if half_precision and slopes else ()),
         *(0.0 for _ in range(_ATTEMPTS)),
     ]
+    size = spread if len(of_document) < len(slopes) or not slopes else 0.1
+    noise, drawn_anew = [0.0] * len(new), [True] * len(new)
     for clearance in clearances:
         target = 0.0
         if of_document:
@@ -352,17 +351,17 @@ def _draw_old(
             if abs(value - bound) <= clearance:  # the clip is narrower than the clearance: go beyond it
                 value = bound + math.copysign(1.5 * clearance, bound)
             target = value / slope
-        size = spread if len(of_document) < len(slopes) or not slopes else 0.1
-        noise = [draw.gauss(0.0, size) for _ in new]
+        noise = [draw.gauss(0.0, size) if anew else kept for kept, anew in zip(noise, drawn_anew, strict=True)]
         mean = sum(noise) / len(noise) if of_document else 0.0
         old = [min(value - target - shift + mean, 0.0) for value, shift in zip(new, noise, strict=True)]
         found = _switches(objective, replace(document, old_logprobs=old), new)
-        clear = [
-            bool(((values - bound).abs() > max(1e-2 * abs(bound) + 1e-5, clearance if same else 0.0)).all())
-            for (values, bound), same in zip(found, whole, strict=True)
-        ]
-        if all(clear):
+        near = torch.zeros(len(new), dtype=torch.bool)
+        for (values, bound), same in zip(found, whole, strict=True):
+            near |= (values - bound).abs() <= max(1e-2 * abs(bound) + 1e-5, clearance if same else clearance / 2)
+        if not near.any():
             return old
+        # With a distance to keep, few draws of a whole document are clear: labels that are stay as they are.
+        drawn_anew = near.tolist() if clearance else [True] * len(new)
     raise AssertionError(f"no log-probs of {document.id} are clear of every bound of the loss")
 
 

@@ -91,10 +91,13 @@ class Reference:
                 del layer._parameters["weight"]
                 layer.weight = plain + settings["lora_alpha"] / settings["r"] * up @ down
 
-    def freeze(self, patterns: Sequence[str]) -> None:
-        """Remove the weights whose names match from `parameters`; a tied weight has two names."""
+    def freeze(self, patterns: Sequence[str], *, routers: bool = False) -> None:
+        """Remove the weights whose names match from `parameters`, and with `routers` those of all routers; a tied
+        weight has two names."""
         named = self._model.named_parameters(remove_duplicate=False)
         frozen = {id(weight) for name, weight in named for pattern in patterns if fnmatchcase(name, pattern)}
+        if routers:
+            frozen |= {id(weight) for _, router in self._routers for weight in router.parameters()}
         self.parameters = {name: weight for name, weight in self.parameters.items() if id(weight) not in frozen}
 
     def _exact_rotary(self) -> None:

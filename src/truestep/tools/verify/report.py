@@ -47,7 +47,7 @@ def complaints(result: LayoutResult) -> list[str]:
     if result.failure is not None:
         return [f"did not run: {result.failure}"]
     return [
-        f"{wrong.kind} {wrong.name} at step {wrong.step}: {wrong.value:.1e}, at most {wrong.bound:.0e}"
+        f"{wrong.kind} {wrong.name} at step {wrong.step}: {wrong.value:.1e}, at most {wrong.bound:g}"
         for wrong in result.wrong
     ]
 
