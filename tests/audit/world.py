@@ -23,7 +23,6 @@ class World:
     temperature: float = 1.0  # of log-probs
     drawn_at: float | None = None  # the temperature that tokens are really drawn at; 0: greedily
     top_p: float = 1.0
-    raw: bool = False  # log-probs before truncation
     lag: int = 0  # steps by which the sampler's weights are old
     never: bool = False  # the sampler keeps its first weights
     learning: float = 0.05  # how much a step changes the weights
@@ -49,6 +48,7 @@ class Rollout:
     logprobs: list[float]
     trainer: list[float]
     entropy: list[float]
+    plain: list[float]  # the sampler's at temperature 1, of the whole distribution
     answer: int
     version: int
     truncated: bool
@@ -105,22 +105,24 @@ def _draw(
     world: World, sampler: np.ndarray, trainer: np.ndarray, prompt: list[int], rng: np.random.Generator
 ) -> Rollout:
     drawn: list[int] = []
-    columns: tuple[list[float], list[float], list[float]] = ([], [], [])
-    last = prompt[-1]
+    columns: tuple[list[float], ...] = ([], [], [], [])
+    state, last = hash(tuple(prompt)) % 2**31, prompt[-1]
     while len(drawn) < world.longest and (not drawn or drawn[-1] != END):
-        p = softmax(sampler[last] / world.temperature)
+        # What stood before the last token has a small part in the next one.
+        context = 0.3 * np.sin(np.arange(VOCABULARY) * (1 + state % 997) / 99)
+        z = sampler[last] + context
+        p = softmax(z / world.temperature)
         q = kept(p, world.top_p)
         if world.drawn_at == 0:
             token = int(p.argmax())
         else:
-            of = q if world.drawn_at is None else softmax(sampler[last] / world.drawn_at)
-            token = int(rng.choice(VOCABULARY, p=of))
-        own = softmax(trainer[last] / world.temperature)
-        values = (np.log((p if world.raw else q)[token]), np.log(own[token]), -(own * np.log(own)).sum())
+            token = int(rng.choice(VOCABULARY, p=q if world.drawn_at is None else softmax(z / world.drawn_at)))
+        own = softmax((trainer[last] + context) / world.temperature)
+        values = (np.log(q[token]), np.log(own[token]), -(own * np.log(own)).sum(), np.log(softmax(z)[token]))
         for column, value in zip(columns, values, strict=True):
             column.append(float(np.float32(value)))
         drawn.append(token)
-        last = token
+        state, last = hash((state, token)) % 2**31, token
     return Rollout(0, 0, prompt, drawn, *columns, 0, 0, drawn[-1] != END, world.temperature)
 
 
@@ -129,7 +131,8 @@ def routes(ids: list[int]) -> np.ndarray:
     rows, state = [], 0
     for token in ids[:-1]:
         state = hash((state, token)) % 2**31
-        rows.append([np.random.default_rng((state, layer)).permutation(EXPERTS)[:CHOSEN] for layer in range(LAYERS)])
+        first = np.arange(LAYERS) * 7 + state
+        rows.append(np.stack([first % EXPERTS, (first + 1 + first // EXPERTS % (EXPERTS - 1)) % EXPERTS], -1))
     return np.array(rows, np.int64)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from audit.world import Rollout
+from audit.world import END, Rollout
 
 Change = Callable[[dict[str, Any], int], None]  # changes a record before it is written
 
@@ -177,7 +177,7 @@ def openai(rollouts: Sequence[Rollout], folder: Path, change: Change | None = No
     for index, (one, turns) in enumerate(zip(rollouts, conversations(rollouts), strict=True)):
         for n, (prompt, drawn, logs) in enumerate(turns):
             content = [{"token": f"w{token}", "logprob": log} for token, log in zip(drawn, logs, strict=True)]
-            reason = "stop" if n < len(turns) - 1 or not one.truncated else "length"
+            reason = "stop" if drawn[-1] == END else "length"
             record = {
                 "conversation_id": f"c{index}",
                 "request": {"temperature": one.temperature, "messages": [{"role": "user", "content": words(prompt)}]},

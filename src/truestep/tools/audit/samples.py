@@ -172,15 +172,25 @@ class Dump:
         return codes(keys)
 
     @cached_property
-    def groups(self) -> np.ndarray:
-        """Return a number for each group, -1 where it is unknown: samples of one step with one group id, or else with
-        one prompt."""
+    def asked(self) -> np.ndarray:
+        """Return a number for all samples of one step with one group id, or else with one prompt; -1 for neither."""
         prompts = self.prompts
         keys: list[Any] = []
         for i, one in enumerate(self.samples):
             name = one.group if one.group is not None else (None if prompts[i] < 0 else int(prompts[i]))
             keys.append(None if name is None else (one.step, type(name).__name__, name))
         return codes(keys)
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """Return a number for each group, -1 where it is unknown: as it is where a prompt was asked for more than one
+        group, and no id tells them apart."""
+        found = self.asked.copy()
+        sizes = np.bincount(found[found >= 0])
+        named = np.array([one.group is not None for one in self.samples], np.bool_)
+        if len(sizes):
+            found[~named & (found >= 0) & (sizes[np.maximum(found, 0)] > np.bincount(sizes[sizes > 0]).argmax())] = -1
+        return found
 
     def place(self, token: int) -> tuple[int, int]:
         """Return the sample and the position of a token."""

@@ -40,7 +40,7 @@ TABLE: tuple[Check, ...] = (
     Check(
         "groups-mixed", "Samples of a group have different prompts", "prompts' tokens within a group", "any difference",
         "give each prompt a group id of its own; advantages compare answers to one prompt", None,
-        ("advantages",),
+        ("advantages", "groups-incomplete", "advantages-other-group"),
     ),
     Check(
         "labels-not-drawn", "Labels that the policy did not draw",
@@ -103,7 +103,7 @@ TABLE: tuple[Check, ...] = (
         "a mean ratio further from 1 than 0.05 and 6 standard errors, or a divergence above 0.02 (high: 0.1); a gap "
         "that grows (Mann and Kendall, 1 in 1,000) fivefold; with --model: a gap beyond rounding that nothing explains",
         "check that new weights (or the adapter) reach the sampler, whole, and that its caches are reset",
-        weights.others,
+        weights.others, ("sampling-mismatch",),
     ),
     Check(
         "numerics", "Sampler and trainer compute differently", "the model's log-probs with the sampler's",
@@ -125,7 +125,7 @@ TABLE: tuple[Check, ...] = (
     ),
     Check(
         "duplicated-groups", "Groups are copies of others", "all completions of each group with other groups'",
-        "all equal, and less than one in a million by their log-probs (texts: two of 64 characters)",
+        "all equal, and less than one in a million by their log-probs (texts: three different ones, of 128 characters)",
         "a batch was written, or trained on, twice", groups.copied_groups,
     ),
     Check(

@@ -11,7 +11,7 @@ from truestep.tools.audit.samples import Dump
 
 CHANCE = 1e-6  # of an accident that counts as none
 FLOORS = (1e-6, 1e-4)
-LONG = 64  # characters of a completion that are no accident without log-probs
+LONG, CHARACTERS = 64, 128  # of a completion, of a group, that are no accident without log-probs
 
 
 def copies(dump: Dump) -> Iterator[Evidence]:
@@ -20,7 +20,7 @@ def copies(dump: Dump) -> Iterator[Evidence]:
     logs = np.bincount(dump.label_owner, np.nan_to_num(dump.logprobs[dump.labels]), len(dump.samples))
     drawn = np.bincount(dump.label_owner[np.isfinite(dump.logprobs[dump.labels])], minlength=len(dump.samples)) > 0
     expected, equal, groups, same_groups = 0.0, [], 0, 0
-    for members in members_of(dump.groups, (completions >= 0) & dump.alone):
+    for members in members_of(dump.asked, (completions >= 0) & dump.alone):
         _, counts = np.unique(completions[members], return_counts=True)
         groups += 1
         same_groups += len(counts) == 1
@@ -69,7 +69,9 @@ def copied_groups(dump: Dump) -> Iterator[Evidence]:
     again: list[tuple[int, int]] = []
     for members in members_of(dump.groups, (completions >= 0) & dump.alone):
         key = tuple(sorted(completions[members].tolist()))
-        unlikely = logs[members].sum() < log(CHANCE) * 2 or sum(_long(dump, int(i)) for i in members) >= 2
+        written = {dump.samples[int(i)].completion or "" for i in members}
+        texts = len(written) > 2 and sum(map(len, written)) >= CHARACTERS
+        unlikely = logs[members].sum() < 2 * log(CHANCE) or texts
         if len(set(key)) > 1 and unlikely:
             if key in seen:
                 again.append((int(members[0]), seen[key]))
@@ -151,6 +153,8 @@ def advantages(dump: Dump) -> Iterator[Evidence]:
     """Compare each advantage with what the rule that fits most of them makes of the rewards of its group."""
     groups, given, rewards = dump.groups, dump.advantage, dump.rewards
     usable = (groups >= 0) & np.isfinite(given) & np.isfinite(rewards)
+    if usable.sum() < 8:
+        return
     sizes = np.bincount(groups[groups >= 0], minlength=int(groups.max(initial=-1)) + 1)
     seen = sizes[sizes > 0]
     usual = int(np.bincount(seen).argmax()) if len(seen) else 0
@@ -279,8 +283,8 @@ def _has_answer(completion: str, answer: str) -> bool:
 
 def _unequal(dump: Dump) -> Iterator[Evidence]:
     """Find equal completions of one prompt with different rewards."""
-    keys = dump.groups * (int(dump.completions.max(initial=0)) + 1) + dump.completions
-    usable = (dump.groups >= 0) & (dump.completions >= 0) & np.isfinite(dump.rewards) & dump.alone
+    keys = dump.asked * (int(dump.completions.max(initial=0)) + 1) + dump.completions
+    usable = (dump.asked >= 0) & (dump.completions >= 0) & np.isfinite(dump.rewards) & dump.alone
     equal, unequal = 0, []
     for members in members_of(keys, usable):
         equal += len(members) - 1

@@ -121,7 +121,7 @@ def _shared_prompts(dump: Dump, first: np.ndarray) -> Iterator[Evidence]:
     else:
         index, by = places[0]
         at = int(first[index]) + by
-        yield Evidence(index, f"its prompt differs from that of its group at token {at}", len(places), at)
+        yield Evidence(index, f"its prompt differs from that of its group at token {at}", len(places), at, name="groups-mixed")
 
 
 def first_difference(one: np.ndarray | None, other: np.ndarray | None) -> int | None:
