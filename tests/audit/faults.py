@@ -12,6 +12,7 @@ import numpy as np
 from audit.world import END, VOCABULARY, Rollout, World, changed, give_advantages, sample
 from audit.writers import WRITERS, Change
 
+PLAIN = World()
 RECURRING = World(prompts=6)  # prompts come again at later steps
 MANY = World(steps=9, groups=3)
 
@@ -21,7 +22,7 @@ class Fault:
     format: str
     what: str
     finding: str
-    world: World = World()
+    world: World = PLAIN
     rollouts: Callable[[list[Rollout]], Any] | None = None  # changes them, or gives others
     record: Change | None = None  # changes a record, or slime's data of a step
 
@@ -272,7 +273,8 @@ PLANTED: tuple[Fault, ...] = (
     Fault("prime-rl", "labels one token late", "mask-shifted", rollouts=mask_moved(1)),
     Fault("slime", "masks without their last two values", "lengths", record=masks_cut),
     Fault("slime", "log-probs of a text's other tokens", "retokenised", record=few_masks_cut),
-    Fault("slime", "one version of weights in all steps", "weights-never-changed", World(steps=6), record=versions_fixed),
+    Fault("slime", "one version of weights for all steps", "weights-never-changed", World(steps=6),
+          record=versions_fixed),
     Fault("slime", "a sampler that falls behind", "staleness-grows", MANY, record=versions_late),
     Fault("slime", "advantages over shifted groups", "advantages-other-group", rollouts=other_groups),
     Fault("slime", "log-probs of other weights", "logprob-weights", rollouts=other_weights),
@@ -294,3 +296,98 @@ PLANTED: tuple[Fault, ...] = (
     Fault("openai", "a template that drops reasoning", "template-rewrites", record=reasoning_dropped),
     Fault("openai", "a log-prob that is missing", "logprob-invalid", record=logprob_lost),
 )  # fmt: skip
+
+
+# ---- faults in the rows of real tables: those of our own run (tests/audit/test_runs.py), and those of TRL's trainer
+# (tests/peers/test_trl_completions.py)
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RowFault:
+    format: str
+    what: str
+    finding: str
+    change: Callable[[Rows], Rows | None]  # changes the rows, or gives others
+
+    @property
+    def name(self) -> str:
+        return f"{self.format}: {self.what}"
+
+
+def _moved(name: str, by: int) -> Callable[[Rows], None]:
+    def change(rows: Rows) -> None:
+        values = [row[name] for row in rows]
+        for index, row in enumerate(rows):
+            row[name] = values[(index - by) % len(rows)]
+
+    return change
+
+
+def _turned(rows: Rows) -> None:
+    for row in rows[::9]:
+        row["advantage"] = -row["advantage"] - 0.3
+
+
+def _contrary(rows: Rows) -> None:
+    for index, row in enumerate(rows):
+        row["advantage"] = float(np.random.default_rng(index).normal())
+
+
+def _copied(rows: Rows) -> Rows:
+    """Write the group with the longest texts again, a step later."""
+    at = max(range(0, len(rows), 4), key=lambda start: sum(len(row["completion"]) for row in rows[start : start + 4]))
+    again = [
+        row | {"step": row["step"] + 1} | ({"group_id": "again"} if "group_id" in row else {})
+        for row in rows[at : at + 4]
+    ]
+    return sorted([*rows, *again], key=lambda row: row["step"])
+
+
+def _ratios_of_others(rows: Rows) -> None:
+    generator = np.random.default_rng(0)
+    for row in rows:
+        trainer = np.array(row["token_logprobs"])
+        sampler = np.minimum(trainer + generator.normal(0, 0.7, len(trainer)), -0.01)
+        row["token_log_ratios"] = (trainer - sampler).tolist()
+
+
+def _ratios_moved(rows: Rows) -> None:
+    for row in rows:
+        sampler = np.subtract(row["token_logprobs"], row["token_log_ratios"])
+        row["token_log_ratios"] = np.subtract(row["token_logprobs"], np.roll(sampler, -1)).tolist()
+
+
+def _too_uncertain(rows: Rows) -> None:
+    for row in rows:
+        row["entropy"] *= 1.5
+
+
+def _one_version(rows: Rows) -> None:
+    for row in rows:
+        row["staleness"] += row["model_version"]
+        row["model_version"] = 0
+
+
+def _greedy(rows: Rows) -> None:
+    for index, row in enumerate(rows):
+        row["completion"] = rows[index - index % 4]["completion"]
+
+
+KEPT: tuple[RowFault, ...] = (
+    RowFault("our run", "advantages of the sample before", "rewards-mispaired", _moved("advantage", 1)),
+    RowFault("our run", "some advantages with the wrong sign", "advantages", _turned),
+    RowFault("our run", "log-probs of other weights", "logprob-weights", _ratios_of_others),
+    RowFault("our run", "log-probs beside the next label", "logprob-shifted", _ratios_moved),
+    RowFault("our run", "tokens sharper than their distribution", "sampling-mismatch", _too_uncertain),
+    RowFault("our run", "weights that were never delivered", "weights-never-changed", _one_version),
+    RowFault("our run", "a group written twice", "duplicated-groups", _copied),
+)
+TRL_TABLES: tuple[RowFault, ...] = (
+    RowFault("TRL's run", "advantages of the sample before", "rewards-mispaired", _moved("advantage", 1)),
+    RowFault("TRL's run", "some advantages with the wrong sign", "advantages", _turned),
+    RowFault("TRL's run", "advantages that follow nothing", "advantages", _contrary),
+    RowFault("TRL's run", "a group written twice", "duplicated-groups", _copied),
+    RowFault("TRL's run", "completions of a group are all the same", "temperature-unused", _greedy),
+)

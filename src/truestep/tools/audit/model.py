@@ -118,9 +118,9 @@ class Scorer:
         base, noise, best = trial.base, NOISE["bfloat16"], None
         worst = int(np.nanargmax(np.abs(base.left)))
         for tried in trial.all():
-            if best is not None and tried.cause not in _CHEAP and not self._older:
-                if base.gap <= noise or _explained(best, base) > 0.9:
-                    break
+            dear = best is not None and tried.cause not in _CHEAP and not self._older
+            if dear and (base.gap <= noise or _explained(best, base) > 0.9):
+                break
             if tried.cause == "stale weights" and np.abs(tried.left - base.left).max() < 1e-6:
                 yield Evidence(
                     chosen[0], "the adapter changes no log-prob of its model", len(chosen), name="weights-never-changed"
@@ -131,8 +131,8 @@ class Scorer:
         index, position = _label(trial, worst)
         sampler, ours = trial.sampler[worst], trial.sampler[worst] + base.left[worst]
         text = (
-            f"a mean gap of {base.gap:.2g} over {len(base.left):,} labels; here the sampler has {sampler:.4f}, the model "
-            f"{ours:.4f}"
+            f"a mean gap of {base.gap:.2g} over {len(base.left):,} labels; here the sampler has {sampler:.4f}, the "
+            f"model {ours:.4f}"
         )
         share = _explained(best, base)
         if share > EXPLAINS:

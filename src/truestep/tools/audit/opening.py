@@ -111,7 +111,9 @@ def _read_torch(path: Path) -> Iterator[tuple[int, Any]]:
         named = re.search(r"GLOBAL ([\w.]+)|type ([\w.]+)", str(error))
         what = next(filter(None, named.groups()), "") if named else ""
         reason = f"its pickle asks for {what}" if what else printable(str(error).splitlines()[0])
-        raise ValueError(f"{reason}: only tensors, arrays and plain values are unpickled, since a pickle may run code")
+        raise ValueError(
+            f"{reason}: only tensors, arrays and plain values are read, since a pickle may run code"
+        ) from error
 
 
 def _numpy_globals() -> list[Any]:

@@ -16,11 +16,12 @@ from truestep.tools.audit.table import BY_NAME
 _LEVELS = {"high": "bad", "medium": "warning"}
 _STYLES = {"high": "bold red", "medium": "yellow"}
 _CSS = (
-    "body{font:16px/1.5 %s;max-width:52rem;margin:2rem auto;padding:0 1rem;background:var(--page);color:var(--text)}"
-    "section{background:var(--card);border:1px solid var(--border);border-radius:8px;padding:.2rem 1.2rem;margin:1rem 0}"
-    "h2{font-size:1.1rem}code{overflow-wrap:anywhere}.bad h2{color:var(--bad)}.warning h2{color:var(--warning)}"
-    "dt{color:var(--muted);font-size:.85rem}dd{margin:0 0 .6rem}.good{color:var(--good)}"
-) % FONT
+    f"body{{font:16px/1.5 {FONT};max-width:52rem;margin:2rem auto;padding:0 1rem;background:var(--page)}}"
+    "body{color:var(--text)}section{background:var(--card);border:1px solid var(--border);border-radius:8px}"
+    "section{padding:.2rem 1.2rem;margin:1rem 0}h2{font-size:1.1rem}code{overflow-wrap:anywhere}"
+    ".bad h2{color:var(--bad)}.warning h2{color:var(--warning)}.good{color:var(--good)}"
+    "dt{color:var(--muted);font-size:.85rem}dd{margin:0 0 .6rem}"
+)
 
 
 def render(result: Audit) -> RenderableType:

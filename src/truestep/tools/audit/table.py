@@ -27,7 +27,8 @@ TABLE: tuple[Check, ...] = (
         tokens.turns,
     ),
     Check(
-        "vocabulary", "Token ids that the model does not have", "token ids with the model's vocabulary", "any beyond it",
+        "vocabulary", "Token ids that the model does not have", "token ids with the model's vocabulary",
+        "any beyond it",
         "audit with the model that sampled; look for ids of padding among the tokens", tokens.vocabulary,
     ),
     Check(
@@ -135,20 +136,22 @@ TABLE: tuple[Check, ...] = (
         "give each request a seed of its own; do not repeat samples to fill a group", groups.copies,
     ),
     Check(
-        "groups-incomplete", "Groups lack members", "sizes of groups with the usual one", "5% of the groups, at least 3",
+        "groups-incomplete", "Groups lack members", "sizes of groups with the usual one",
+        "5% of the groups, at least 3",
         "find what dropped them: where slow or failed ones are left out, short answers win", groups.incomplete,
     ),
     Check(
-        "rewards-mispaired", "Rewards are those of other samples",
+        "rewards-mispaired", "Rewards or advantages are those of other samples",
         "advantages with the rules applied to rewards some places away; rewards with whether the completion has the "
         "answer, here and away; rewards of equal completions",
-        "a rule fits 90% of advantages away and not here; a correlation above 0.8, 0.3 above that here, at 4.5 standard "
-        "errors; 3 (and 30%) equal completions with different rewards",
+        "a rule fits 90% of advantages away and not here; a correlation above 0.8, 0.3 above that here, at 4.5 "
+        "standard errors; 3 (and 30%) equal completions with different rewards",
         "join rewards to samples by an id, not by their order of arrival", groups.mispaired, ("advantages",),
     ),
     Check(
         "advantages-other-group", "Advantages were made over other groups",
-        "advantages with the rules applied to blocks of samples in file order", "a rule fits 90% there and not in groups",
+        "advantages with the rules applied to blocks of samples in file order",
+        "a rule fits 90% there and not in groups",
         "make groups by prompt, before samples are sorted, filtered or dealt to ranks", None, ("advantages",),
     ),
     Check(

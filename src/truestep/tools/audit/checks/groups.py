@@ -194,18 +194,22 @@ def _elsewhere(
 ) -> Iterator[Evidence]:
     """Look for other samples' rewards, or other groups, from which the advantages do follow."""
     index, position = int(chosen[0]), _first_label(dump, int(chosen[0]))
-    none = np.zeros((len(a), 1))
-    order = np.arange(len(a))
+    none, order, telling = np.zeros((len(a), 1)), np.arange(len(a)), np.abs(a) > 1e-6
+    if telling.sum() < 8:
+        return
+    own = _blocks(r, g, s, none)
     for by in [*range(1, 2 * usual + 1), *range(-2 * usual, 0)]:
-        rolled = np.roll(r, by)
-        name, _, share = _best(_blocks(rolled, g, s, none), a, order >= 0)
-        if share >= 0.9:
-            text = f"advantages follow ({name}) from the rewards of the samples {abs(by)} places {'before' if by > 0 else 'behind'}"
-            yield Evidence(index, text, len(a), position, name="rewards-mispaired")
-            return
+        moved = {name: np.roll(values, by) for name, values in own.items()}
+        for what, rules in (("rewards", _blocks(np.roll(r, by), g, s, none)), ("advantages", moved)):
+            name, _, share = _best(rules, a, telling)
+            if share >= 0.9:
+                side = "before" if by > 0 else "behind"
+                text = f"they follow ({name}) with the {what} of the samples {abs(by)} places {side}"
+                yield Evidence(index, text, len(a), position, name="rewards-mispaired")
+                return
     for size in sorted({usual, *(k for k in range(2, 65) if len(a) % k == 0)}):
         for first in range(size if size == usual else 1):
-            name, _, share = _best(_blocks(r, (order + first) // size, s, none), a, order >= 0)
+            name, _, share = _best(_blocks(r, (order + first) // size, s, none), a, telling)
             if share >= 0.9:
                 text = f"advantages follow ({name}) from blocks of {size} samples in file order" + (
                     f" that begin at sample {(-first) % size}" if first else ""
@@ -221,7 +225,7 @@ def _elsewhere(
         worst = int(chosen[members[0]]) if wrong and not against else worst
         against += wrong
     if total >= 20 and against > 0.1 * total:
-        text = f"of {total:,} pairs of a group with different rewards, {against:,} have the larger advantage at the smaller"
+        text = f"{against:,} of {total:,} pairs of a group have the larger advantage at the smaller reward"
         confidence = "high" if against > 0.25 * total else "medium"
         yield Evidence(worst, text, len(a), _first_label(dump, worst), confidence)
 
@@ -258,8 +262,8 @@ def mispaired(dump: Dump) -> Iterator[Evidence]:
         sure = np.arctanh(min(away[by], 0.999)) * np.sqrt(max(independent - 3, 1)) > SURE
         if away[by] > 0.8 and here < away[by] - 0.3 and sure:
             text = (
-                f"rewards agree with the answers in completions at a correlation of {here:.2f}, and at {away[by]:.2f} with "
-                f"those {abs(by)} places {'before' if by < 0 else 'behind'}"
+                f"rewards agree with the answers in completions at a correlation of {here:.2f}, and at {away[by]:.2f} "
+                f"with those {abs(by)} places {'before' if by < 0 else 'behind'}"
             )
             wrong = int((right != (rewards > rewards.mean())).argmax())
             yield Evidence(rows[wrong], text, len(rows))

@@ -59,8 +59,8 @@ def truncated(dump: Dump) -> Iterator[Evidence]:
             token = int(dump.labels[(dump.logprobs[dump.labels] == 0).argmax()])
             index, position = dump.place(token)
             text = (
-                f"{certain:,} of {len(values):,} labels have a log-prob of exactly 0, and {near:,} one between -1e-3 and "
-                "-1e-6: where one token survives the truncation its log-prob is 0"
+                f"{certain:,} of {len(values):,} labels have a log-prob of exactly 0, and {near:,} one between -1e-3 "
+                "and -1e-6: where one token survives the truncation its log-prob is 0"
             )
             yield Evidence(index, text, len(set(dump.owner[dump.labels].tolist())), position)
             return

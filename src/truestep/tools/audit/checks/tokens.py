@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,7 +14,7 @@ RUN = 8  # labels in a row without a log-prob
 
 
 def lengths(dump: Dump) -> Iterator[Evidence]:
-    """Find lists that do not fit their tokens. Where few do not, and by little, the tokens were made again from text."""
+    """Find lists that do not fit their tokens. Where few do not, and by little, tokens were made again from text."""
     bad = [i for i, one in enumerate(dump.samples) if one.misfits]
     if not bad:
         return
@@ -92,8 +93,8 @@ def mask_borders(dump: Dump) -> Iterator[Evidence]:
         if kind in names and count >= 0.8 * len(both):
             index = int(both[0])
             text = (
-                f"labels are tokens {first[index]} to {last[index]}, and log-probs were recorded for {begins[index]} to "
-                f"{ends[index]}; so it is in {count:,} of {len(both):,} samples"
+                f"labels are tokens {first[index]} to {last[index]}, and log-probs were recorded for {begins[index]} "
+                f"to {ends[index]}; so it is in {count:,} of {len(both):,} samples"
             )
             yield Evidence(index, text, count, int(first[index]), name=names[kind])
             return
@@ -121,7 +122,9 @@ def _shared_prompts(dump: Dump, first: np.ndarray) -> Iterator[Evidence]:
     else:
         index, by = places[0]
         at = int(first[index]) + by
-        yield Evidence(index, f"its prompt differs from that of its group at token {at}", len(places), at, name="groups-mixed")
+        yield Evidence(
+            index, f"its prompt differs from that of its group at token {at}", len(places), at, name="groups-mixed"
+        )
 
 
 def first_difference(one: np.ndarray | None, other: np.ndarray | None) -> int | None:
@@ -212,7 +215,7 @@ def routes_moved(dump: Dump) -> Iterator[Evidence]:
     """Compare where two samples of a prompt first differ in their tokens with where they first differ in routes."""
     offsets: list[tuple[int, int, int]] = []
     for members in members_of(dump.groups, np.array([one.routes is not None for one in dump.samples], np.bool_)):
-        for index, other in zip(members[:-1], members[1:], strict=True):
+        for index, other in pairwise(members):
             one, two = dump.samples[index], dump.samples[other]
             at = first_difference(one.ids, two.ids)
             if at is None or at < 2 or one.routes is None or two.routes is None:

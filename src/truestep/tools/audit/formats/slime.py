@@ -1,4 +1,4 @@
-"""slime's and miles' `--save-debug-train-data`: {rollout_id, rank, rollout_data}, of which the data are lists by sample.
+"""slime's and miles' `--save-debug-train-data`: {rollout_id, rank, rollout_data}, the data as lists by sample.
 
 Lists of masks, log-probs and advantages are of the response's tokens. `rewards` are normalised already; `raw_reward`
 is taken where it is of this rank's samples.

@@ -56,9 +56,7 @@ def tokens_of(observation: Any) -> np.ndarray | None:
     return array(observation, "ob", np.int64)
 
 
-def turn(
-    prompt: np.ndarray | None, drawn: np.ndarray | None, logprobs: np.ndarray | None, /, **rest: Any
-) -> Sample:
+def turn(prompt: np.ndarray | None, drawn: np.ndarray | None, logprobs: np.ndarray | None, /, **rest: Any) -> Sample:
     """Make a sample of a prompt and what was drawn after it."""
     if prompt is None or drawn is None:
         return Sample(**rest)
