@@ -62,10 +62,11 @@ def parity(config: Config | str | Path, *, documents: int = 64, older: Sequence[
     return parity_here(configured(config), documents=documents, older=[Path(path) for path in older])
 
 
-def audit(*files: str | Path, model: str | Path | None = None, source: str = "auto") -> Audit:
+def audit(files: str | Path | Sequence[str | Path], *, model: str | Path | None = None, source: str = "auto") -> Audit:
     """Say what is wrong with which token in dumps of rollouts, whoever trained. `files`: dumps, or directories of them;
     `source`: the trainer that wrote them; `model`: a model that scores 20,000 tokens."""
-    return audit_here([Path(file) for file in files], model=None if model is None else Path(model), source=source)
+    listed = [files] if isinstance(files, str | Path) else files
+    return audit_here([Path(file) for file in listed], model=None if model is None else Path(model), source=source)
 
 
 @dataclass(frozen=True)

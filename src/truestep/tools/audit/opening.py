@@ -1,7 +1,6 @@
 """Opens foreign files and yields their records. Every decoder has a ceiling, and no pickle runs code."""
 
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -107,7 +106,9 @@ def _read_torch(path: Path) -> Iterator[tuple[int, Any]]:
             yield 1, torch.load(path, map_location="cpu", weights_only=True)
     except zipfile.BadZipFile as error:
         raise ValueError("it is no archive of torch.save") from error
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # pickle.UnpicklingError, and what a damaged archive makes torch raise
         named = re.search(r"GLOBAL ([\w.]+)|type ([\w.]+)", str(error))
         what = next(filter(None, named.groups()), "") if named else ""
         reason = f"its pickle asks for {what}" if what else printable(str(error).splitlines()[0])

@@ -92,8 +92,8 @@ TABLE: tuple[Check, ...] = (
     ),
     Check(
         "logprob-temperature", "Log-probs of another temperature",
-        "the gap to the trainer's log-probs with the log-prob itself; the model's at other temperatures",
-        "as for logprob-weights, and the log-prob explains over 60% of the gap; with --model: another temperature "
+        "the gap, and the sampler's log-prob, with a parabola in the trainer's; the model's at other temperatures",
+        "as for logprob-weights, and the parabola explains over 60% of both; with --model: another temperature "
         "explains over half",
         "sample, report log-probs and train at one temperature (vLLM: --logprobs-mode processed_logprobs)",
         None, ("logprob-weights", "sampling-mismatch"),

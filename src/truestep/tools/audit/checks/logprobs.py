@@ -104,18 +104,23 @@ def beside_trainer(dump: Dump) -> Iterator[Evidence]:
     wrong = off > max(RATIO, SIGMAS * error)
     if not wrong and divergence < CLOSE:
         return
-    # A temperature stretches all log-probs alike: then the gap is a function of the log-prob.
+    # A temperature stretches all log-probs alike: then the gap, and the sampler's log-prob, follow from the trainer's.
     base = dump.trainer[dump.labels][known]
-    terms = np.stack([np.ones_like(base), base, base**2], 1)
-    fitted = terms @ np.linalg.lstsq(terms, d, rcond=None)[0]
-    explained = 1 - float(((d - fitted) ** 2).sum() / max(((d - d.mean()) ** 2).sum(), 1e-30))
+    explained = min(_explained(base, d), _explained(base, base - d))
     text = (
         f"the trainer's log-probs are {size:.2g} from the sampler's in the mean; the mean ratio is {ratio.mean():.3f} "
-        f"+- {error:.3f}; the log-prob explains {explained:.0%} of the gap"
+        f"+- {error:.3f}; the trainer's explains {explained:.0%} of it"
     )
     confidence = "high" if wrong or divergence > FAR else "medium"
     name = "logprob-temperature" if explained > 0.6 else "logprob-weights"
     yield Evidence(index, text, count, position, confidence, name)
+
+
+def _explained(base: np.ndarray, values: np.ndarray) -> float:
+    """Return the share of the values' variance that a parabola in `base` explains."""
+    terms = np.stack([np.ones_like(base), base, base**2], 1)
+    left = values - terms @ np.linalg.lstsq(terms, values, rcond=None)[0]
+    return 1 - float((left**2).sum() / max(((values - values.mean()) ** 2).sum(), 1e-30))
 
 
 def _moved(dump: Dump, by: int) -> float | None:
