@@ -44,10 +44,10 @@ def test_a_clean_dump_gives_no_finding(source: str, world: World, tmp_path: Path
 
 
 def test_every_format_and_every_finding_is_planted() -> None:
-    everywhere = (*PLANTED, *KEPT, *TRL_TABLES)
+    everywhere = [fault.finding for fault in PLANTED] + [fault.finding for fault in (*KEPT, *TRL_TABLES)]
     assert {fault.format for fault in PLANTED} == set(WRITERS) == set(NAMES)
     by_a_model = {"vocabulary", "numerics"}  # tests/audit/test_model.py
-    assert {fault.finding for fault in everywhere} == {check.name for check in TABLE} - by_a_model
+    assert set(everywhere) == {check.name for check in TABLE} - by_a_model
     assert len(everywhere) >= 40
 
 

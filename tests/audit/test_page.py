@@ -21,7 +21,8 @@ def rows(head: str, body: Iterable[Iterable[str]]) -> str:
 
 
 def tables() -> dict[str, str]:
-    planted = (*PLANTED, *KEPT, *TRL_TABLES)
+    planted = [(one.format, one.what, one.finding) for one in PLANTED]
+    planted += [(one.format, one.what, one.finding) for one in (*KEPT, *TRL_TABLES)]
     return {
         "formats": rows(
             "| `--from` | what is read | fields from |",
@@ -32,7 +33,7 @@ def tables() -> dict[str, str]:
             ((f"`{one.name}`", one.title, one.compares, one.threshold) for one in TABLE),
         ),
         "faults": rows(
-            "| dump | what was done to it | named |", ((one.format, one.what, f"`{one.finding}`") for one in planted)
+            "| dump | what was done to it | named |", ((dump, what, f"`{finding}`") for dump, what, finding in planted)
         ),
     }
 

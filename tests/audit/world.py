@@ -105,7 +105,8 @@ def _draw(
     world: World, sampler: np.ndarray, trainer: np.ndarray, prompt: list[int], rng: np.random.Generator
 ) -> Rollout:
     drawn: list[int] = []
-    columns: tuple[list[float], ...] = ([], [], [], [])
+    columns: tuple[list[float], ...] = tuple([] for _ in range(4))
+    sampled, trained, entropies, plain = columns
     state, last = hash(tuple(prompt)) % 2**31, prompt[-1]
     while len(drawn) < world.longest and (not drawn or drawn[-1] != END):
         # What stood before the last token has a small part in the next one.
@@ -123,7 +124,8 @@ def _draw(
             column.append(float(np.float32(value)))
         drawn.append(token)
         state, last = hash((state, token)) % 2**31, token
-    return Rollout(0, 0, prompt, drawn, *columns, 0, 0, drawn[-1] != END, world.temperature)
+    truncated = drawn[-1] != END
+    return Rollout(0, 0, prompt, drawn, sampled, trained, entropies, plain, 0, 0, truncated, world.temperature)
 
 
 def routes(ids: list[int]) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Literal
 from truestep.text import printable
 from truestep.tools.audit.samples import Dump
 
-Confidence = Literal["high", "medium"]
+Confidence = Literal["high", "medium"]  # high: the exit code is 1
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,10 @@ class Evidence:
     position: int | None = None
     confidence: Confidence = "high"
     name: str | None = None  # of another finding than the check's own, where one check tells several apart
+
+
+def sure(certain: bool) -> Confidence:
+    return "high" if certain else "medium"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from truestep.model.policy import Policy
 from truestep.process import progress
 from truestep.ranks.group import ALONE
 from truestep.run.assemble.policy import make_policy
-from truestep.tools.audit.finding import Evidence
+from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.opening import UnreadableError
 from truestep.tools.audit.samples import Dump, Sample
 from truestep.tools.parity.causes import Trial, Tried
@@ -115,11 +115,12 @@ class Scorer:
         return next(value for value in TEMPERATURES if tried[best] == f"temperature {value:g}")
 
     def _causes(self, trial: Trial, chosen: Sequence[int]) -> Iterator[Evidence]:
-        base, noise, best = trial.base, NOISE["bfloat16"], None
+        base, noise = trial.base, NOISE["bfloat16"]
+        best: Tried | None = None
         worst = int(np.nanargmax(np.abs(base.left)))
         for tried in trial.all():
-            dear = best is not None and tried.cause not in _CHEAP and not self._older
-            if dear and (base.gap <= noise or _explained(best, base) > 0.9):
+            enough = best is not None and (base.gap <= noise or _explained(best, base) > 0.9)
+            if enough and tried.cause not in _CHEAP and not self._older:
                 break
             if tried.cause == "stale weights" and np.abs(tried.left - base.left).max() < 1e-6:
                 yield Evidence(
@@ -136,11 +137,11 @@ class Scorer:
         )
         share = _explained(best, base)
         if share > EXPLAINS:
-            confidence = "high" if share > 0.8 and _FINDINGS[best.cause] != "numerics" else "medium"
+            confidence = sure(share > 0.8 and _FINDINGS[best.cause] != "numerics")
             text = f"{best.cause} ({best.switch}) explains {share:.0%} of {text}"
             yield Evidence(chosen[index], text, len(chosen), position, confidence, _FINDINGS[best.cause])
         elif base.gap > 1.5 * noise:
-            confidence = "high" if base.gap > LARGE else "medium"
+            confidence = sure(base.gap > LARGE)
             yield Evidence(chosen[index], f"{text}; no other cause explains it", len(chosen), position, confidence,
                            "logprob-weights")  # fmt: skip
 
@@ -178,8 +179,8 @@ def _with(one: Sample, document: Rollout, values: np.ndarray, entropy: np.ndarra
     """Return a sample with the model's log-probs in place of the trainer's."""
     assert one.ids is not None
     places = np.flatnonzero(document.loss_mask)
-    columns = {"trainer": np.full(len(one.ids), np.nan), "entropy": np.full(len(one.ids), np.nan)}
-    columns["trainer"][places] = values
+    trainer, entropies = np.full(len(one.ids), np.nan), np.full(len(one.ids), np.nan)
+    trainer[places] = values
     if entropy is not None:
-        columns["entropy"][places] = entropy
-    return replace(one, **columns)
+        entropies[places] = entropy
+    return replace(one, trainer=trainer, entropy=entropies)

@@ -118,9 +118,9 @@ def _read_torch(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _numpy_globals() -> list[Any]:
-    reconstruct = np.zeros(0).__reduce__()[0]
+    reconstruct: Any = np.zeros(0).__reduce__()[0]
     dtypes = [type(np.dtype(kind)) for kind in ("bool", "u1", "i1", "i2", "u2", "i4", "i8", "f2", "f4", "f8")]
-    scalar = np.float64(0).__reduce__()[0]
+    scalar: Any = np.float64(0).__reduce__()[0]
     # What older versions of NumPy wrote names the same functions by another module.
     old = [(function, f"numpy.core.multiarray.{function.__name__}") for function in (reconstruct, scalar)]
     return [reconstruct, scalar, np.ndarray, np.dtype, *dtypes, *old]

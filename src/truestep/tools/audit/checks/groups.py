@@ -6,7 +6,7 @@ from math import exp, lgamma, log
 import numpy as np
 
 from truestep.tools.audit.checks.tokens import members_of
-from truestep.tools.audit.finding import Evidence
+from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.samples import Dump
 
 CHANCE = 1e-6  # of an accident that counts as none
@@ -41,11 +41,11 @@ def copies(dump: Dump) -> Iterator[Evidence]:
         text += f", where their log-probs predict {expected:.2g} equal pairs" if with_logprobs else ""
         if not with_logprobs and len(set(completions.tolist())) < 4:
             return
-        yield Evidence(first, text, same_groups, None, "high" if with_logprobs else "medium", "temperature-unused")
+        yield Evidence(first, text, same_groups, None, sure(with_logprobs), "temperature-unused")
     elif with_logprobs or sum(_long(dump, i) for i, _ in equal) > 0.5 * groups > 1:
         text = f"{pairs:,} pairs of completions in a group are equal"
         text += f", where their log-probs predict {expected:.2g}" if with_logprobs else f" in {len(equal):,} groups"
-        yield Evidence(first, text, len(equal), None, "high" if with_logprobs else "medium")
+        yield Evidence(first, text, len(equal), None, sure(with_logprobs))
 
 
 def _long(dump: Dump, index: int) -> bool:
@@ -165,8 +165,9 @@ def advantages(dump: Dump) -> Iterator[Evidence]:
     a, r = given[chosen], rewards[chosen]
     g = np.unique(groups[chosen], return_inverse=True)[1]
     s = np.unique(dump.steps[chosen], return_inverse=True)[1]
-    names = sorted({name for i in chosen for name in dump.samples[i].parts})
-    parts = np.array([[dump.samples[i].parts.get(name, 0.0) for name in names] for i in chosen]).reshape(len(a), -1)
+    members = [dump.samples[int(i)] for i in chosen]
+    names = sorted({name for one in members for name in one.parts})
+    parts = np.array([[one.parts.get(name, 0.0) for name in names] for one in members]).reshape(len(a), -1)
     spread = np.bincount(g, (r - (np.bincount(g, r) / np.bincount(g))[g]) ** 2)[g]
     telling = spread > 1e-12
     if telling.sum() < 8:
@@ -226,7 +227,7 @@ def _elsewhere(
         against += wrong
     if total >= 20 and against > 0.1 * total:
         text = f"{against:,} of {total:,} pairs of a group have the larger advantage at the smaller reward"
-        confidence = "high" if against > 0.25 * total else "medium"
+        confidence = sure(against > 0.25 * total)
         yield Evidence(worst, text, len(a), _first_label(dump, worst), confidence)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from truestep.tools.audit.finding import Evidence
+from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.samples import Dump
 
 MANY = 200  # labels that a test of distributions needs
@@ -111,7 +111,7 @@ def beside_trainer(dump: Dump) -> Iterator[Evidence]:
         f"the trainer's log-probs are {size:.2g} from the sampler's in the mean; the mean ratio is {ratio.mean():.3f} "
         f"+- {error:.3f}; the trainer's explains {explained:.0%} of it"
     )
-    confidence = "high" if wrong or divergence > FAR else "medium"
+    confidence = sure(wrong or divergence > FAR)
     name = "logprob-temperature" if explained > 0.6 else "logprob-weights"
     yield Evidence(index, text, count, position, confidence, name)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from truestep.tools.audit.finding import Evidence
+from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.samples import Dump, Sample, span
 
 FEW = 0.5  # the share of samples up to which lists of other lengths point to tokens made again from text
@@ -55,8 +55,8 @@ def turns(dump: Dump) -> Iterator[Evidence]:
             found["template-rewrites"].append((index, None, text))
     for name, places in found.items():
         if places:
-            index, position, text = places[0]
-            yield Evidence(index, text, len(places), position, name=name)
+            first_sample, at, text = places[0]
+            yield Evidence(first_sample, text, len(places), at, name=name)
 
 
 def _rewritten(past: np.ndarray, prompt: np.ndarray) -> tuple[str, int, str] | None:
@@ -182,7 +182,7 @@ def ends(dump: Dump) -> Iterator[Evidence]:
     if len(masked) >= 0.8 * len(done):
         index, token = int(masked[0]), int(finals[masked[0]])
         text = f"{len(masked):,} of {len(done):,} samples end with token {token}, which is no label"
-        confidence = "high" if dump.end_tokens else "medium"
+        confidence = sure(bool(dump.end_tokens))
         yield Evidence(index, text, len(masked), int(sizes[index]) - 1, confidence, "end-token-masked")
         return
     known = done[~whole & ~unknown[done]]
@@ -190,7 +190,7 @@ def ends(dump: Dump) -> Iterator[Evidence]:
         index = int(done[~whole][0])
         text = f"{np.mean(~whole):.0%} of {len(done):,} finished samples end with another token than the common ones"
         known_end = bool(dump.end_tokens) or bool((~unknown[done]).all())
-        yield Evidence(index, text, int((~whole).sum()), int(sizes[index]) - 1, "high" if known_end else "medium")
+        yield Evidence(index, text, int((~whole).sum()), int(sizes[index]) - 1, sure(known_end))
     elif len(known) and (full := known[counts[known] >= longest]).size:
         index = int(full[0])
         text = f"{len(full):,} samples of the largest length, {longest:,} labels, lack an end token and are not marked"

@@ -56,7 +56,7 @@ def samples_of_record(record: Mapping[str, Any], file: str, line: int) -> Iterat
 def per_label(value: Any, mask: np.ndarray | None, fit: Fit) -> np.ndarray | None:
     """Return advantages of all tokens, from one number or from a list."""
     if value is None or isinstance(value, int | float):
-        return None if number(value) is None else np.full(fit.tokens, float(value))
+        return None if (one := number(value)) is None else np.full(fit.tokens, one)
     return fit.at(array(value, "advantages"), "advantages", mask)
 
 

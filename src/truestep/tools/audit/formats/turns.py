@@ -24,7 +24,7 @@ def samples_of_tinker(record: Mapping[str, Any], file: str, line: int) -> Iterat
     rewards = [number(step.get("reward")) or 0.0 for step in steps]
     final, total = number(record.get("final_reward")), number(record.get("total_reward"))
     for index, step in enumerate(steps):
-        action = step.get("ac") if isinstance(step.get("ac"), Mapping) else {}
+        action = mapping(step.get("ac"))
         drawn = array(action.get("tokens"), "ac.tokens", np.int64)
         last = index == len(steps) - 1
         stop = text(step.get("stop_reason"))
@@ -45,6 +45,10 @@ def samples_of_tinker(record: Mapping[str, Any], file: str, line: int) -> Iterat
             conversation=f"{iteration}/{record['group_idx']}/{record['traj_idx']}",
             lengths=(whole(step.get("ob_len")) or 0, whole(step.get("ac_len")) or 0),
         )
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def tokens_of(observation: Any) -> np.ndarray | None:
@@ -79,14 +83,14 @@ def samples_of_openai(record: Mapping[str, Any], file: str, line: int) -> Iterat
     """Read an answer of chat completions or completions, alone or beside its `request`. Token ids and log-probs stand
     where vLLM and SGLang write them."""
     answer = record.get("response", record)
-    request = record.get("request") if isinstance(record.get("request"), Mapping) else {}
+    request = mapping(record.get("request"))
     asked = request if request else record
     name = next((text(record[key]) for key in _NAMES if record.get(key) is not None), None)
     for index, choice in enumerate(answer["choices"]):
         if not isinstance(choice, Mapping):
             raise UnreadableError(f"{file}:{line}: choices[{index}] is no object")
         listed = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-        message = choice.get("message") if isinstance(choice.get("message"), Mapping) else {}
+        message = mapping(choice.get("message"))
         drawn, logprobs = _drawn(choice)
         yield turn(
             array(listed, "prompt_token_ids", np.int64),
@@ -108,7 +112,7 @@ def samples_of_openai(record: Mapping[str, Any], file: str, line: int) -> Iterat
 
 def _drawn(choice: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return the ids and the log-probs of what was drawn."""
-    found = choice.get("logprobs") if isinstance(choice.get("logprobs"), Mapping) else {}
+    found = mapping(choice.get("logprobs"))
     content = found.get("content")
     items = [item for item in content if isinstance(item, Mapping)] if isinstance(content, list) else None
     logprobs = found.get("token_logprobs") if items is None else [item.get("logprob") for item in items]
