@@ -173,11 +173,13 @@ class Dump:
 
     @cached_property
     def asked(self) -> np.ndarray:
-        """Return a number for all samples of one step with one group id, or else with one prompt; -1 for neither."""
+        """Return a number for all samples of one step with one group id, or else with one prompt; -1 for neither.
+        Turns of a longer conversation go by their prompts, which differ."""
         prompts = self.prompts
         keys: list[Any] = []
         for i, one in enumerate(self.samples):
-            name = one.group if one.group is not None else (None if prompts[i] < 0 else int(prompts[i]))
+            name = one.group if one.group is not None and (self.alone[i] or prompts[i] < 0) else None
+            name = int(prompts[i]) if name is None and prompts[i] >= 0 else name
             keys.append(None if name is None else (one.step, type(name).__name__, name))
         return codes(keys)
 

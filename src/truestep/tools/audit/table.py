@@ -120,7 +120,7 @@ TABLE: tuple[Check, ...] = (
     Check(
         "temperature-unused", "All completions of a prompt are the same",
         "equal completions of a prompt with what their log-probs predict",
-        "in 90% of at least 4 groups, and less than one in a million by the log-probs",
+        "in 90% of at least 4 groups, and, by the log-probs, as for duplicated-completions",
         "the sampler draws greedily, or with one seed: a temperature was never applied", None,
         ("duplicated-completions", "duplicated-groups", "sampling-mismatch"),
     ),
@@ -132,7 +132,8 @@ TABLE: tuple[Check, ...] = (
     Check(
         "duplicated-completions", "Completions are copies of others in their group",
         "equal completions of a prompt with what their log-probs predict",
-        "less than one in a million (Poisson); texts: of 64 characters, in over half of the groups",
+        "4 times as many as predicted, and less than one in a million (Poisson); texts: of 64 characters, in over half "
+        "of the groups",
         "give each request a seed of its own; do not repeat samples to fill a group", groups.copies,
     ),
     Check(
@@ -170,7 +171,7 @@ TABLE: tuple[Check, ...] = (
     Check(
         "weights-never-changed", "The weights never change",
         "log-probs of the same token after the same prompt at different steps, bit by bit; versions over steps",
-        "all equal, of at least 4, over 3 steps; one version over 4 steps",
+        "all equal, of at least 4, 2 steps apart (the sampler's, without a version: 8); one version over 4 steps",
         "an adapter or weights that were never delivered, or a learning rate of 0", weights.never_changed,
         ("staleness-grows",),
     ),

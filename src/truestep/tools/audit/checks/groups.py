@@ -10,6 +10,7 @@ from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.samples import Dump
 
 CHANCE = 1e-6  # of an accident that counts as none
+TIMES = 4.0  # the predicted number of equal pairs
 FLOORS = (1e-6, 1e-4)
 LONG, CHARACTERS = 64, 128  # of a completion, of a group, that are no accident without log-probs
 
@@ -19,31 +20,30 @@ def copies(dump: Dump) -> Iterator[Evidence]:
     completions = dump.completions
     logs = np.bincount(dump.label_owner, np.nan_to_num(dump.logprobs[dump.labels]), len(dump.samples))
     drawn = np.bincount(dump.label_owner[np.isfinite(dump.logprobs[dump.labels])], minlength=len(dump.samples)) > 0
-    expected, equal, groups, same_groups = 0.0, [], 0, 0
-    for members in members_of(dump.asked, (completions >= 0) & dump.alone):
-        _, counts = np.unique(completions[members], return_counts=True)
+    expected, equal, groups, same_groups, surplus = 0.0, [], 0, 0, 0
+    for members in members_of(dump.asked, completions >= 0):
+        distinct, at = np.unique(completions[members], return_index=True)
         groups += 1
-        same_groups += len(counts) == 1
+        same_groups += len(distinct) == 1
         expected += float(np.exp(logs[members]).sum()) * (len(members) - 1) / 2
-        if counts.max() > 1:
-            sorted_members = members[np.argsort(completions[members], kind="stable")]
-            twice = completions[sorted_members[1:]] == completions[sorted_members[:-1]]
-            equal += [(int(i), int(c * (c - 1) // 2)) for i, c in [(sorted_members[1:][twice][0], counts.max())]]
+        if len(distinct) < len(members):
+            surplus += len(members) - len(distinct)
+            equal.append(int(np.delete(members, at)[0]))
     if not equal:
         return
-    pairs = sum(count for _, count in equal)
-    with_logprobs = bool(drawn[[i for i, _ in equal]].all())
-    if with_logprobs and poisson_tail(pairs, expected) > CHANCE:
+    with_logprobs = bool(drawn[equal].all())
+    # Log-probs predict equal pairs, of which there are more than copies; copies come together, hence the factor.
+    if with_logprobs and (surplus < TIMES * expected or poisson_tail(surplus, expected) > CHANCE):
         return
-    first = equal[0][0]
+    first = equal[0]
     if same_groups >= max(4, 0.9 * groups):
         text = f"in {same_groups:,} of {groups:,} groups all completions are the same"
         text += f", where their log-probs predict {expected:.2g} equal pairs" if with_logprobs else ""
         if not with_logprobs and len(set(completions.tolist())) < 4:
             return
         yield Evidence(first, text, same_groups, None, sure(with_logprobs), "temperature-unused")
-    elif with_logprobs or sum(_long(dump, i) for i, _ in equal) > 0.5 * groups > 1:
-        text = f"{pairs:,} pairs of completions in a group are equal"
+    elif with_logprobs or sum(_long(dump, i) for i in equal) > 0.5 * groups > 1:
+        text = f"{surplus:,} completions are copies of others in their group"
         text += f", where their log-probs predict {expected:.2g}" if with_logprobs else f" in {len(equal):,} groups"
         yield Evidence(first, text, len(equal), None, sure(with_logprobs))
 
@@ -85,7 +85,7 @@ def copied_groups(dump: Dump) -> Iterator[Evidence]:
 
 def incomplete(dump: Dump) -> Iterator[Evidence]:
     """Find groups that are smaller than the others, where the dump names groups or has texts."""
-    named = np.array([one.group is not None or one.ids is None for one in dump.samples], np.bool_) & dump.alone
+    named = np.array([one.group is not None or one.ids is None for one in dump.samples], np.bool_)
     groups = dump.groups[(dump.groups >= 0) & named]
     if not len(groups):
         return

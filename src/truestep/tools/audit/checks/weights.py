@@ -9,6 +9,7 @@ from truestep.tools.audit.checks.tokens import members_of
 from truestep.tools.audit.finding import Evidence
 from truestep.tools.audit.samples import NONE, Dump
 
+AHEAD = 8  # steps
 TREND = 3.09  # standard errors of Mann and Kendall's test: one run in 1,000
 
 
@@ -36,7 +37,9 @@ def never_changed(dump: Dump) -> Iterator[Evidence]:
             equal += bool(values[early] == values[late])
             compared |= {int(steps[early]), int(steps[late])}
             index = int(late) if index < 0 else index
-        if equal == pairs >= 4 and (len(compared) >= 3 or max(compared) - min(compared) >= 3):
+        # Where no version is dumped, a sampler that runs ahead may be some steps behind.
+        least = AHEAD if name == "sampler" and not np.isfinite(versions).any() else 2
+        if equal == pairs >= 4 and max(compared) - min(compared) >= least:
             text = (
                 f"{pairs:,} first tokens of prompts that come again have the same {name}'s log-prob to the last bit at "
                 f"steps {min(compared)} to {max(compared)}: the {name} has the same weights"
