@@ -178,7 +178,7 @@ class Dump:
         prompts = self.prompts
         keys: list[Any] = []
         for i, one in enumerate(self.samples):
-            name = one.group if one.group is not None and (self.alone[i] or prompts[i] < 0) else None
+            name: int | str | None = one.group if self.alone[i] or prompts[i] < 0 else None
             name = int(prompts[i]) if name is None and prompts[i] >= 0 else name
             keys.append(None if name is None else (one.step, type(name).__name__, name))
         return codes(keys)
