@@ -82,7 +82,10 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "peers": (
         ("tests/peers",),
-        ("benchmarks/step.py", "src/truestep/losses/*", "src/truestep/head/*", "src/truestep/step/*"),
+        (
+            *("benchmarks/step.py", "src/truestep/losses/*", "src/truestep/head/*", "src/truestep/step/*"),
+            "src/truestep/tools/audit/*",
+        ),
     ),
 }
 

@@ -36,9 +36,9 @@ def word_model(directory: Path) -> Path:
     return demo_model.make_model(directory, sorting.WORDS, seed=0)
 
 
-def tokenised_model(directory: Path, kind: str) -> Path:
+def tokenised_model(directory: Path, kind: str, **options: Any) -> Path:
     """A model of tests/tiny.py with a word-level tokenizer of as many words as it has ids."""
-    make_model(directory, kind)
+    make_model(directory, kind, **options)
     assert demo_model.make_tokenizer(directory, WORDS) == VOCABULARY
     return directory
 

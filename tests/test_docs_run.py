@@ -88,6 +88,7 @@ PRINTED = {
     "examples/boxes/README.md": "tests/test_boxes.py",
     "docs/families.md": "tests/families/test_families.py",
     "docs/memory.md": "tests/plan/test_report.py",
+    "docs/audit.md": "tests/audit/test_opening.py",
     "docs/parity.md": "tests/parity/test_verdict.py",
     "docs/python.md": "tests/api/test_config.py",
     "docs/ranks.md": "tests/test_docs.py",

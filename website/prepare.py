@@ -39,6 +39,7 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/lies.md",
         "docs/sft.md",
         "docs/parity.md",
+        "docs/audit.md",
     ],
     "Training": [
         "docs/objectives.md",

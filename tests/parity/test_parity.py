@@ -121,7 +121,7 @@ def test_where_both_agree_nothing_is_blamed(model: Path, old: Path, tmp_path: Pa
     assert result.fine and result.base.gap < 1e-5
     assert "agree" in result.verdict
     assert {tried.cause for tried in result.tried} == {
-        *("temperature", "top-p", "token ids shifted", "compute dtype", "stale weights", "stale prefix cache"),
+        *("temperature", "top-p", "top-k", "token ids shifted", "compute dtype", "stale weights", "stale prefix cache"),
         "rope settings",
     }
 

@@ -96,7 +96,7 @@ def test_every_command_but_the_demo_is_a_function() -> None:
 def test_the_page_of_python_has_every_public_name_as_it_is_called() -> None:
     rows = (re.fullmatch(r"(\w+)(?:\((.*)\))?", row) for row in named_in_rows("docs/python.md"))
     called = {match[1]: match[2] for match in rows if match}
-    results = {"TrainingResult", "Score", "Verification", "Parity", "MemoryPlan", "DataSummary"}
+    results = {"TrainingResult", "Score", "Verification", "Parity", "Audit", "Finding", "MemoryPlan", "DataSummary"}
     assert set(truestep.__all__) - {"__version__"} <= called.keys() | results
     assert all(f"`{name}`" in page("docs/python.md") for name in results)
     for name, words in called.items():
@@ -169,7 +169,9 @@ def test_nothing_is_unpickled() -> None:
         if (names := list(forbidden(ast.parse(file.read_text(encoding="utf-8")))))
     }
     # Objects of the user's program, which processes that the trainer starts are sent: they call `receive`.
-    assert found == {"config/held.py": ["cloudpickle", "pickle"]}
+    # Other trainers' dumps, which torch reads without running what they name: tests/audit/test_opening.py.
+    assert found == {"config/held.py": ["cloudpickle", "pickle"], "tools/audit/opening.py": ["torch.load"]}
+    assert "weights_only=True)" in (SOURCES / "tools/audit/opening.py").read_text(encoding="utf-8")
     received = {path for path in map(str, sorted(SOURCES.rglob("*.py"))) if "held.receive(" in Path(path).read_text()}
     assert received == {str(SOURCES / "environments/worker.py"), str(SOURCES / "ranks/launch.py")}
     planted = "import pickle\nfrom joblib import load\ntorch.load(file)\nexec(text)\nyaml.load(text, yaml.Loader)\n"

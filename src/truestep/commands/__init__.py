@@ -2,5 +2,5 @@
 
 cli               the command line
 running           `train` and its result, in Python
-looking           `score`, `verify`, `parity`, `serve`, `plan` and `export`, in Python
+looking           `score`, `verify`, `parity`, `audit`, `serve`, `plan` and `export`, in Python
 """

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # commands import what they run themselves, so that help does
     from truestep.config.schema import Config
     from truestep.run.terminal.display import Display
 
+_AUDIT_MODEL = "The model, or adapter, that sampled: 20,000 tokens are scored by it."
 _FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 
 
@@ -85,11 +86,11 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int = 1) -> NoReturn:
     from rich.markup import escape
 
     Console(stderr=True).print(f"[bold red]error:[/] {escape(shown(message))}", highlight=False, soft_wrap=True)
-    sys.exit(1)
+    sys.exit(code)
 
 
 def _print(text: str) -> None:
@@ -445,6 +446,39 @@ def _vocabulary_size(model: Path) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**31:
         raise TruestepError(f"--model {model}: its config.json gives no vocab_size: it is {printable(size, 60)}")
     return size
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), help=_AUDIT_MODEL)
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["auto", "truestep", "trl", "verl", "prime-rl", "slime", "miles", "tinker", "openai"]),
+    default="auto",
+    show_default=True,
+    help="The trainer that wrote the dumps; auto: as their fields say.",
+)
+@click.option("--output", type=click.Path(path_type=Path), help="Write the findings to this HTML page.")
+@_guarded
+def audit(files: tuple[Path, ...], model: Path | None, source: str, output: Path | None) -> None:
+    """Say what is wrong with which token in dumps of rollouts, whoever trained. FILES: dumps, or directories of them.
+    Exit code 1: a finding of high confidence; 2: input that cannot be read."""
+    with _display():
+        from truestep.files.whole import write_text_whole
+        from truestep.tools.audit.opening import UnreadableError
+        from truestep.tools.audit.report import page, render
+        from truestep.tools.audit.run import audit as run
+
+        try:
+            result = run(files, model=model, source=source)
+        except UnreadableError as error:
+            _fail(str(error), 2)
+    Console().print(render(result))
+    if output is not None:
+        _print(str(write_text_whole(output, page(result))))
+    if not result.clean:
+        sys.exit(1)
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""The commands other than `train` as Python functions: score, verify, parity, serve, plan and export."""
+"""The commands other than `train` as Python functions: score, verify, parity, audit, serve, plan and export."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from truestep.plan.memory import RankMemory
 from truestep.plan.rates import named_rates
 from truestep.plan.report import PlanReport
 from truestep.ranks.group import leave
+from truestep.tools.audit.run import Audit
+from truestep.tools.audit.run import audit as audit_here
 from truestep.tools.export import export as export_here
 from truestep.tools.parity.gap import Parity
 from truestep.tools.parity.gap import parity as parity_here
@@ -58,6 +60,13 @@ def parity(config: Config | str | Path, *, documents: int = 64, older: Sequence[
 
     `older`: directories with earlier versions of the weights, to recognise stale ones."""
     return parity_here(configured(config), documents=documents, older=[Path(path) for path in older])
+
+
+def audit(files: str | Path | Sequence[str | Path], *, model: str | Path | None = None, source: str = "auto") -> Audit:
+    """Say what is wrong with which token in dumps of rollouts, whoever trained. `files`: dumps, or directories of them;
+    `source`: the trainer that wrote them; `model`: a model that scores 20,000 tokens."""
+    listed = [files] if isinstance(files, str | Path) else files
+    return audit_here([Path(file) for file in listed], model=None if model is None else Path(model), source=source)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Trial:
     """Tries all causes on documents with the sampler's log-probs. `older`: directories of older weights."""
 
     def __init__(self, config: Config, policy: Policy, documents: Sequence[Rollout], older: Sequence[Path]):
-        self._config, self._policy, self._documents, self._older = config, policy, documents, older
+        self._config, self._policy, self.documents, self._older = config, policy, documents, older
         self._budget = config.data.tokens_per_microbatch
         self._by_document = [  # all documents have log-probs
             document.logprobs[document.loss_mask].astype(np.float64)
@@ -65,11 +65,12 @@ class Trial:
         self.sampler = np.concatenate(self._by_document)
         self._wide = score(policy, documents, self._budget, wide=True)
         self.base = Tried("as it is", "nothing", "", self._wide.plain - self.sampler)
+        self.entropy = self._wide.entropy
 
     def all(self) -> Iterator[Tried]:
         kinds = {
-            "temperature": self._temperature,
-            "top-p": self._top_p,
+            "temperature": self.temperatures,
+            "truncation": self._truncation,
             "token ids": self._tokens,
             "routing": self._routing,
             "head": self._head,
@@ -86,9 +87,9 @@ class Trial:
     def _tried(self, cause: str, switch: str, advice: str, logprobs: np.ndarray) -> Tried:
         return Tried(cause, switch, advice, logprobs - self.sampler)
 
-    def _temperature(self) -> Iterator[Tried]:
+    def temperatures(self) -> Iterator[Tried]:
         for value, logprobs in self._wide.by_temperature.items():
-            if all(abs(document.temperature - value) < 1e-6 for document in self._documents):
+            if all(abs(document.temperature - value) < 1e-6 for document in self.documents):
                 continue
             advice = (
                 f"the sampler's log-probs are those of temperature {value:g}: record that temperature, or have the "
@@ -96,13 +97,16 @@ class Trial:
             )
             yield self._tried("temperature", f"temperature {value:g}", advice, logprobs)
 
-    def _top_p(self) -> Iterator[Tried]:
+    def _truncation(self) -> Iterator[Tried]:
         for value, logprobs in self._wide.by_top_p.items():
             advice = (
                 f"the sampler reports log-probs of what top-p {value:g} left: set top_p to 1, or report those of the "
                 "whole distribution"
             )
             yield self._tried("top-p", f"renormalised after top-p {value:g}", advice, logprobs)
+        for count, logprobs in self._wide.by_top_k.items():
+            advice = f"the sampler reports log-probs of what top-k {count} left: set top_k off, or report those of all"
+            yield self._tried("top-k", f"renormalised after top-k {count}", advice, logprobs)
 
     def _tokens(self) -> Iterator[Tried]:
         for by in (1, -1):
@@ -114,9 +118,9 @@ class Trial:
             )
             yield Tried("token ids shifted", f"log-probs moved by {-by:+d}", advice, self._wide.plain - moved)
         if self._policy.tokenizer is not None:
-            others = [self._retokenised(document) for document in self._documents]
+            others = [self._retokenised(document) for document in self.documents]
             if any(other is not None for other in others):
-                documents = [other or document for other, document in zip(others, self._documents, strict=True)]
+                documents = [other or document for other, document in zip(others, self.documents, strict=True)]
                 advice = (
                     "the log-probs are of the text tokenised anew, not of the ids in the records: record the ids that "
                     "the sampler drew, and never tokenise a completion again"
@@ -139,7 +143,7 @@ class Trial:
 
     def _routing(self) -> Iterator[Tried]:
         """Try other experts than those with which the documents are scored."""
-        if not any(ROUTES in document.token_fields for document in self._documents):
+        if not any(ROUTES in document.token_fields for document in self.documents):
             return
         if not self._policy.token_fields:
             experts = self._config.model.experts.model_copy(update={"replay": "auto"})
@@ -148,11 +152,11 @@ class Trial:
             )
             if (policy := _load(config, self._policy.path)) and policy.token_fields:
                 advice = "the sampler routed tokens to other experts: set model.experts.replay: auto"
-                logprobs = score(policy, self._documents, self._budget).plain
+                logprobs = score(policy, self.documents, self._budget).plain
                 yield self._tried("routing", "the records' experts replayed", advice, logprobs)
             return
         for by in (1, -1):
-            moved = [_with_routes_moved(document, by) for document in self._documents]
+            moved = [_with_routes_moved(document, by) for document in self.documents]
             advice = (
                 f"the records name experts one token too {'early' if by > 0 else 'late'}: row t of routed_experts has "
                 "those of the token at position t, as it was fed"
@@ -165,7 +169,7 @@ class Trial:
             "the sampler did not use the experts that the records name: they are of other tokens, layers or weights. "
             "model.experts.replay: off does not read them"
         )
-        without = [replace(document, token_fields={}) for document in self._documents]
+        without = [replace(document, token_fields={}) for document in self.documents]
         yield self._tried("routing", "the policy's own experts", advice, self._scored(without))
 
     def _scored(self, documents: Sequence[Rollout]) -> np.ndarray:
@@ -179,27 +183,27 @@ class Trial:
             f"the sampler's LM head {'rounds logits to bfloat16' if fp32 else 'keeps logits in float32'} and the "
             f"trainer's does not: set model.head.fp32_lm_head: {str(not fp32).lower()}, or change the sampler"
         )
-        switched = score(self._policy, self._documents, self._budget, head=replace(self._policy.head, fp32=not fp32))
+        switched = score(self._policy, self.documents, self._budget, head=replace(self._policy.head, fp32=not fp32))
         yield self._tried("head rounding", f"fp32_lm_head: {str(not fp32).lower()}", advice, switched.plain)
 
     def _dtype(self) -> Iterator[Tried]:
         other = "bfloat16" if self._config.model.dtype == "float32" else "float32"
         if policy := _load(self._config, self._policy.path, dtype=other):
             advice = f"the sampler computes in {other}: run both in one type (model.dtype, or vLLM's --dtype)"
-            logprobs = score(policy, self._documents, self._budget).plain
+            logprobs = score(policy, self.documents, self._budget).plain
             yield self._tried("compute dtype", f"dtype: {other}", advice, logprobs)
 
     def _weights(self) -> Iterator[Tried]:
         for path in self._older:
             if policy := _load_weights(self._config, path):
                 advice = f"the sampler still has the weights of {path}: sync them before it goes on"
-                logprobs = score(policy, self._documents, self._budget).plain
+                logprobs = score(policy, self.documents, self._budget).plain
                 yield self._tried("stale weights", f"weights of {path.name}", advice, logprobs)
                 advice = (
                     "the sampler's prefix cache holds prompts as older weights saw them: reset it after each sync "
                     "(vLLM: POST /reset_prefix_cache)"
                 )
-                logprobs = score_after_stale_prompt(policy, self._policy, self._documents)
+                logprobs = score_after_stale_prompt(policy, self._policy, self.documents)
                 yield self._tried("stale prefix cache", f"prompts cached by {path.name}", advice, logprobs)
 
     def _rope(self) -> Iterator[Tried]:
@@ -210,7 +214,7 @@ class Trial:
                         f"the sampler's rotary embedding is another ({switch}): serve the config.json that is trained, "
                         "without an override of rope settings"
                     )
-                    logprobs = score(policy, self._documents, self._budget).plain
+                    logprobs = score(policy, self.documents, self._budget).plain
                     yield self._tried("rope settings", switch, advice, logprobs)
 
 

@@ -19,6 +19,7 @@ from truestep.types import Rollout
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
 TOP_PS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+TOP_KS = (1, 5, 10, 20, 40, 50, 100)
 _ROWS = 256  # rows of logits in memory at a time
 
 
@@ -27,15 +28,19 @@ class Scores:
     plain: np.ndarray  # [T] float64
     by_temperature: Mapping[float, np.ndarray]  # at this temperature instead of the record's
     by_top_p: Mapping[float, np.ndarray]  # renormalised after truncation by this top-p
+    by_top_k: Mapping[int, np.ndarray]
+    entropy: np.ndarray | None  # [T] at the record's temperature; None unless `wide`
 
 
 def score(
     policy: Policy, documents: Sequence[Rollout], budget: int, *, wide: bool = False, head: HeadSettings | None = None
 ) -> Scores:
-    """Compute the log-probs of all labels. `wide`: also at other temperatures, and after truncation by top-p."""
+    """Compute the log-probs of all labels. `wide`: also at other temperatures, after truncation, and the entropies."""
     plain: list[np.ndarray] = []
     by_temperature: dict[float, list[np.ndarray]] = defaultdict(list)
     by_top_p: dict[float, list[np.ndarray]] = defaultdict(list)
+    by_top_k: dict[int, list[np.ndarray]] = defaultdict(list)
+    entropy: list[np.ndarray] = []
     batches = list(fill_in_order([document.num_tokens for document in documents], budget))
     with torch.no_grad(), progress.working("scoring", "micro-batches", len(batches)):
         for members in batches:
@@ -53,13 +58,21 @@ def score(
                     recorded = packed.temperature[chunk, None].double()
                     for value in TEMPERATURES:
                         by_temperature[value].append(_label_logprobs(z * (recorded / value), labels))
-                    for value, logprobs in _nucleus_logprobs(z, labels):
-                        by_top_p[value].append(logprobs)
+                    p = z.softmax(-1)
+                    entropy.append(torch.special.entr(p).sum(-1).cpu().numpy())
+                    own, ordered = p.gather(-1, labels).squeeze(-1).log(), p.sort(dim=-1, descending=True).values
+                    for value, mass in _nucleus_masses(ordered):
+                        by_top_p[value].append((own - mass.log()).cpu().numpy())
+                    for count in TOP_KS:
+                        mass = ordered[:, :count].sum(-1)
+                        by_top_k[count].append((own - mass.log()).cpu().numpy())
             progress.made("micro-batches")
     return Scores(
         np.concatenate([np.zeros(0), *plain]),
         {value: np.concatenate(arrays) for value, arrays in by_temperature.items()},
         {value: np.concatenate(arrays) for value, arrays in by_top_p.items()},
+        {value: np.concatenate(arrays) for value, arrays in by_top_k.items()},
+        np.concatenate([np.zeros(0), *entropy]) if wide else None,
     )
 
 
@@ -67,14 +80,10 @@ def _label_logprobs(z: torch.Tensor, labels: torch.Tensor) -> np.ndarray:  # [C,
     return (z.gather(-1, labels).squeeze(-1) - z.logsumexp(-1)).cpu().numpy()
 
 
-def _nucleus_logprobs(z: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[float, np.ndarray]]:
-    p = z.softmax(-1)
-    ordered = p.sort(dim=-1, descending=True).values
+def _nucleus_masses(ordered: torch.Tensor) -> Iterator[tuple[float, torch.Tensor]]:
     before = ordered.cumsum(-1) - ordered
-    plain = p.gather(-1, labels).squeeze(-1).log()
     for value in TOP_PS:
-        surviving = torch.where(before < value, ordered, 0.0).sum(-1)  # includes the token that crosses the bound
-        yield value, (plain - surviving.log()).cpu().numpy()
+        yield value, torch.where(before < value, ordered, 0.0).sum(-1)  # includes the token that crosses the bound
 
 
 def _states(policy: Policy, document: Rollout, run: slice, cache: Any) -> Any:

@@ -1,0 +1,161 @@
+"""Checks of log-probs: values that cannot be, truncated distributions, and the sampler's against the trainer's."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from truestep.tools.audit.finding import Evidence, sure
+from truestep.tools.audit.samples import Dump
+
+MANY = 200  # labels that a test of distributions needs
+SIGMAS = 6.0  # standard errors beyond which a mean is not chance: one run in 10^9
+CLOSE, FAR = 0.02, 0.1  # nats: estimated divergence of the trainer from the sampler
+RATIO = 0.05  # by which the mean importance ratio may differ from 1
+SURPRISE = 0.1  # by which the mean surprisal may differ from the mean entropy, relative
+
+
+def invalid(dump: Dump) -> Iterator[Evidence]:
+    """Find log-probs at labels that no distribution gives: above 0, infinite, or missing beside others."""
+    values = dump.logprobs[dump.labels]
+    has = np.bincount(dump.label_owner[np.isfinite(values)], minlength=len(dump.samples)) > 0
+    bad = (values > 1e-3) | np.isinf(values) | (np.isnan(values) & has[dump.label_owner])
+    yield from _first(dump, bad, "a log-prob of {value:g} at a label")
+
+
+def _first(dump: Dump, bad: np.ndarray, text: str) -> Iterator[Evidence]:
+    if bad.any():
+        token = int(dump.labels[bad.argmax()])
+        index, position = dump.place(token)
+        count = len(set(dump.label_owner[bad].tolist()))
+        what = text.format(value=dump.logprobs[token])
+        yield Evidence(
+            index, f"{what}; {int(bad.sum()):,} of {len(bad):,} labels in {count:,} samples", count, position
+        )
+
+
+def constant(dump: Dump) -> Iterator[Evidence]:
+    """Find samples whose log-probs are all the same number, which was put in their place."""
+    values, owner = dump.logprobs[dump.labels], dump.label_owner
+    n = np.bincount(owner, minlength=len(dump.samples))
+    first = np.full(len(dump.samples), np.nan)
+    _, at = np.unique(owner, return_index=True)
+    first[owner[at]] = values[at]
+    same = np.bincount(owner[values == first[owner]], minlength=len(dump.samples))
+    found = np.flatnonzero((n >= 16) & (same == n))
+    if len(found):
+        index = int(found[0])
+        text = f"all {n[index]} log-probs of the sample are {first[index]:g}; so it is in {len(found):,} samples"
+        yield Evidence(index, text, len(found), int(dump.edges[0][index]))
+
+
+def truncated(dump: Dump) -> Iterator[Evidence]:
+    """Tell log-probs of a truncated distribution: certain tokens and nothing near them, or ratios that are all below
+    1."""
+    values = dump.logprobs[dump.labels]
+    values = values[np.isfinite(values)]
+    if len(values) >= MANY and not dump.coarse:
+        certain, near = int((values == 0).sum()), int(((values < -1e-6) & (values > -1e-3)).sum())
+        if 50 <= certain < 0.98 * len(values) and near <= certain / 50:
+            token = int(dump.labels[(dump.logprobs[dump.labels] == 0).argmax()])
+            index, position = dump.place(token)
+            text = (
+                f"{certain:,} of {len(values):,} labels have a log-prob of exactly 0, and {near:,} one between -1e-3 "
+                "and -1e-6: where one token survives the truncation its log-prob is 0"
+            )
+            yield Evidence(index, text, len(set(dump.owner[dump.labels].tolist())), position)
+            return
+    gap = dump.gap
+    known = np.isfinite(gap)
+    found = gap[known]
+    if len(found) < MANY:
+        return
+    below, above = found < -CLOSE, found > CLOSE
+    if below.mean() > 0.05 and above.sum() <= 0.01 * below.sum() and np.quantile(found, 0.001) > -1.5:
+        token = int(dump.labels[known][found.argmin()])
+        index, position = dump.place(token)
+        text = (
+            f"the trainer's log-prob is below the sampler's at {below.mean():.0%} of {len(found):,} labels (by up to "
+            f"{-found.min():.2f}) and above it at {above.mean():.1%}: what was drawn from kept less than all mass"
+        )
+        yield Evidence(index, text, len(set(dump.owner[dump.labels[known]].tolist())), position)
+
+
+def beside_trainer(dump: Dump) -> Iterator[Evidence]:
+    """Compare the sampler's log-probs with the trainer's: beside the next label's, in the mean ratio, in divergence."""
+    gap = dump.gap
+    known = np.isfinite(gap)
+    if known.sum() < MANY:
+        return
+    size = float(np.abs(gap[known]).mean())
+    worst = int(dump.labels[known][np.abs(gap[known]).argmax()])
+    index, position = dump.place(worst)
+    count = len(set(dump.owner[dump.labels[known]].tolist()))
+    for by in (1, -1):
+        if size > CLOSE and (moved := _moved(dump, by)) is not None and moved < 0.2 * size:
+            side = "late" if by > 0 else "early"
+            text = f"a mean gap of {size:.2g} falls to {moved:.1g} with the sampler's log-probs one label {side}"
+            yield Evidence(index, text, count, position, name="logprob-shifted")
+            return
+    d = np.clip(gap[known], -20, 20)
+    divergence = float(np.mean(np.expm1(d) - d))
+    ratio = np.exp(d)
+    error = float(ratio.std() / np.sqrt(len(ratio)))
+    off = abs(float(ratio.mean()) - 1)
+    wrong = off > max(RATIO, SIGMAS * error)
+    if not wrong and divergence < CLOSE:
+        return
+    # A temperature stretches all log-probs alike: then the gap, and the sampler's log-prob, follow from the trainer's.
+    base = dump.trainer[dump.labels][known]
+    explained = min(_explained(base, d), _explained(base, base - d))
+    text = (
+        f"the trainer's log-probs are {size:.2g} from the sampler's in the mean; the mean ratio is {ratio.mean():.3f} "
+        f"+- {error:.3f}; the trainer's explains {explained:.0%} of it"
+    )
+    confidence = sure(wrong or divergence > FAR)
+    name = "logprob-temperature" if explained > 0.6 else "logprob-weights"
+    yield Evidence(index, text, count, position, confidence, name)
+
+
+def _explained(base: np.ndarray, values: np.ndarray) -> float:
+    """Return the share of the values' variance that a parabola in `base` explains."""
+    terms = np.stack([np.ones_like(base), base, base**2], 1)
+    left = values - terms @ np.linalg.lstsq(terms, values, rcond=None)[0]
+    return 1 - float((left**2).sum() / max(((values - values.mean()) ** 2).sum(), 1e-30))
+
+
+def _moved(dump: Dump, by: int) -> float | None:
+    """Return the mean gap with each sample's sampler log-probs moved by one label."""
+    owner = dump.label_owner
+    sampler = np.roll(dump.logprobs[dump.labels], -by)
+    same = np.roll(owner, -by) == owner
+    left = np.abs(dump.trainer[dump.labels] - sampler)[same]
+    left = left[np.isfinite(left)]
+    return float(left.mean()) if len(left) else None
+
+
+def surprise(dump: Dump) -> Iterator[Evidence]:
+    """Compare the mean surprisal of the drawn tokens with the mean entropy: equal if they were drawn from that."""
+    chosen = dump.labels[np.isfinite(dump.trainer[dump.labels]) & np.isfinite(dump.entropy[dump.labels])]
+    surprisal, entropy = -dump.trainer[chosen], dump.entropy[chosen]
+    if len(chosen) < MANY:
+        means = dump.numbers(lambda one: one.mean_entropy)
+        sums = np.bincount(dump.label_owner, -np.nan_to_num(dump.trainer[dump.labels]), len(dump.samples))
+        rows = np.flatnonzero(np.isfinite(means) & (dump.label_counts > 0))
+        if dump.label_counts[rows].sum() < MANY or len(rows) < 16:
+            return
+        # One term a sample, of all its labels: they are martingale differences too.
+        surprisal, entropy = sums[rows], means[rows] * dump.label_counts[rows]
+        owners = rows
+    else:
+        owners = dump.owner[chosen]
+    difference = surprisal - entropy
+    error = float(difference.std() / np.sqrt(len(difference)))
+    mean = float(difference.mean())
+    relative = mean / max(float(entropy.mean()), 1e-9)
+    if abs(mean) > SIGMAS * error and abs(relative) > SURPRISE:
+        how = "sharper" if mean < 0 else "flatter"
+        text = (
+            f"the drawn tokens' mean surprisal is {relative:+.0%} from the mean entropy ({abs(mean) / error:.0f} "
+            f"standard errors): they were drawn from a {how} distribution than the log-probs are of"
+        )
+        yield Evidence(int(owners[difference.argmin() if mean < 0 else difference.argmax()]), text, len(set(owners)))

@@ -1,0 +1,135 @@
+"""Opens foreign files and yields their records. Every decoder has a ceiling, and no pickle runs code."""
+
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from truestep.errors import TruestepError
+from truestep.files import bounded
+from truestep.files.disks import no_file
+from truestep.rollouts.files import line_content
+from truestep.rollouts.pages import batches, checked_groups
+from truestep.text import printable
+
+_MOST_FILES = 10_000
+_MOST_JSON = 1024 * bounded.MIB  # bytes of a JSON file that is one value
+
+
+class UnreadableError(TruestepError):
+    """Input that cannot be audited: exit code 2."""
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files of the paths; of a directory, those that could be dumps, in the order of the numbers in their
+    names."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = [file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file()]
+            if not inside:
+                raise UnreadableError(f"{path} holds no file that ends with {', '.join(READERS)}")
+            files = sorted(inside, key=lambda file: _by_numbers(str(file)))
+        else:
+            if (kind := no_file(path)) is not None:
+                raise UnreadableError(f"{path} is {kind}, not a file")
+            files = [path]
+        found |= {os.path.realpath(file): file for file in files}
+        if len(found) > _MOST_FILES:
+            raise UnreadableError(f"more than {_MOST_FILES:,} files are named: name some of them")
+    return list(found.values())
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,18})", name)]
+
+
+def read_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (line or row from 1, record). A file that is one value gives one record, or those of its list."""
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UnreadableError(f"{path} has an unknown suffix: expected {', '.join(READERS)}")
+    try:
+        yield from reader(path)
+    except (OSError, ValueError, pa.ArrowException) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise UnreadableError(f"{path} cannot be read: {printable(error)}") from error
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:
+        for number, (line, _) in enumerate(bounded.read_lines(file), start=1):
+            if line is None:
+                raise ValueError(f"line {number}: {bounded.too_long()}")
+            if (content := line_content(line, first=number == 1)) is not None:
+                try:
+                    yield number, bounded.load_json(content)
+                except ValueError as error:
+                    raise ValueError(f"line {number} is no JSON: {error}") from None
+
+
+def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
+    value = bounded.load_json(bounded.read_settings(path, _MOST_JSON), scale=8)
+    yield from enumerate(value if isinstance(value, list) else [value], start=1)
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    number = 0
+    with pq.ParquetFile(path, pre_buffer=False) as file:
+        columns = file.schema_arrow.names
+        if len(set(columns)) < len(columns):
+            raise ValueError("two of its columns have the same name")
+        for group in checked_groups(path, file.metadata, columns):
+            for batch in batches(file, columns, group):
+                for index in range(batch.num_rows):
+                    number += 1
+                    yield number, batch.slice(index, 1).to_pylist()[0]
+
+
+def _read_torch(path: Path) -> Iterator[tuple[int, Any]]:
+    """Read a file of torch.save. Only tensors, numbers, texts, lists, dicts and NumPy's arrays are unpickled."""
+    import torch
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("its archive is compressed, which torch.save never does")
+        with ExitStack() as stack:
+            stack.enter_context(torch.serialization.safe_globals(_numpy_globals()))
+            yield 1, torch.load(path, map_location="cpu", weights_only=True)
+    except zipfile.BadZipFile as error:
+        raise ValueError("it is no archive of torch.save") from error
+    except ValueError:
+        raise
+    except Exception as error:  # pickle.UnpicklingError, and what a damaged archive makes torch raise
+        named = re.search(r"GLOBAL ([\w.]+)|type ([\w.]+)", str(error))
+        what = next(filter(None, named.groups()), "") if named else ""
+        reason = f"its pickle asks for {what}" if what else printable(str(error).splitlines()[0])
+        raise ValueError(
+            f"{reason}: only tensors, arrays and plain values are read, since a pickle may run code"
+        ) from error
+
+
+def _numpy_globals() -> list[Any]:
+    reconstruct: Any = np.zeros(0).__reduce__()[0]
+    dtypes = [type(np.dtype(kind)) for kind in ("bool", "u1", "i1", "i2", "u2", "i4", "i8", "f2", "f4", "f8")]
+    scalar: Any = np.float64(0).__reduce__()[0]
+    # What older versions of NumPy wrote names the same functions by another module.
+    old = [(function, f"numpy.core.multiarray.{function.__name__}") for function in (reconstruct, scalar)]
+    return [reconstruct, scalar, np.ndarray, np.dtype, *dtypes, *old]
+
+
+READERS = {
+    ".jsonl": _read_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".pt": _read_torch,
+    ".pth": _read_torch,
+}

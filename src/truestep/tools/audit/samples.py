@@ -1,0 +1,219 @@
+"""What a dump of rollouts holds, as columns: one record model for all formats.
+
+Dimensions: N samples, T tokens of all samples, one after another; a sample has L of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+NONE = np.iinfo(np.int64).min  # a whole number that a sample lacks
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence of a dump. A field that the dump lacks is None; values off the mask are as the dump has them."""
+
+    file: str
+    line: int
+    id: str = ""
+    ids: np.ndarray | None = None  # [L] int64
+    mask: np.ndarray | None = None  # [L] bool: the labels
+    logprobs: np.ndarray | None = None  # [L] float64, the sampler's; NaN: none is recorded
+    trainer: np.ndarray | None = None  # [L] float64, the trainer's; NaN: none
+    entropy: np.ndarray | None = None  # [L] float64, of the trainer's distribution
+    advantages: np.ndarray | None = None  # [L] float64
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    group: str | None = None
+    step: int | None = None
+    version: int | None = None  # of the weights that drew it
+    staleness: float | None = None  # steps, or documents, by which these weights were old
+    truncated: bool | None = None
+    temperature: float | None = None
+    routes: np.ndarray | None = None  # [rows, layers, k]
+    prompt: str | None = None
+    completion: str | None = None
+    answer: str | None = None  # what the reward compares the completion with
+    mean_entropy: float | None = None  # over the labels, where there is none per token
+    conversation: str | None = None  # turns of one conversation, in order
+    lengths: tuple[int, int] | None = None  # of prompt and completion, where there are no tokens
+    misfits: tuple[tuple[str, int, int], ...] = ()  # a list's name, its length, and the length that it should have
+
+
+@dataclass(frozen=True, eq=False)
+class Dump:
+    """The samples of all files, and their columns."""
+
+    samples: Sequence[Sample]
+    end_tokens: frozenset[int] = frozenset()  # of the model, if one is given
+    vocabulary_size: int | None = None
+
+    @cached_property
+    def with_tokens(self) -> np.ndarray:  # indices of the samples with tokens
+        return np.array([i for i, one in enumerate(self.samples) if one.ids is not None and len(one.ids)], np.int64)
+
+    @cached_property
+    def starts(self) -> np.ndarray:  # [N + 1]
+        sizes = [0 if one.ids is None else len(one.ids) for one in self.samples]
+        return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+    @cached_property
+    def owner(self) -> np.ndarray:  # [T] index of each token's sample
+        return np.repeat(np.arange(len(self.samples)), np.diff(self.starts))
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        return self._joined("ids", -1, np.int64)
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        return self._joined("mask", False, np.bool_)
+
+    @cached_property
+    def logprobs(self) -> np.ndarray:
+        return self._joined("logprobs", np.nan, np.float64)
+
+    @cached_property
+    def trainer(self) -> np.ndarray:
+        return self._joined("trainer", np.nan, np.float64)
+
+    @cached_property
+    def entropy(self) -> np.ndarray:
+        return self._joined("entropy", np.nan, np.float64)
+
+    @cached_property
+    def advantages(self) -> np.ndarray:
+        return self._joined("advantages", np.nan, np.float64)
+
+    def _joined(self, name: str, missing: Any, dtype: Any) -> np.ndarray:
+        found = np.full(int(self.starts[-1]), missing, dtype)
+        for index in self.with_tokens:
+            values = getattr(self.samples[index], name)
+            if values is not None:
+                found[self.starts[index] : self.starts[index + 1]] = values
+        return found
+
+    @cached_property
+    def labels(self) -> np.ndarray:  # places among all tokens
+        return np.flatnonzero(self.mask)
+
+    @cached_property
+    def label_owner(self) -> np.ndarray:
+        return self.owner[self.labels]
+
+    @cached_property
+    def label_counts(self) -> np.ndarray:  # [N]
+        return np.bincount(self.label_owner, minlength=len(self.samples))
+
+    @cached_property
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of each sample's first and last label, -1 without one."""
+        return span(self.mask, self)
+
+    @cached_property
+    def gap(self) -> np.ndarray:  # log-ratios at labels, trainer's less sampler's; NaN: one of them is missing
+        return self.trainer[self.labels] - self.logprobs[self.labels]
+
+    @cached_property
+    def coarse(self) -> bool:
+        """True if log-probs were rounded so much that exact zeros and equal values mean nothing."""
+        values = np.abs(self.logprobs[self.labels])
+        values = values[(values > 0.01) & (values < 1)]
+        return len(values) < 50 or len(np.unique(values)) < 0.5 * len(values)
+
+    @cached_property
+    def advantage(self) -> np.ndarray:  # [N] of the first label; NaN: none
+        first, _ = self.edges
+        values = [
+            None if one.advantages is None or not len(one.advantages) else one.advantages[max(0, int(first[i]))]
+            for i, one in enumerate(self.samples)
+        ]
+        return np.array([np.nan if value is None else value for value in values], np.float64)
+
+    @cached_property
+    def alone(self) -> np.ndarray:  # [N] True for samples that are no turn of a longer conversation
+        names = codes([one.conversation if one.conversation is not None else i for i, one in enumerate(self.samples)])
+        return np.bincount(names, minlength=1)[names] == 1
+
+    @cached_property
+    def rewards(self) -> np.ndarray:
+        return self.numbers(lambda one: one.reward)
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        return np.array([NONE if one.step is None else one.step for one in self.samples], np.int64)
+
+    def numbers(self, get: Callable[[Sample], float | None]) -> np.ndarray:  # [N], NaN where there is none
+        return np.array([np.nan if (value := get(one)) is None else value for one in self.samples], np.float64)
+
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """Return a number for each prompt, -1 where it is unknown."""
+        first, _ = self.edges
+        return codes([self._prompt_key(one, int(first[i])) for i, one in enumerate(self.samples)])
+
+    @staticmethod
+    def _prompt_key(one: Sample, first: int) -> bytes | str | None:
+        if one.ids is not None and first > 0 and one.ids[0] >= 0:
+            return one.ids[:first].tobytes()
+        return one.prompt or None
+
+    @cached_property
+    def completions(self) -> np.ndarray:
+        """Return a number for each completion, -1 where it is unknown."""
+        keys: list[bytes | str | None] = []
+        for one in self.samples:
+            known = one.ids is not None and one.mask is not None and one.mask.any() and one.ids[0] >= 0
+            keys.append(one.ids[one.mask].tobytes() if known else one.completion or None)  # type: ignore[index]
+        return codes(keys)
+
+    @cached_property
+    def asked(self) -> np.ndarray:
+        """Return a number for all samples of one step with one group id, or else with one prompt; -1 for neither.
+        Turns of a longer conversation go by their prompts, which differ."""
+        prompts = self.prompts
+        keys: list[Any] = []
+        for i, one in enumerate(self.samples):
+            name: int | str | None = one.group if self.alone[i] or prompts[i] < 0 else None
+            name = int(prompts[i]) if name is None and prompts[i] >= 0 else name
+            keys.append(None if name is None else (one.step, type(name).__name__, name))
+        return codes(keys)
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """Return a number for each group, -1 where it is unknown: as it is where a prompt was asked for more than one
+        group, and no id tells them apart."""
+        found = self.asked.copy()
+        sizes = np.bincount(found[found >= 0])
+        named = np.array([one.group is not None for one in self.samples], np.bool_)
+        if len(sizes):
+            found[~named & (found >= 0) & (sizes[np.maximum(found, 0)] > np.bincount(sizes[sizes > 0]).argmax())] = -1
+        return found
+
+    def place(self, token: int) -> tuple[int, int]:
+        """Return the sample and the position of a token."""
+        owner = int(self.owner[token])
+        return owner, int(token - self.starts[owner])
+
+
+def span(where: np.ndarray, dump: Dump) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and last position in each sample at which `where` [T] holds, -1 where it never does."""
+    first, last = np.full(len(dump.samples), -1), np.full(len(dump.samples), -1)
+    places = np.flatnonzero(where)
+    if not len(places):
+        return first, last
+    owners, at = np.unique(dump.owner[places], return_index=True)
+    first[owners] = places[at] - dump.starts[owners]
+    ends = np.append(at[1:], len(places)) - 1
+    last[owners] = places[ends] - dump.starts[owners]
+    return first, last
+
+
+def codes(keys: Sequence[Any]) -> np.ndarray:
+    """Return a number from 0 for each distinct key, in order of appearance; -1 for None."""
+    known: dict[Any, int] = {}
+    return np.array([-1 if key is None else known.setdefault(key, len(known)) for key in keys], np.int64)

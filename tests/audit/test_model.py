@@ -1,0 +1,137 @@
+"""With a model: a sample of the tokens is scored, and a gap is attributed as `parity` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from small_runs import sampled_config, tokenised_model, write_lines
+from truestep.model.policy import Policy
+from truestep.ranks.group import ALONE
+from truestep.run.assemble.policy import make_policy
+from truestep.tools.audit.run import Audit, audit
+from truestep.tools.parity.sample import sample
+from truestep.tools.parity.scores import score
+from truestep.types import Rollout
+
+SHARP = {"initializer_range": 0.3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tokenised_model(tmp_path_factory.mktemp("audit") / "model", "qwen3", **SHARP)
+
+
+@pytest.fixture(scope="module")
+def drawn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], tuple[Policy, list[Rollout]]]:
+    """Rollouts that our own engine drew, at a temperature."""
+    folder = tmp_path_factory.mktemp("drawn")
+    prompts = write_lines(folder / "prompts.jsonl", [{"prompt": f"w{n} w{n + 7} w{2 * n}"} for n in range(48)])
+    made: dict[float, tuple[Policy, list[Rollout]]] = {}
+
+    def draw(temperature: float) -> tuple[Policy, list[Rollout]]:
+        if temperature not in made:
+            options = {"temperature": temperature, "max_new_tokens": 24}
+            config = sampled_config(model, prompts, folder / "run", sampler=options)
+            policy = make_policy(config, ALONE)
+            assert config.sampler is not None
+            made[temperature] = policy, sample(config, config.sampler, policy, 48)
+        return made[temperature]
+
+    return draw
+
+
+def look(rollouts: list[Rollout], model: Path, tmp_path: Path, temperature: float | None) -> Audit:
+    records = [
+        {
+            "id": one.id,
+            "input_ids": one.input_ids.tolist(),
+            "loss_mask": one.loss_mask.astype(int).tolist(),
+            "logprobs": one.logprobs.tolist() if one.logprobs is not None else None,
+            "temperature": temperature,
+        }
+        for one in rollouts
+    ]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return audit([path], model=model)
+
+
+def at_labels(rollouts: list[Rollout], values: np.ndarray) -> list[Rollout]:
+    """Rollouts with other log-probs at their labels."""
+    made, start = [], 0
+    for one in rollouts:
+        logprobs = np.zeros(one.num_tokens, np.float32)
+        logprobs[one.loss_mask] = values[start : start + one.num_labels]
+        start += one.num_labels
+        made.append(replace(one, logprobs=logprobs))
+    return made
+
+
+@pytest.mark.parametrize(("temperature", "recorded"), [(1.0, 1.0), (0.7, 0.7), (0.7, None)])
+def test_what_our_engine_drew_is_clean(
+    temperature: float, recorded: float | None, drawn: Callable, model: Path, tmp_path: Path
+) -> None:
+    _, rollouts = drawn(temperature)
+    result = look(rollouts, model, tmp_path, recorded)
+    assert result.scored > 200
+    assert not result.findings
+
+
+def test_another_temperature_is_named(drawn: Callable, model: Path, tmp_path: Path) -> None:
+    result = look(drawn(0.7)[1], model, tmp_path, 1.0)
+    assert [one.name for one in result.findings] == ["logprob-temperature"]
+    assert "temperature 0.7" in result.findings[0].evidence
+
+
+def test_log_probs_of_temperature_1_for_tokens_of_another_are_named(
+    drawn: Callable, model: Path, tmp_path: Path
+) -> None:
+    """No gap is left to the model, but the tokens are too likely."""
+    policy, rollouts = drawn(0.5)
+    hot = [replace(one, temperature=1.0) for one in rollouts]
+    changed = at_labels(rollouts, score(policy, hot, 4096).plain)
+    result = look(changed, model, tmp_path, 1.0)
+    assert [one.name for one in result.findings] == ["sampling-mismatch"]
+
+
+@pytest.mark.parametrize("cut", ["top-p 0.9", "top-k 20"])
+def test_a_truncated_distribution_is_named(cut: str, drawn: Callable, model: Path, tmp_path: Path) -> None:
+    policy, rollouts = drawn(1.0)
+    wide = score(policy, rollouts, 4096, wide=True)
+    values = wide.by_top_p[0.9] if cut == "top-p 0.9" else wide.by_top_k[20]
+    inside = np.minimum(values, 0.0)
+    result = look(at_labels(rollouts, inside), model, tmp_path, 1.0)
+    assert result.findings[0].name == "logprob-truncated"
+
+
+def test_log_probs_of_the_next_label_are_named(drawn: Callable, model: Path, tmp_path: Path) -> None:
+    _, rollouts = drawn(1.0)
+    moved = [
+        replace(one, logprobs=np.where(one.loss_mask, np.roll(one.logprobs, -1), 0).astype(np.float32))
+        for one in rollouts
+        if one.num_labels > 4
+    ]
+    result = look(moved, model, tmp_path, 1.0)
+    assert result.findings[0].name == "logprob-shifted"
+
+
+def test_other_weights_are_named(drawn: Callable, tmp_path: Path) -> None:
+    other = tokenised_model(tmp_path / "other", "qwen3", seed=5, **SHARP)
+    result = look(drawn(1.0)[1], other, tmp_path, 1.0)
+    assert result.findings[0].name == "logprob-weights"
+    assert not result.clean
+
+
+def test_ids_that_the_model_lacks_are_named(drawn: Callable, model: Path, tmp_path: Path) -> None:
+    _, rollouts = drawn(1.0)
+    ids = rollouts[3].input_ids.copy()
+    ids[-1] = 10_000
+    result = look([*rollouts[:3], replace(rollouts[3], input_ids=ids), *rollouts[4:]], model, tmp_path, 1.0)
+    assert [one.name for one in result.findings] == ["vocabulary"]
+    assert (result.findings[0].position, result.findings[0].token) == (len(ids) - 1, 10_000)
