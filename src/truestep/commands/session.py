@@ -53,7 +53,8 @@ from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.learner import Learner
 from truestep.step.plan.plan import plan_exactly, totals_of
 from truestep.step.update.gradient_clipping import explain_useless
-from truestep.step.update.optimizer import optimizer_parts, restore_optimizer
+from truestep.step.update.optimizer import optimizer_parts, restore_optimizer, set_adamw
+from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.tools.export import export
 from truestep.types import DocumentScore, Rollout, StepPlan, StepTotals
 from truestep.weights.finite import some
@@ -142,18 +143,24 @@ class Session:
     """The updates so far."""
     documents_seen: int
     """The documents of these updates."""
+    adapters: dict[str, "Session"]
+    """The adapters over this session's model, by the names that `adapter` gave them."""
     _sampled: int  # prompts
 
-    def __init__(self, config: Config | str | Path, *, weights: str | Path | None = None):
-        """Load the model of a configuration, or a checkpoint that `save` or a run wrote (`weights`)."""
+    def __init__(self, config: Config | str | Path, *, weights: str | Path | None = None, base: Policy | None = None):
+        """Load the model of a configuration, or a checkpoint that `save` or a run wrote (`weights`). `base`: a policy
+        of the same model, whose frozen weights an adapter shares."""
         self.config = configured(config)
+        if base is not None and self.config.adapter is None:
+            raise SessionError("without a section adapter all weights are trained, and none can be shared")
         if self.config.data.truncated == "drop":
             raise SessionError("data.truncated: drop leaves documents without a score: a session takes keep or mask")
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         check_custom_code(self.config)
         seed_random(self.config.seed)
-        self._ranks = join_ranks(self.config)
+        self._base, self.adapters = base, {}
+        self._ranks = join_ranks(self.config) if base is None else base.weights.ranks
         self._learning_rate = make_learning_rate(self.config)
         self._learner: Learner | None = None
         self._gradient: _Gradient | None = None
@@ -167,10 +174,33 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
-            leave()
+            self.close()
 
     def close(self) -> None:
-        leave()
+        if self._base is None:
+            leave()
+
+    def adapter(self, name: str, *, weights: str | Path | None = None, **options: Any) -> "Session":
+        """Return the adapter of this name, a session of its own over the same model, whose weights are held once: it
+        has its own matrices, optimizer, gradient, steps and versions. The first call makes it, with `options` in the
+        place of those of the section adapter (rank, alpha, targets, path) and `seed`, or from a checkpoint."""
+        if name not in self.adapters:
+            if self.config.adapter is None:
+                raise SessionError(
+                    "the configuration has no section adapter: this session trains the model's own weights"
+                )
+            given = {"seed": options.pop("seed", self.config.seed)}
+            given |= {f"adapter.{option}": value for option, value in options.items()}
+            self.adapters[name] = Session(self.config.changed(given), weights=weights, base=self.policy)
+        elif options or weights is not None:
+            raise SessionError(f"there is an adapter {name} already: remove it first, or give no options")
+        return self.adapters[name]
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter, and free its memory."""
+        if name not in self.adapters:
+            raise SessionError(f"there is no adapter {name}: there are {', '.join(self.adapters) or 'none'}")
+        del self.adapters[name]
 
     @property
     def policy(self) -> Policy:
@@ -394,10 +424,12 @@ class Session:
                 open_.norm = self._here.gradient_norm() * open_.scale
         return open_.norm
 
-    def step(self, learning_rate: float | None = None) -> dict[str, Any]:
+    def step(self, learning_rate: float | None = None, **options: float | None) -> dict[str, Any]:
         """Update the weights by the step's gradient. Return the step's metrics. The learning rate is by default the
-        configuration's for this step."""
+        configuration's for this step, and so are `options`: beta1, beta2, epsilon, weight_decay of AdamW, and
+        gradient_clip."""
         norm, open_, learner = self.gradient_norm(), self._whole(), self._here
+        learner.gradient_clip = self._set(options)
         if not learner.usable(norm):
             self.drop()
             raise SessionError(f"{explain_useless(norm, learner.gradient_clip)}; nothing was updated")
@@ -413,6 +445,19 @@ class Session:
         self._gradient, self.steps = None, self.steps + 1
         self.documents_seen += open_.totals.num_documents
         return {"step": self.steps, **open_.line(), "grad_norm": norm, "learning_rate": rate}
+
+    def _set(self, options: Mapping[str, float | None]) -> float | None:
+        """Set the options of an update. Return the norm to which its gradient is clipped."""
+        own = self.config.optimizer.model_dump()
+        names = ("beta1", "beta2", "epsilon", "weight_decay")
+        if unknown := sorted(set(options) - {*names, "gradient_clip"}):
+            raise SessionError(f"step: {unknown[0]} is unknown: it may be {', '.join(names)} or gradient_clip")
+        if own["type"] == "adamw":
+            beta1, beta2, epsilon, decay = ({**own, **options}[name] for name in names)
+            set_adamw(self._here.optimizer, AdamWOptions((beta1, beta2), epsilon, decay))
+        elif set(options) - {"gradient_clip"}:
+            raise SessionError("step: the betas, epsilon and weight decay of an update are those of AdamW alone")
+        return options.get("gradient_clip", own["gradient_clip"])
 
     def drop(self) -> None:
         """Forget the gradient of the step that is open."""
@@ -486,10 +531,11 @@ class Session:
         if path is not None and not (path / FOLDER / "state.json").is_file():
             raise SessionError(f"{path} is no checkpoint of truestep; the directory of a model is given as model.path")
         progress = Progress(0, {"documents_seen": 0}, (), 0) if path is None else read_progress(path, self._ranks.rank)
+        base = self.policy if self._base is None and self.adapters else self._base
         self._learner = self._gradient = None  # two models may not fit the device
         self._parts.clear()
         with self._doing("loading the model"):
-            policy = make_policy(config, self._ranks, None if path is None else str(path))
+            policy = make_policy(config, self._ranks, None if path is None else str(path), base=base)
             optimizer = make_optimizer(config, policy.weights)
             runner = replace(make_runner(config, policy), keep_scores=True, compares=None)
             if path is not None:
