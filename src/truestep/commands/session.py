@@ -479,21 +479,30 @@ class Session:
             raise SessionError("sample: parallel.pipeline and parallel.expert divide layers, which sampling cannot use")
         draw = with_options(self._draw_options(), options)
         items = list(enumerate(ids_of(prompts, self.policy), self._sampled))
-
-        def work(item: tuple[int, tuple[int, ...]], generate: Generate) -> Coroutine[Any, Any, list[Completion]]:
-            number, ids = item
-            seeds = ((self.config.seed, DRAWS, number, member) for member in range(count))
-            return run_all([_completed(generate, Request(ids, draw, seed)) for seed in seeds])
-
-        with self._doing("sampling"):
-            self._generator.weights(self.documents_seen)
-            drawn = self._generator.map(items, work)
+        drawn = self._drawn(
+            [
+                [Request(ids, draw, (self.config.seed, DRAWS, number, member)) for member in range(count)]
+                for number, ids in items
+            ]
+        )
         self._sampled += len(items)
         read: Callable[[Sequence[int]], str] = (lambda _: "") if self.tokenizer is None else reader(self.policy)
         return [
             [Sample.of(ids, one, read(one.token_ids), draw.temperature, self.documents_seen) for one in completions]
             for (_, ids), completions in zip(items, drawn, strict=True)
         ]
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests of token ids, each with options and a seed of its own, with the weights as they are."""
+        return [one for (one,) in self._drawn([[request] for request in requests])]
+
+    def _drawn(self, requests: Sequence[Sequence[Request]]) -> list[list[Completion]]:
+        def work(of_item: Sequence[Request], generate: Generate) -> Coroutine[Any, Any, list[Completion]]:
+            return run_all([_completed(generate, request) for request in of_item])
+
+        with self._doing("sampling"):
+            self._generator.weights(self.documents_seen)
+            return self._generator.map(requests, work)
 
     def _draw_options(self) -> DrawOptions:
         sampler = self.config.sampler
@@ -505,10 +514,11 @@ class Session:
 
     # States
 
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, *, optimizer: bool = True, leave_open: bool = False) -> Path:
         """Write a checkpoint of weights, optimizer and counts into a directory; return its path. `load`, `Session(...,
-        weights=...)` and `truestep export` read it."""
-        if self._gradient is not None:
+        weights=...)` and `truestep export` read it. Without `optimizer`, its state is left out. `leave_open`: a
+        gradient that is open stays open, and is no part of the checkpoint."""
+        if self._gradient is not None and not leave_open:
             raise SessionError("a checkpoint holds no gradient: call step() or drop() before save")
         store, learner = CheckpointStore(Path(directory), keep=2**31), self._here
         there = store.final(self.steps)
@@ -518,15 +528,15 @@ class Session:
         progress = Progress(self.steps, queue, (), 0, entropy_bonus=learner.runner.objective.steered_weight)
         saves = Saves(store, self._ranks)
         with self._doing("saving"):
-            parts = optimizer_parts(learner.optimizer, self.policy.weights)
+            parts = optimizer_parts(learner.optimizer, self.policy.weights) if optimizer else iter(())
             complete = saves.begin(self.policy, parts, progress, self.documents_seen) or saves.finish()
             saves.close()
         assert complete is not None
         return complete.path
 
-    def load(self, checkpoint: str | Path | None) -> None:
+    def load(self, checkpoint: str | Path | None, *, optimizer: bool = True) -> None:
         """Go back to a checkpoint, or with None to the configuration's model. A gradient that is open is dropped. The
-        random state of the process becomes the checkpoint's."""
+        random state of the process becomes the checkpoint's. Without `optimizer`, its state begins anew."""
         config, path = self.config, None if checkpoint is None else Path(checkpoint)
         if path is not None and not (path / FOLDER / "state.json").is_file():
             raise SessionError(f"{path} is no checkpoint of truestep; the directory of a model is given as model.path")
@@ -536,17 +546,15 @@ class Session:
         self._parts.clear()
         with self._doing("loading the model"):
             policy = make_policy(config, self._ranks, None if path is None else str(path), base=base)
-            optimizer = make_optimizer(config, policy.weights)
+            made = make_optimizer(config, policy.weights)
             runner = replace(make_runner(config, policy), keep_scores=True, compares=None)
-            if path is not None:
-                restore_optimizer(optimizer, policy.weights, StoredTensors(path))
+            if path is not None and optimizer:
+                restore_optimizer(made, policy.weights, StoredTensors(path))
         settings = EngineSettings(waves=config.deterministic)
         if isinstance(config.sampler, InProcessSampler):
             settings = engine_settings(config.sampler, config.deterministic)
         self._generator = EngineGenerator(policy, settings)
-        self._learner = Learner(
-            runner.with_entropy_bonus(progress.entropy_bonus), optimizer, config.optimizer.gradient_clip
-        )
+        self._learner = Learner(runner.with_entropy_bonus(progress.entropy_bonus), made, config.optimizer.gradient_clip)
         self.steps, self.documents_seen = progress.step, int(progress.queue["documents_seen"])
         self._sampled = int(progress.queue.get("sampled", 0))
 

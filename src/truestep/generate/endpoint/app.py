@@ -35,11 +35,12 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], Asked]] = {
 }
 
 
-def make_app(keys: Keys, model: str) -> Starlette:
-    """`model`: the name that the endpoint gives its model."""
+def make_app(keys: Keys, model: str, others: Sequence[Route] = ()) -> Starlette:
+    """`model`: the name that the endpoint gives its model. `others`: routes of another protocol."""
     routes = _Routes(keys, model)
     return Starlette(
         routes=[
+            *others,
             Route("/v1/chat/completions", partial(routes.complete, "chat"), methods=["POST"]),
             Route("/v1/completions", partial(routes.complete, "text"), methods=["POST"]),
             Route("/inference/v1/generate", partial(routes.complete, "token_ids"), methods=["POST"]),

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from truestep.errors import TruestepError
@@ -18,8 +19,8 @@ class EndpointError(TruestepError):
 class Endpoint:
     """Serves documents until it is closed."""
 
-    def __init__(self, keys: Keys, model: str, host: str = "127.0.0.1", port: int = 0):
-        """`port` 0: one that is free."""
+    def __init__(self, keys: Keys, model: str, host: str = "127.0.0.1", port: int = 0, routes: Sequence[Any] = ()):
+        """`port` 0: one that is free. `routes`: those of another protocol."""
         try:
             import uvicorn
 
@@ -32,7 +33,7 @@ class Endpoint:
         self.host, self.port = self._socket.getsockname()[:2]
         settings: dict[str, Any] = {"log_level": "critical", "access_log": False, "lifespan": "off"}
         settings |= {"limit_concurrency": _MOST_CONNECTIONS, "server_header": False, "timeout_graceful_shutdown": 1}
-        self._server = uvicorn.Server(uvicorn.Config(make_app(keys, model), **settings))
+        self._server = uvicorn.Server(uvicorn.Config(make_app(keys, model, routes), **settings))
         self._thread = threading.Thread(target=self._serve, name="endpoint", daemon=True)
         self._thread.start()
 
