@@ -58,6 +58,13 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("src/truestep/environments/adapters/*", "src/truestep/environments/episodes/*"),
         ),
     ),
+    "tinker": (
+        ("tests/tinker/test_client.py",),
+        (
+            *("requirements-tinker.txt", "tests/tinker/*", "src/truestep/commands/tinker/*"),
+            *("src/truestep/commands/session.py", "src/truestep/tools/serve.py", "src/truestep/generate/endpoint/*"),
+        ),
+    ),
     "peers": (
         ("tests/peers",),
         ("benchmarks/step.py", "src/truestep/losses/*", "src/truestep/head/*", "src/truestep/step/*"),

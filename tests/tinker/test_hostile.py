@@ -59,15 +59,19 @@ def with_odd(value: Any, draw: random.Random) -> Any:
 
 
 def attack(house: House, cases: int, seed: int) -> None:
-    draw = random.Random(seed)
+    draw, model = random.Random(seed), house.tinker.state.models[f"{house.session}:train:0"]
     for _ in range(cases):
         if draw.random() < 0.5:
             name = draw.choice(PROTOS)
-            body = mutated(house.message(name, seq=draw.randrange(1, 40)), draw)
+            body = mutated(house.message(name, seq=model.next_seq), draw)
             answer = house.post("forward_backward", content=body)
         else:
             name = draw.choice(JSONS)
-            text = json.dumps(RECORDED[name]["json"]).replace("SESSION", house.session)
+            given = {**RECORDED[name]["json"]}
+            given |= (
+                {"seq_id": model.next_seq + (name == "sample") * draw.randrange(10**6)} if "seq_id" in given else {}
+            )
+            text = json.dumps(given).replace("SESSION", house.session)
             answer = house.post(RECORDED[name]["path"], with_odd(json.loads(text), draw))
         assert answer.status_code in (200, 400, 404, 409, 410, 413, 415, 429), (name, answer.status_code, answer.text)
         if answer.status_code == 200 and "request_id" in answer.json():
