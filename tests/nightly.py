@@ -61,7 +61,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tinker": (
         ("tests/tinker/test_client.py",),
         (
-            *("requirements-tinker.txt", "tests/tinker/*", "src/truestep/commands/tinker/*"),
+            *("requirements-tinker.txt", "docs/tinker.md", "src/truestep/commands/tinker/*"),
             *("src/truestep/commands/session.py", "src/truestep/tools/serve.py", "src/truestep/generate/endpoint/*"),
         ),
     ),

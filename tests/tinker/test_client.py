@@ -44,7 +44,11 @@ RUNS: dict[str, list[str]] = {
     "sl_loop": ["batch_size=16", "max_length=256", "learning_rate=0.03", "max_steps=12"],
     "sl_basic": ["max_steps=2"],
     "rl_loop": ["batch_size=4", "group_size=4", "max_tokens=8", "max_steps=2", "loss_fn=importance_sampling"],
-    "rl_basic": ["max_steps=1", "max_tokens=2"],
+    "rl_basic": [
+        *("max_steps=2", "max_tokens=8", f"dataset_builder={RECIPES}.math_rl.math_env:Gsm8kDatasetBuilder"),
+        *("dataset_builder.batch_size=4", "dataset_builder.group_size=4", "dataset_builder.renderer_name=qwen3"),
+        f"dataset_builder.model_name_for_tokenizer={NAME}",
+    ],
     "math_rl.train": ["env=arithmetic", "groups_per_batch=4", "max_steps=2", "loss_fn=ppo", "kl_penalty_coef=0.1"],
     "preference.shorter.train": ["batch_size=2", "group_size=4", "max_tokens=8", "max_steps=2", QWEN],
     "preference.dpo.train": ["batch_size=8", "max_length=256", "max_steps=2"],

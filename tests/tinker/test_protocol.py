@@ -113,7 +113,7 @@ def test_several_targets_at_a_position(house: House) -> None:
         output = house.result(house.post("forward_backward", content=house.message(name, seq=seq)).json())
         (found,) = arrays_of(output)
         own = oracle.logprobs(IDS, targets)
-        expected = np.array([[float(one) for one in row] for row in own])
+        expected = np.array([[float(one.detach()) for one in row] for row in own])
         np.testing.assert_allclose(found["logprobs"], expected, rtol=0, atol=1e-5)
         assert metrics_of(output)["loss:sum"] == pytest.approx(-float((expected * weights).sum()), rel=1e-5)
 

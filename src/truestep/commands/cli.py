@@ -328,8 +328,8 @@ def serve(
         beside = Tinker(tinker, tinker_keys, tinker_name)
     elif tinker_keys is not None or tinker_name is not None:
         raise click.UsageError("--tinker-keys and --tinker-name go with --tinker")
-    given = {"host": host, "port": port, "key_env": key_env, "documents": documents, "weights": weights}
-    run(config, **given, beside=beside, ready=ready)
+    keys = {"key_env": key_env, "documents": documents, "weights": weights}
+    run(config, host=host, port=port, beside=beside, ready=ready, **keys)  # type: ignore[arg-type]
 
 
 @main.command()

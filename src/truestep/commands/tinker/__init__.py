@@ -2,10 +2,11 @@
 
 wire         protobuf messages, as bytes
 requests     data of requests: documents to score, and how to sample
-losses       the losses that the client names
 scoring      log-probs of prompts and their alternatives
 checkpoints  saved weights on the disk, with time to live
 state        tenants' sessions, models, samplers and futures
 jobs         what is computed, one job after another
-app          the routes
+app, rest    the routes: what is asked for, and looks at what there is
+tenants      tenants by their keys
+serving      the protocol beside the endpoint of `truestep serve`
 """

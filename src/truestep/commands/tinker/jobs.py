@@ -18,7 +18,6 @@ import torch
 from truestep.commands.session import Session
 from truestep.commands.tinker.checkpoints import WEIGHTS, Adapted, Checkpoints, Saved
 from truestep.commands.tinker.errors import ApiError, JobError
-from truestep.commands.tinker.losses import FIELDS, PREFIX, loss_of
 from truestep.commands.tinker.requests import Asked, Batch
 from truestep.commands.tinker.scoring import Scored, score
 from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
@@ -28,6 +27,7 @@ from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import Completion, Generate, Request
+from truestep.losses.client import FIELDS, PLAIN, PREFIX, loss_of
 from truestep.model.adapter import ALL_LINEAR, target_modules
 from truestep.model.loading.read import read_model
 from truestep.model.policy import Policy
@@ -147,7 +147,7 @@ class Jobs:
             {
                 "adapter": {"rank": adapted.rank, "alpha": 32.0, "targets": adapted.targets},
                 "seed": adapted.seed,
-                "loss": {"type": "cross_entropy", "normalize_by": "labels"},
+                "loss": PLAIN,
                 "optimizer": {"type": "adamw", "learning_rate": 1e-4, "gradient_clip": None},
                 "data.fields": fields,
                 "sampler": None,

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from truestep.commands.tinker.errors import ApiError, not_served
-from truestep.commands.tinker.losses import FIELDS, INPUTS, NUMBERS, PREFIX, loss_of, terms
 from truestep.commands.tinker.wire import Datum, ForwardBackward
 from truestep.generate.generator import DrawOptions
+from truestep.losses.client import ELEMENTWISE, FIELDS, INPUTS, NUMBERS, PREFIX, ClientLossError, loss_of, terms
 from truestep.types import Rollout
 
 _MOST_SAMPLES = 1024
@@ -50,7 +50,7 @@ class Batch:
             total += sum(float(each.sum()) for each in losses)
             together = [np.stack(each, -1) if columns is not None else each[0] for each in (logprobs[own], losses)]
             found.append({"logprobs": together[0].astype(np.float32)})
-            if self.request.loss == "cross_entropy":
+            if self.request.loss in ELEMENTWISE:
                 found[-1]["elementwise_loss"] = together[1].astype(np.float32)
         return found, {"loss:sum": total}
 
@@ -68,7 +68,10 @@ def _losses(name: str, document: Rollout, logprobs: np.ndarray) -> np.ndarray:
 
 def batch_of(request: ForwardBackward, model: Model) -> Batch:
     """Make the documents of a request: the input, and behind it the last target, which nothing follows."""
-    loss_of(request.loss)
+    try:
+        loss_of(request.loss)
+    except ClientLossError as error:
+        raise ApiError(str(error)) from None
     numbers = dict(NUMBERS[request.loss])
     for name, value in request.config.items():
         if name not in numbers:
@@ -100,7 +103,7 @@ def _documents(
     _check_ids(targets, f"{where}: target_tokens", model)
     if targets.ndim not in (1, 2) or targets.shape[0] != len(tokens) or not targets.size:
         raise ApiError(f"{where}: target_tokens have the shape {list(targets.shape)} for {len(tokens)} tokens of input")
-    if targets.ndim == 2 and loss != "cross_entropy":
+    if targets.ndim == 2 and loss not in ELEMENTWISE:
         raise ApiError(f"{where}: {loss} takes one target for each position, [N]")
     allowed = {*INPUTS[loss], *numbers, "target_tokens"}
     if odd := sorted(set(datum.inputs) - allowed):

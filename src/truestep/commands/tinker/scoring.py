@@ -16,7 +16,7 @@ from truestep.rollouts.packing import pack_tokens
 
 @dataclass(frozen=True)
 class Scored:
-    """Of each position, what the token behind it is. Row i is about token i + 1."""
+    """Log-probs of what follows each position: row i is about token i + 1."""
 
     logprobs: np.ndarray  # [S - 1]
     top: tuple[np.ndarray, np.ndarray] | None  # ids and log-probs, [S - 1, k]

@@ -11,12 +11,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError, JobError, unknown
 
-K = TypeVar("K", bound=Hashable)
 _MOST_WAITING = 4096  # requests of a tenant that are not done
 _MOST_KEPT = 8192  # results of a tenant
 _MOST_KEPT_BYTES = 2**29
@@ -104,7 +103,6 @@ class State:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self._jobs: dict[str, OrderedDict[str, Job]] = {}  # of each tenant
-        self._kept: dict[str, int] = {}  # bytes of each tenant's results
         self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # of each tenant, whose turns go round
         self.ended: deque[ClientSession] = deque()  # whose memory is to be freed
         self.wake: Callable[[], None] = lambda: None  # the thread that computes
@@ -138,7 +136,7 @@ class State:
                 self.models.pop(name, None)
             for name in session.samplers:
                 self.samplers.pop(name, None)
-            for job in list(self._jobs.get(session.tenant, {}).values()):
+            for job in list(self._of_tenant(session.tenant).values()):
                 if job.session == session.id:
                     job.fail(JobError("the session has finished"))
                     self._drop(job)
@@ -183,7 +181,7 @@ class State:
     def future(self, tenant: str, name: Any) -> Job:
         """Return a tenant's future."""
         with self.lock:
-            job = self._jobs.get(tenant, {}).get(name) if isinstance(name, str) else None
+            job = self._of_tenant(tenant).get(name) if isinstance(name, str) else None
         if job is None:
             raise unknown("request")
         if job.forgotten:
@@ -195,13 +193,16 @@ class State:
     def known(self, tenant: str, name: str) -> Job | None:
         """Return the future of a request that came before."""
         with self.lock:
-            return self._jobs.get(tenant, {}).get(name)
+            return self._of_tenant(tenant).get(name)
+
+    def _of_tenant(self, tenant: str) -> "OrderedDict[str, Job]":
+        return self._jobs.setdefault(tenant, OrderedDict())
 
     def submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
         """Take a request. One with the same id was taken before: its future is that one's. With `seq`, jobs of a model
         are computed in this order, whenever they come."""
         with self.lock:
-            own = self._jobs.setdefault(job.tenant, OrderedDict())
+            own = self._of_tenant(job.tenant)
             if job.id in own:
                 return own[job.id]
             if sum(not one.future.done() for one in own.values()) >= _MOST_WAITING:
@@ -240,7 +241,7 @@ class State:
 
     def _drop(self, job: Job) -> None:
         with self.lock:
-            self._jobs.get(job.tenant, OrderedDict()).pop(job.id, None)
+            self._of_tenant(job.tenant).pop(job.id, None)
             ready = self._ready.get(job.tenant)
             if ready is not None and job in ready:
                 ready.remove(job)

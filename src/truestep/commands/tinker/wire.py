@@ -12,7 +12,7 @@ import numpy as np
 
 _NUMBER, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 _FLOAT32, _INT64 = 1, 2  # the protocol's types of tensors
-_DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
+_DTYPES: Mapping[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
 _MOST_NUMBERS = 2**26  # of a tensor, once it is dense
 
 
@@ -143,7 +143,7 @@ def _chunk(message: bytes) -> np.ndarray:
     return np.zeros(0, np.int64)
 
 
-def _array(value: Any, dtype: np.dtype) -> np.ndarray:
+def _array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     raw = _bytes(value)
     if len(raw) % dtype.itemsize:
         raise WireError(f"{len(raw)} bytes are no whole number of {dtype}")
@@ -186,7 +186,7 @@ def _packed(message: bytes) -> list[int]:
     return found
 
 
-def _dense(sparse: Mapping[int, Any], shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def _dense(sparse: Mapping[int, Any], shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
     values = _array(sparse.get(1, b""), dtype)
     ends, columns = (_array(sparse.get(number, b""), np.dtype("<i8")) for number in (2, 3))
     rows = np.diff(ends)

@@ -1,4 +1,4 @@
-"""The losses that the client names: sums over tokens, by the formulas that the client's documentation gives.
+"""The losses that clients of the Tinker protocol name: sums over tokens, by the formulas of the client's documentation.
 
 lp is the log-prob of a target, q that of the sampler, A the advantage, w the weight, r = exp(lp - q).
 """
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from truestep.commands.tinker.errors import ApiError
+from truestep.errors import TruestepError
 from truestep.losses.label_losses import LabelLoss, LabelTerm
 from truestep.losses.labels import Labels
 
@@ -33,6 +33,11 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "dro": {"beta": 0.05},
     "gspo": dict(zip(_CLIPPED, (1 - 3e-4, 1 + 4e-4), strict=True)),
 }
+# The losses that take several targets at a position, and give the loss of each.
+ELEMENTWISE = frozenset({"cross_entropy"})
+# A section `loss` under which a session needs nothing of documents but their labels.
+PLAIN = {"type": "cross_entropy", "normalize_by": "labels"}
+_SECRET = "stable_reinforce"
 # The fields of labels that documents carry.
 FIELDS = ("weights", "logprobs", "advantages", *_CLIPPED, "sequence_ratio_mask", "beta")
 Values = Mapping[str, torch.Tensor]
@@ -60,14 +65,17 @@ class SequenceLoss(ClientLoss):
     whole_documents: ClassVar[bool] = True
 
 
+class ClientLossError(TruestepError):
+    """A loss that there is not."""
+
+
 def loss_of(name: str) -> ClientLoss:
-    if name == "stable_reinforce":
-        raise ApiError(
-            "loss_fn stable_reinforce is not served here: its formula is not public. importance_sampling, ppo, cispo, "
-            "dro and gspo are served"
+    if name == _SECRET:
+        raise ClientLossError(
+            f"loss_fn {name} is not served here: its formula is not public. {', '.join(INPUTS)} are served"
         )
     if name not in INPUTS:
-        raise ApiError(f"loss_fn {name[:60]!r} is unknown: it may be {', '.join(INPUTS)}")
+        raise ClientLossError(f"loss_fn {name[:60]!r} is unknown: it may be {', '.join(INPUTS)}")
     return SequenceLoss(name) if name == "gspo" else ClientLoss(name)
 
 
