@@ -41,7 +41,7 @@ RECIPES = "tinker_cookbook.recipes"
 QWEN = "renderer_name=qwen3_disable_thinking"
 # Beside the model, the directory and the sizes, what a recipe's command line says.
 RUNS: dict[str, list[str]] = {
-    "sl_loop": ["batch_size=16", "max_length=256", "learning_rate=0.03", "max_steps=12"],
+    "sl_loop": ["batch_size=16", "max_length=256", "learning_rate=0.01", "max_steps=12"],
     "sl_basic": ["max_steps=2"],
     "rl_loop": ["batch_size=4", "group_size=4", "max_tokens=8", "max_steps=2", "loss_fn=importance_sampling"],
     "rl_basic": [
@@ -49,7 +49,7 @@ RUNS: dict[str, list[str]] = {
         *("dataset_builder.batch_size=4", "dataset_builder.group_size=4", "dataset_builder.renderer_name=qwen3"),
         f"dataset_builder.model_name_for_tokenizer={NAME}",
     ],
-    "math_rl.train": ["env=arithmetic", "groups_per_batch=4", "max_steps=2", "loss_fn=ppo", "kl_penalty_coef=0.1"],
+    "math_rl.train": ["env=arithmetic", "groups_per_batch=4", "max_steps=2", "loss_fn=ppo"],
     "preference.shorter.train": ["batch_size=2", "group_size=4", "max_tokens=8", "max_steps=2", QWEN],
     "preference.dpo.train": ["batch_size=8", "max_length=256", "max_steps=2"],
     "distillation.on_policy_distillation": [
@@ -150,4 +150,4 @@ def test_recipes_of_the_cookbook_run_unmodified(recipe: str, folder: Path, addre
     assert lines and (log / "checkpoints.jsonl").read_text()
     if recipe == "sl_loop":
         losses = [line["train_mean_nll"] for line in lines if "train_mean_nll" in line]
-        assert losses[-1] < losses[0] - 1, losses
+        assert losses[-1] < 0.95 * losses[0], losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def house(shared: House) -> Iterator[House]:
     if house.session:
         house.get(f"sessions/{house.session}/finish", "POST")
         house.work()
+    shutil.rmtree(house.tinker.directory, ignore_errors=True)
 
 
 def weights_at(house: House, path: str) -> dict[str, torch.Tensor]:
@@ -209,7 +211,10 @@ def test_checkpoints_are_listed_loaded_and_removed(house: House) -> None:
     assert "exists already" in house.result(house.recorded("save", seq_id=4))["error"]
     (listed,) = house.get(f"training_runs/{model}/checkpoints").json()["checkpoints"]
     assert (listed["tinker_path"], listed["checkpoint_type"]) == (path, "training") and listed["expires_at"]
-    assert house.post("weights_info", {"tinker_path": path}).json()["lora_rank"] == 4
+    about = house.post("weights_info", {"tinker_path": path}).json()
+    assert about["lora_rank"] == 4 and about["train_unembed"] is False, "though the client asks for it by default"
+    weights = weights_at(house, path)
+    assert len(weights) == 28 and not any("embed" in name or "lm_head" in name for name in weights)
     other = house.result(house.recorded("load"))["model_id"]
     outputs = []
     for name, seq in ((model, 5), (other, 1)):
@@ -231,6 +236,23 @@ def test_checkpoints_are_listed_loaded_and_removed(house: House) -> None:
     finally:
         store.now = now
     assert house.send("load", model_seq_id=2).status_code == 404
+
+
+def test_a_server_that_begins_anew_has_the_checkpoints(house: House, tmp_path: Path) -> None:
+    model = house.make()
+    house.result(house.post("forward_backward", content=house.message("cross_entropy", seq=1)).json())
+    house.result(house.recorded("optim_step", seq_id=2))
+    path = house.result(house.recorded("save"))["path"]
+    expected = house.result(house.post("forward_backward", content=house.message("forward", seq=4)).json())
+    store = house.tinker._jobs._checkpoints
+    again = served_in(model_directory(house).parent, store._directory)
+    again.begin()
+    (run,) = again.get("training_runs").json()["training_runs"]
+    assert run["training_run_id"] == model and run["last_checkpoint"]["tinker_path"] == path
+    loaded = again.result(again.recorded("load", path=path, model_seq_id=0))["model_id"]
+    message = again.message("forward", model=loaded)
+    assert again.result(again.post("forward_backward", content=message).json()) == expected
+    assert again.post("get_info", {"model_id": model}).status_code == 404, "the model itself is gone"
 
 
 def test_no_tenant_sees_another_s(house: House) -> None:
