@@ -58,7 +58,14 @@ RUNS: dict[str, list[str]] = {
         "max_tokens=8",
         "max_steps=2",
     ],
-    "multiplayer_rl.guess_number.train": ["batch_size=2", "group_size=2", "max_tokens=8", "max_steps=1", QWEN],
+    "multiplayer_rl.guess_number.train": [
+        "batch_size=1",
+        "group_size=2",
+        "max_tokens=4",
+        "max_steps=1",
+        "eval_every=0",
+        QWEN,
+    ],
 }
 
 

@@ -141,7 +141,7 @@ def test_samples_and_log_probs_of_prompts(house: House) -> None:
     oracle = Adapted(model_directory(house), weights_at(house, saved["path"]))
     assert np.isnan(prompt[0]) and len(sequences) == 2
     expected = oracle.logprobs([3, 4], [4, 5])
-    np.testing.assert_allclose(prompt[1:], [float(one) for one in expected], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(prompt[1:], [float(one.detach()) for one in expected], rtol=0, atol=1e-5)
     for sequence in sequences:
         tokens = np.frombuffer(sequence[2], "<i4").tolist()
         ids = [3, 4, 5, *tokens]

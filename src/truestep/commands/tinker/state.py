@@ -19,6 +19,8 @@ from truestep.commands.tinker.errors import ApiError, JobError, unknown
 _MOST_WAITING = 4096  # requests of a tenant that are not done
 _MOST_KEPT = 8192  # results of a tenant
 _MOST_KEPT_BYTES = 2**29
+_MOST_REMEMBERED = 2**16  # ids of requests whose results are kept no longer
+_MOST_FINISHED = 1024  # sessions that are remembered when they have finished
 _MOST_SESSIONS = 1024  # of a tenant
 _SILENT_SECONDS = 600.0  # a session whose client was not heard of for so long has ended
 
@@ -44,7 +46,6 @@ class Job:
     future: "Future[Result]" = field(default_factory=Future)
     running: bool = False
     retrieved: bool = False
-    forgotten: bool = False  # the result was retrieved and is kept no longer
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -95,6 +96,32 @@ class ClientSession:
     clones: int = 0
 
 
+@dataclass(eq=False)
+class Own:
+    """The requests of a tenant."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    waiting: int = 0
+    done: deque[Job] = field(default_factory=deque)  # in the order in which they ended
+    kept: int = 0  # bytes of their results
+    forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def ended(self, job: Job) -> None:
+        """Keep a result, and forget the oldest where there are too many: those that were retrieved, if there are."""
+        self.waiting -= 1
+        self.done.append(job)
+        self.kept += _size(job)
+        while len(self.done) > _MOST_KEPT or self.kept > _MOST_KEPT_BYTES:
+            if not self.done[0].retrieved and len(self.done) < 4 * _MOST_KEPT and self.kept < 4 * _MOST_KEPT_BYTES:
+                return
+            oldest = self.done.popleft()
+            self.kept -= _size(oldest)
+            if self.jobs.pop(oldest.id, None) is not None:
+                self.forgotten[oldest.id] = None
+        while len(self.forgotten) > _MOST_REMEMBERED:
+            self.forgotten.popitem(last=False)
+
+
 class State:
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
@@ -102,7 +129,7 @@ class State:
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
-        self._jobs: dict[str, OrderedDict[str, Job]] = {}  # of each tenant
+        self._own: dict[str, Own] = {}  # of each tenant
         self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # of each tenant, whose turns go round
         self.ended: deque[ClientSession] = deque()  # whose memory is to be freed
         self.wake: Callable[[], None] = lambda: None  # the thread that computes
@@ -114,6 +141,9 @@ class State:
             self.end_silent()
             if sum(one.tenant == tenant and not one.finished for one in self.sessions.values()) >= _MOST_SESSIONS:
                 raise ApiError(f"there are {_MOST_SESSIONS} open sessions: finish some", 429)
+            finished = [one for one in self.sessions.values() if one.finished and one.tenant == tenant]
+            for old in finished[:-_MOST_FINISHED]:
+                del self.sessions[old.id]
             now = self._now()
             session = ClientSession(str(uuid.uuid4()), tenant, time.time(), now, metadata, name)
             self.sessions[session.id] = session
@@ -136,7 +166,7 @@ class State:
                 self.models.pop(name, None)
             for name in session.samplers:
                 self.samplers.pop(name, None)
-            for job in list(self._of_tenant(session.tenant).values()):
+            for job in list(self._of_tenant(session.tenant).jobs.values()):
                 if job.session == session.id:
                     job.fail(JobError("the session has finished"))
                     self._drop(job)
@@ -181,11 +211,12 @@ class State:
     def future(self, tenant: str, name: Any) -> Job:
         """Return a tenant's future."""
         with self.lock:
-            job = self._of_tenant(tenant).get(name) if isinstance(name, str) else None
+            own = self._of_tenant(tenant)
+            job = own.jobs.get(name) if isinstance(name, str) else None
+            if job is None and isinstance(name, str) and name in own.forgotten:
+                raise ApiError("the result of this request is kept no longer", 410)
         if job is None:
             raise unknown("request")
-        if job.forgotten:
-            raise ApiError("the result of this request is kept no longer", 410)
         if (session := self.sessions.get(job.session)) is not None:
             session.seen = self._now()
         return job
@@ -193,19 +224,19 @@ class State:
     def known(self, tenant: str, name: str) -> Job | None:
         """Return the future of a request that came before."""
         with self.lock:
-            return self._of_tenant(tenant).get(name)
+            return self._of_tenant(tenant).jobs.get(name)
 
-    def _of_tenant(self, tenant: str) -> "OrderedDict[str, Job]":
-        return self._jobs.setdefault(tenant, OrderedDict())
+    def _of_tenant(self, tenant: str) -> Own:
+        return self._own.setdefault(tenant, Own())
 
     def submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
         """Take a request. One with the same id was taken before: its future is that one's. With `seq`, jobs of a model
         are computed in this order, whenever they come."""
         with self.lock:
             own = self._of_tenant(job.tenant)
-            if job.id in own:
-                return own[job.id]
-            if sum(not one.future.done() for one in own.values()) >= _MOST_WAITING:
+            if job.id in own.jobs:
+                return own.jobs[job.id]
+            if own.waiting >= _MOST_WAITING:
                 raise ApiError(f"{_MOST_WAITING} requests of yours are waiting", 429)
             if model is None or seq is None:
                 ready = [job]
@@ -217,31 +248,23 @@ class State:
                 while model.next_seq in model.early:
                     ready.append(model.early.pop(model.next_seq))
                     model.next_seq += 1
-            own[job.id] = job
+            own.jobs[job.id] = job
+            own.waiting += 1
+            job.future.add_done_callback(lambda _: self._ended(own, job))
             self._ready.setdefault(job.tenant, deque()).extend(ready)
-            self._forget_some(job.tenant)
             self.wake()
             return job
+
+    def _ended(self, own: Own, job: Job) -> None:
+        with self.lock:
+            own.ended(job)
 
     def retrieved(self, job: Job) -> None:
         job.retrieved = True
 
-    def _forget_some(self, tenant: str) -> None:
-        """Forget the oldest results that were retrieved, where there are too many."""
-        own = self._jobs[tenant]
-        kept = [job for job in own.values() if job.future.done() and not job.forgotten]
-        size = sum(_size(job) for job in kept)
-        for job in kept:
-            if len(kept) <= _MOST_KEPT and size <= _MOST_KEPT_BYTES:
-                return
-            if job.retrieved:
-                size -= _size(job)
-                job.forgotten, job.future, job.work = True, Future(), None
-                job.future.set_result(Result())
-
     def _drop(self, job: Job) -> None:
         with self.lock:
-            self._of_tenant(job.tenant).pop(job.id, None)
+            self._of_tenant(job.tenant).jobs.pop(job.id, None)
             ready = self._ready.get(job.tenant)
             if ready is not None and job in ready:
                 ready.remove(job)
