@@ -39,7 +39,7 @@ def make_folder(folder: Path) -> Path:
     write_rows(folder / "zwhe99/DeepMath-103K", {"train": sums[:32]})
     sections = {
         "model": {"path": NAME, "dtype": "float32", "device": "cpu"},
-        "data": {"path": "none.jsonl", "tokens_per_microbatch": 1024},
+        "data": {"path": "none.jsonl", "tokens_per_microbatch": 4096},
         "schedule": {"docs_per_step": 4},
         "loss": {"type": "cross_entropy"},
     }
@@ -74,7 +74,7 @@ def make_chat_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=fast.eos_token_id,
         bos_token_id=fast.eos_token_id,
