@@ -79,7 +79,10 @@ BLOCKS = {
     ("docs/sft.md", '{"id": "7"'): "tests/test_sft.py",
     ("docs/python.md", "from functools"): "tests/api/test_any_object.py trains with each of these",
     ("docs/session.md", "from truestep import Session"): "tests/api/test_session.py runs it as it stands there",
-    ("docs/session.md", 'with Session("run.yaml") as session:  # '): "tests/api/test_session_adapters.py",
+    (
+        "docs/session.md",
+        'with Session("run.yaml") as session:  # ',
+    ): "tests/api/test_session.py runs it as it stands there",
     ("docs/session.md", "def dpo"): "tests/api/test_session.py runs it as it stands there",
     ("docs/engine.md", "key = "): "tests/generate/engine/test_engine.py",
 }

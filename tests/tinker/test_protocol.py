@@ -146,7 +146,7 @@ def test_samples_and_log_probs_of_prompts(house: House) -> None:
         tokens = np.frombuffer(sequence[2], "<i4").tolist()
         ids = [3, 4, 5, *tokens]
         z = oracle._model.logits(ids, temperature=0.7)[2:-1].log_softmax(-1)
-        own = [float(row[token]) for row, token in zip(z, tokens, strict=True)]
+        own = [float(row[token].detach()) for row, token in zip(z, tokens, strict=True)]
         np.testing.assert_allclose(np.frombuffer(sequence[3], "<f4"), own, rtol=0, atol=1e-5)
         top = dict(wire.fields_of(sequence[4]))
         best = oracle._model.logits(ids)[2:-1].log_softmax(-1).topk(3)
