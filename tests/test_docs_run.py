@@ -53,6 +53,7 @@ COMMANDS = {
     r"VLLM_\S* .*vllm|VLLM_SERVER_DEV_MODE=1 python": "tests/server/vllm_server.py starts a real one",
     r"python -m sglang": "tests/server/sglang_server.py speaks its protocol; the server itself needs a GPU",
     r"python benchmarks/": "it measures a GPU",
+    r"export TINKER_|python -m tinker_cookbook": "tests/tinker/test_client.py",
     r"truestep serve": "tests/generate/endpoint/test_serve.py",
     r"curl -X POST \$OPENAI_BASE_URL": "tests/generate/endpoint/test_app.py posts the same",
     r"echo \{\"reward\"": "tests/generate/endpoint/sorts.py prints the same",
@@ -78,6 +79,10 @@ BLOCKS = {
     ("docs/sft.md", '{"id": "7"'): "tests/test_sft.py",
     ("docs/python.md", "from functools"): "tests/api/test_any_object.py trains with each of these",
     ("docs/session.md", "from truestep import Session"): "tests/api/test_session.py runs it as it stands there",
+    (
+        "docs/session.md",
+        'with Session("run.yaml") as session:  # ',
+    ): "tests/api/test_session.py runs it as it stands there",
     ("docs/session.md", "def dpo"): "tests/api/test_session.py runs it as it stands there",
     ("docs/engine.md", "key = "): "tests/generate/engine/test_engine.py",
 }

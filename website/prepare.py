@@ -33,6 +33,7 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/rewards.md",
         "docs/environments.md",
         "docs/agents.md",
+        "docs/tinker.md",
         "docs/rollouts.md",
         "docs/engine.md",
         "docs/sampling.md",

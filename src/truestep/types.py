@@ -66,6 +66,7 @@ class Rollout:
     # [L] float32, computed by the trainer with the weights before the first update on this document; 0 outside the mask
     recomputed_logprobs: np.ndarray | None = None
     chosen: np.ndarray | None = None  # [L] uint8; 1: loss.clip_cov or loss.kl_cov holds the label back in this step
+    targets: np.ndarray | None = None  # [L] int64: the token that is scored at each label; None: the document's own
     truncated: bool | None = None  # the document ended at a length limit; None: unknown
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
     # The reward minus the group's baseline, if advantages are scaled over the whole step; None after that scaling.

@@ -16,7 +16,7 @@ FAULTS = read_faults()
 ROOMS = (
     *("types", "config", "rollouts", "bounded", "step", "optimizers", "losses", "head", "kernels", "policy", "sampler"),
     *("server", "transfer", "environments", "checkpoint", "stream", "ranks", "metrics", "report", "verify", "plan"),
-    *("export", "kept", "run", "exact", "audit"),
+    *("export", "kept", "run", "exact", "audit", "tinker"),
 )
 
 RIGHT = "def least(a, b):\n    return a if a < b else b\n"

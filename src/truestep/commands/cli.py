@@ -292,17 +292,45 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="A checkpoint to serve, in place of model.path.",
 )
+@click.option(
+    "--tinker",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Serve the Tinker protocol too, with clients' checkpoints in this directory: docs/tinker.md.",
+)
+@click.option(
+    "--tinker-keys",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="With --tinker: the file with a line NAME KEY for each tenant. Without it any key is a tenant of its own.",
+)
+@click.option("--tinker-name", help="With --tinker: the base model's name, such as Qwen/Qwen3-8B.")
 def serve(
-    config: "Config", host: str, port: int, key_env: str | None, documents: Path | None, weights: Path | None
+    config: "Config",
+    host: str,
+    port: int,
+    key_env: str | None,
+    documents: Path | None,
+    weights: Path | None,
+    tinker: Path | None,
+    tinker_keys: Path | None,
+    tinker_name: str | None,
 ) -> None:
-    """Serve the policy to OpenAI's clients, without training. A key names a document: docs/agents.md."""
+    """Serve the policy to OpenAI's clients (a key names a document: docs/agents.md), and with --tinker to clients that
+    train adapters over it (docs/tinker.md)."""
 
     def ready(url: str) -> None:
         _print(f"{config.model.path} is served at {url}; Ctrl-C ends it")
 
     from truestep.tools.serve import serve as run
 
-    run(config, host=host, port=port, key_env=key_env, documents=documents, weights=weights, ready=ready)
+    beside = None
+    if tinker is not None:
+        from truestep.commands.tinker.serving import Tinker
+
+        beside = Tinker(tinker, tinker_keys, tinker_name)
+    elif tinker_keys is not None or tinker_name is not None:
+        raise click.UsageError("--tinker-keys and --tinker-name go with --tinker")
+    keys = {"key_env": key_env, "documents": documents, "weights": weights}
+    run(config, host=host, port=port, beside=beside, ready=ready, **keys)  # type: ignore[arg-type]
 
 
 @main.command()

@@ -54,7 +54,8 @@ from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.learner import Learner
 from truestep.step.plan.plan import plan_exactly, totals_of
 from truestep.step.update.gradient_clipping import explain_useless
-from truestep.step.update.optimizer import optimizer_parts, restore_optimizer
+from truestep.step.update.optimizer import optimizer_parts, restore_optimizer, set_adamw
+from truestep.step.update.optimizers.adamw import AdamWOptions
 from truestep.tools.export import export
 from truestep.types import DocumentScore, Rollout, StepPlan, StepTotals
 from truestep.weights.finite import some
@@ -144,18 +145,24 @@ class Session:
     """The updates so far."""
     documents_seen: int
     """The documents of these updates."""
+    adapters: dict[str, "Session"]
+    """The adapters over this session's model, by the names that `adapter` gave them."""
     _sampled: int  # prompts
 
-    def __init__(self, config: Config | str | Path, *, weights: str | Path | None = None):
-        """Load the model of a configuration, or a checkpoint that `save` or a run wrote (`weights`)."""
+    def __init__(self, config: Config | str | Path, *, weights: str | Path | None = None, base: Policy | None = None):
+        """Load the model of a configuration, or a checkpoint that `save` or a run wrote (`weights`). `base`: a policy
+        of the same model, whose frozen weights an adapter shares."""
         self.config = configured(config)
+        if base is not None and self.config.adapter is None:
+            raise SessionError("without a section adapter all weights are trained, and none can be shared")
         if self.config.data.truncated == "drop":
             raise SessionError("data.truncated: drop leaves documents without a score: a session takes keep or mask")
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         check_custom_code(self.config)
         seed_random(self.config.seed)
-        self._ranks = join_ranks(self.config)
+        self._base, self.adapters = base, {}
+        self._ranks = join_ranks(self.config) if base is None else base.weights.ranks
         self._learning_rate = make_learning_rate(self.config)
         self._learner: Learner | None = None
         self._gradient: _Gradient | None = None
@@ -169,10 +176,33 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
-            leave()
+            self.close()
 
     def close(self) -> None:
-        leave()
+        if self._base is None:
+            leave()
+
+    def adapter(self, name: str, *, weights: str | Path | None = None, **options: Any) -> "Session":
+        """Return the adapter of this name, a session of its own over the same model, whose weights are held once: it
+        has its own matrices, optimizer, gradient, steps and versions. The first call makes it, with `options` in the
+        place of those of the section adapter (rank, alpha, targets, path) and `seed`, or from a checkpoint."""
+        if name not in self.adapters:
+            if self.config.adapter is None:
+                raise SessionError(
+                    "the configuration has no section adapter: this session trains the model's own weights"
+                )
+            given = {"seed": options.pop("seed", self.config.seed)}
+            given |= {f"adapter.{option}": value for option, value in options.items()}
+            self.adapters[name] = Session(self.config.changed(given), weights=weights, base=self.policy)
+        elif options or weights is not None:
+            raise SessionError(f"there is an adapter {name} already: remove it first, or give no options")
+        return self.adapters[name]
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter, and free its memory."""
+        if name not in self.adapters:
+            raise SessionError(f"there is no adapter {name}: there are {', '.join(self.adapters) or 'none'}")
+        del self.adapters[name]
 
     @property
     def policy(self) -> Policy:
@@ -396,12 +426,14 @@ class Session:
                 open_.norm = self._here.gradient_norm() * open_.scale
         return open_.norm
 
-    def step(self, learning_rate: float | None = None) -> dict[str, Any]:
+    def step(self, learning_rate: float | None = None, **options: float | None) -> dict[str, Any]:
         """Update the weights by the step's gradient. Return the step's metrics. The learning rate is by default the
-        configuration's for this step."""
+        configuration's for this step, and so are `options`: beta1, beta2, epsilon, weight_decay of AdamW, and
+        gradient_clip."""
         if learning_rate is not None:
             _check_rate(learning_rate)
         norm, open_, learner = self.gradient_norm(), self._whole(), self._here
+        learner.gradient_clip = self._set(options)
         if not learner.usable(norm):
             self.drop()
             raise SessionError(f"{explain_useless(norm, learner.gradient_clip)}; nothing was updated")
@@ -417,6 +449,19 @@ class Session:
         self._gradient, self.steps = None, self.steps + 1
         self.documents_seen += open_.totals.num_documents
         return {"step": self.steps, **open_.line(), "grad_norm": norm, "learning_rate": rate}
+
+    def _set(self, options: Mapping[str, float | None]) -> float | None:
+        """Set the options of an update. Return the norm to which its gradient is clipped."""
+        own = self.config.optimizer.model_dump()
+        names = ("beta1", "beta2", "epsilon", "weight_decay")
+        if unknown := sorted(set(options) - {*names, "gradient_clip"}):
+            raise SessionError(f"step: {unknown[0]} is unknown: it may be {', '.join(names)} or gradient_clip")
+        if own["type"] == "adamw":
+            beta1, beta2, epsilon, decay = ({**own, **options}[name] for name in names)
+            set_adamw(self._here.optimizer, AdamWOptions((beta1, beta2), epsilon, decay))
+        elif set(options) - {"gradient_clip"}:
+            raise SessionError("step: the betas, epsilon and weight decay of an update are those of AdamW alone")
+        return options.get("gradient_clip", own["gradient_clip"])
 
     def drop(self) -> None:
         """Forget the gradient of the step that is open."""
@@ -438,21 +483,30 @@ class Session:
             raise SessionError("sample: parallel.pipeline and parallel.expert divide layers, which sampling cannot use")
         draw = with_options(self._draw_options(), options)
         items = list(enumerate(ids_of(prompts, self.policy), self._sampled))
-
-        def work(item: tuple[int, tuple[int, ...]], generate: Generate) -> Coroutine[Any, Any, list[Completion]]:
-            number, ids = item
-            seeds = ((self.config.seed, DRAWS, number, member) for member in range(count))
-            return run_all([_completed(generate, Request(ids, draw, seed)) for seed in seeds])
-
-        with self._doing("sampling"):
-            self._generator.weights(self.documents_seen)
-            drawn = self._generator.map(items, work)
+        drawn = self._drawn(
+            [
+                [Request(ids, draw, (self.config.seed, DRAWS, number, member)) for member in range(count)]
+                for number, ids in items
+            ]
+        )
         self._sampled += len(items)
         read: Callable[[Sequence[int]], str] = (lambda _: "") if self.tokenizer is None else reader(self.policy)
         return [
             [Sample.of(ids, one, read(one.token_ids), draw.temperature, self.documents_seen) for one in completions]
             for (_, ids), completions in zip(items, drawn, strict=True)
         ]
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests of token ids, each with options and a seed of its own, with the weights as they are."""
+        return [one for (one,) in self._drawn([[request] for request in requests])]
+
+    def _drawn(self, requests: Sequence[Sequence[Request]]) -> list[list[Completion]]:
+        def work(of_item: Sequence[Request], generate: Generate) -> Coroutine[Any, Any, list[Completion]]:
+            return run_all([_completed(generate, request) for request in of_item])
+
+        with self._doing("sampling"):
+            self._generator.weights(self.documents_seen)
+            return self._generator.map(requests, work)
 
     def _draw_options(self) -> DrawOptions:
         sampler = self.config.sampler
@@ -464,10 +518,11 @@ class Session:
 
     # States
 
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, *, optimizer: bool = True, leave_open: bool = False) -> Path:
         """Write a checkpoint of weights, optimizer and counts into a directory; return its path. `load`, `Session(...,
-        weights=...)` and `truestep export` read it."""
-        if self._gradient is not None:
+        weights=...)` and `truestep export` read it. Without `optimizer`, its state is left out. `leave_open`: a
+        gradient that is open stays open, and is no part of the checkpoint."""
+        if self._gradient is not None and not leave_open:
             raise SessionError("a checkpoint holds no gradient: call step() or drop() before save")
         store, learner = CheckpointStore(Path(directory), keep=2**31), self._here
         there = store.final(self.steps)
@@ -477,34 +532,33 @@ class Session:
         progress = Progress(self.steps, queue, (), 0, entropy_bonus=learner.runner.objective.steered_weight)
         saves = Saves(store, self._ranks)
         with self._doing("saving"):
-            parts = optimizer_parts(learner.optimizer, self.policy.weights)
+            parts = optimizer_parts(learner.optimizer, self.policy.weights) if optimizer else iter(())
             complete = saves.begin(self.policy, parts, progress, self.documents_seen) or saves.finish()
             saves.close()
         assert complete is not None
         return complete.path
 
-    def load(self, checkpoint: str | Path | None) -> None:
+    def load(self, checkpoint: str | Path | None, *, optimizer: bool = True) -> None:
         """Go back to a checkpoint, or with None to the configuration's model. A gradient that is open is dropped. The
-        random state of the process becomes the checkpoint's."""
+        random state of the process becomes the checkpoint's. Without `optimizer`, its state begins anew."""
         config, path = self.config, None if checkpoint is None else Path(checkpoint)
         if path is not None and not (path / FOLDER / "state.json").is_file():
             raise SessionError(f"{path} is no checkpoint of truestep; the directory of a model is given as model.path")
         progress = Progress(0, {"documents_seen": 0}, (), 0) if path is None else read_progress(path, self._ranks.rank)
+        base = self.policy if self._base is None and self.adapters else self._base
         self._learner = self._gradient = None  # two models may not fit the device
         self._parts.clear()
         with self._doing("loading the model"):
-            policy = make_policy(config, self._ranks, None if path is None else str(path))
-            optimizer = make_optimizer(config, policy.weights)
+            policy = make_policy(config, self._ranks, None if path is None else str(path), base=base)
+            made = make_optimizer(config, policy.weights)
             runner = replace(make_runner(config, policy), keep_scores=True, compares=None)
-            if path is not None:
-                restore_optimizer(optimizer, policy.weights, StoredTensors(path))
+            if path is not None and optimizer:
+                restore_optimizer(made, policy.weights, StoredTensors(path))
         settings = EngineSettings(waves=config.deterministic)
         if isinstance(config.sampler, InProcessSampler):
             settings = engine_settings(config.sampler, config.deterministic)
         self._generator = EngineGenerator(policy, settings)
-        self._learner = Learner(
-            runner.with_entropy_bonus(progress.entropy_bonus), optimizer, config.optimizer.gradient_clip
-        )
+        self._learner = Learner(runner.with_entropy_bonus(progress.entropy_bonus), made, config.optimizer.gradient_clip)
         self.steps, self.documents_seen = progress.step, int(progress.queue["documents_seen"])
         self._sampled = int(progress.queue.get("sampled", 0))
 

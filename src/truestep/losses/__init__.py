@@ -2,6 +2,7 @@
 
 labels            the labels of one micro-batch, and sums over its documents
 label_losses      the losses: each label's loss and its slope
+client            the losses that clients of the Tinker protocol name
 objective         the whole objective: loss, optional terms, denominators
 corrections       importance weights for a sampler that differs from the policy (TIS, masks)
 reference         the KL penalty against a reference

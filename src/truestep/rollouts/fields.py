@@ -75,6 +75,7 @@ TABLE: tuple[Field, ...] = (
     Field("reference_logprobs", "label", np.float32, values.logprob, written="list of float", one_for_all=False),
     Field("recomputed_logprobs", "label", np.float32, source="trainer"),
     Field("chosen", "label", np.uint8, source="trainer", has=False),
+    Field("targets", "label", np.int64, source="trainer", has=False, packed=False),
     Field("routed_experts", "token", np.int32, values.expert, shape=("layers", "k"), missing=-1, has=False,
           written="list of lists of lists of int, or an object"),
     Field("truncated", "document", np.bool_, values.true_or_false, written="true or false"),

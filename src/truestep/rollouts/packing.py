@@ -299,7 +299,7 @@ def _pack_labels(documents: Sequence[Rollout], declared: Sequence[Field]) -> Pac
         attributes[name] = torch.from_numpy(np.repeat(packed, counts) if spread else packed)
     return PackedLabels(
         rows=torch.from_numpy(places - 1),
-        ids=torch.from_numpy(_end_to_end([document.input_ids for document in documents], np.int64)[places]),
+        ids=torch.from_numpy(_end_to_end([_scored(document) for document in documents], np.int64)[places]),
         document=torch.from_numpy(np.repeat(np.arange(len(documents)), counts)),
         num_labels=torch.from_numpy(counts),
         **_memberships(documents, counts),
@@ -312,6 +312,10 @@ def _pack_labels(documents: Sequence[Rollout], declared: Sequence[Field]) -> Pac
         document_fields=others["document"],
         **attributes,
     )
+
+
+def _scored(document: Rollout) -> np.ndarray:
+    return document.input_ids if document.targets is None else document.targets
 
 
 def _memberships(sequences: Sequence[Rollout], counts: np.ndarray) -> dict[str, torch.Tensor]:

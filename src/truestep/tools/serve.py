@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from truestep.config.schema import Config
@@ -37,6 +37,20 @@ class ServeError(TruestepError):
     pass
 
 
+class Beside(Protocol):
+    """Another protocol that is served at the same address, by the same process."""
+
+    keys: Path | None
+
+    def begin(self, config: Config, policy: Policy, longest: int) -> list[Any]:
+        """Return the routes that it adds to the server's."""
+        ...
+
+    async def run(self) -> None:
+        """Do its work until it is cancelled."""
+        ...
+
+
 def serve(
     config: Config,
     *,
@@ -45,9 +59,11 @@ def serve(
     key_env: str | None = None,
     documents: str | Path | None = None,
     weights: str | Path | None = None,
+    beside: Beside | None = None,
     ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve the policy until the process is interrupted. `ready` is called with the base URL.
+    """Serve the policy until the process is interrupted. `ready` is called with the base URL. `beside`: another
+    protocol at the same address.
 
     `key_env`: the environment variable with a secret; a key is the secret, or the secret, a colon and the document's
     name. Without one, which is for loopback alone, any key is a document's name. `documents`: the file to which
@@ -59,6 +75,8 @@ def serve(
         raise ServeError(f"--documents: {file} is a directory")
     if secret is None and not _is_loopback(host):
         raise ServeError(f"--host {host} may be reached by others: give --key-env, the variable that holds a secret")
+    if beside is not None and beside.keys is None and not _is_loopback(host):
+        raise ServeError(f"--host {host} may be reached by others: give --tinker-keys, the file with tenants' keys")
     ranks = join_ranks(config)
     policy = make_policy(config, ranks, None if weights is None else str(weights), frozen=weights is None)
     sampler = config.sampler if isinstance(config.sampler, InProcessSampler) else None
@@ -74,12 +92,13 @@ def serve(
 
     async def work(item: None, generate: Generate) -> None:
         keys = _Documents(policy, generate, draw, EpisodeLimits(_MOST_TURNS, longest), secret, file)
+        routes = () if beside is None else beside.begin(config, policy, longest)
         # A web page whose name leads to this machine could ask where any key is a document's name.
         accepts = _of_this_machine if secret is None else lambda host: True
-        endpoint = Endpoint(keys, Path(config.model.path).name, host, port, accepts)
+        endpoint = Endpoint(keys, Path(config.model.path).name, host, port, accepts, routes)
         ready(endpoint.url)
         try:
-            await asyncio.Event().wait()
+            await (asyncio.Event().wait() if beside is None else beside.run())
         finally:
             endpoint.close()
 

@@ -152,12 +152,17 @@ def read_parameters(
     device: torch.device,
     lent: Mapping[torch.nn.Parameter, torch.nn.Parameter] | None = None,
     frozen_dtype: torch.dtype | None = None,
+    held: Mapping[str, torch.Tensor] | None = None,
 ) -> Callable[[], None]:
     """Read each parameter of a model, or the parameter that `lent` maps it to. Frozen parameters are stored in
-    `frozen_dtype`, if given. Return a function that puts the unread parameters back."""
+    `frozen_dtype`, if given; those that `held` has by name are not read, and are shared with their other model. Return
+    a function that puts the unread parameters back."""
     places: dict[torch.Tensor, torch.nn.Parameter] = {}
+    shared = {parameter: held[name] for name, parameter in model.named_parameters() if name in held} if held else {}
 
     def place(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if not parameter.requires_grad and isinstance(there := shared.get(parameter), torch.nn.Parameter):
+            return there
         owner = (lent or {}).get(parameter, parameter)
         if owner not in places:
             kept = owner.dtype if owner.requires_grad or frozen_dtype is None else frozen_dtype

@@ -47,6 +47,7 @@ class Weights(Protocol):
     frozen: dict[str, torch.Tensor]  # this rank's part of each frozen weight, in `dtype`
     # Masters lie on the host and have no `grad`; the device has a copy that the model computes with.
     masters_on_host: bool = False
+    shared: bool = False  # other models have the same frozen weights: they stay where they lie
     _settle: Callable[[], None] = staticmethod(lambda: None)  # waits for copies to the host, see `moved_beside`
     _lends: bool = False  # gradient buffers are freed between steps; states being copied to the host use the memory
     _masters: dict[str, torch.nn.Parameter]

@@ -177,6 +177,8 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        if self.shared:  # the other models' graphs know where the weights lie
+            return
         every = {**self.frozen, **self._by_name}
         names = {parameter.data_ptr(): name for name, parameter in every.items()}
         for group in groups:

@@ -37,12 +37,13 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], Asked]] = {
 }
 
 
-def make_app(keys: Keys, model: str, accepts: Callable[[str], bool]) -> ASGIApp:
+def make_app(keys: Keys, model: str, accepts: Callable[[str], bool], others: Sequence[Route] = ()) -> ASGIApp:
     """`model`: the name that the endpoint gives its model. `accepts` tells whether requests to a host, which they name,
-    are answered."""
+    are answered. `others`: routes of another protocol."""
     routes = _Routes(keys, model)
     app = Starlette(
         routes=[
+            *others,
             Route("/v1/chat/completions", partial(routes.complete, "chat"), methods=["POST"]),
             Route("/v1/completions", partial(routes.complete, "text"), methods=["POST"]),
             Route("/inference/v1/generate", partial(routes.complete, "token_ids"), methods=["POST"]),

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from truestep.errors import TruestepError
@@ -26,8 +26,10 @@ class Endpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         accepts: Callable[[str], bool] = lambda host: True,
+        routes: Sequence[Any] = (),
     ):
-        """`port` 0: one that is free. `accepts`: whether requests to a host, which they name, are answered."""
+        """`port` 0: one that is free. `accepts`: whether requests to a host, which they name, are answered.
+        `routes`: those of another protocol."""
         try:
             import uvicorn
 
@@ -40,7 +42,7 @@ class Endpoint:
         self.host, self.port = self._socket.getsockname()[:2]
         settings: dict[str, Any] = {"log_level": "critical", "access_log": False, "lifespan": "off"}
         settings |= {"limit_concurrency": _MOST_CONNECTIONS, "server_header": False, "timeout_graceful_shutdown": 1}
-        self._server = uvicorn.Server(uvicorn.Config(make_app(keys, model, accepts), **settings))
+        self._server = uvicorn.Server(uvicorn.Config(make_app(keys, model, accepts, routes), **settings))
         self._thread = threading.Thread(target=self._serve, name="endpoint", daemon=True)
         self._thread.start()
 

@@ -82,6 +82,7 @@ class LoadOptions:
     adapter: AdapterSource | None = None  # if set, only the adapter is trained
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     offload_activations: bool = False  # inputs of recomputed layers are kept on the host
+    base: Policy | None = None  # of the same directory: its frozen weights are shared, and not read again
 
     @property
     def compute(self) -> torch.dtype:
@@ -279,11 +280,19 @@ def _read_weights(loading: Loading) -> None:
     on_host = {"masters_on_host": options.masters_on_host}
     with progress.working("reading weights", "bytes read", size if ranks.shards == 1 else None):
         if ranks.shards > 1:
+            if options.base is not None:
+                raise ModelError(
+                    "parallel.data_shard: adapters share the weights of a base only where each rank has them whole"
+                )
             how = {"reshard": options.reshard_after_forward, "reduce_each": options.reduce_each, **on_host}
             loading.weights = ShardedWeights(model, options.compute, ranks, pieces, device=place, **how)
         else:
-            read_parameters(model, place, frozen_dtype=options.compute)
+            base = None if options.base is None else options.base.weights
+            held = None if base is None else base.frozen
+            read_parameters(model, place, frozen_dtype=options.compute, held=held)
             loading.weights = WholeWeights(model, options.compute, ranks, pieces, **on_host)
+            if base is not None:
+                base.shared = loading.weights.shared = True
     every = [*loading.weights.frozen.items(), *loading.weights.master.items()]
     loading.refuse(named_by_all(ranks, not_finite(every)))
 

@@ -25,9 +25,11 @@ def chosen(value: Any) -> Any:
     return False if value == "auto" else value
 
 
-def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen: bool = False) -> Policy:
+def make_policy(
+    config: Config, ranks: Ranks, path: str | None = None, *, frozen: bool = False, base: Policy | None = None
+) -> Policy:
     """Load the policy, or with `frozen` a model that is not trained, such as the reference. `path` is the checkpoint of
-    the policy, or the directory of the frozen model."""
+    the policy, or the directory of the frozen model. `base`: a policy whose frozen weights are shared."""
     model, head = config.model, config.model.head
     adapter = None if frozen else adapter_source(config.adapter, config.seed, None if path is None else Path(path))
     chunk = None if head.logits_chunk_size == "auto" else head.logits_chunk_size
@@ -55,5 +57,6 @@ def make_policy(config: Config, ranks: Ranks, path: str | None = None, *, frozen
         freeze=() if frozen else (model.freeze or ()),
         adapter=adapter,
         experts=ExpertSettings(replay="off") if frozen else ExpertSettings(**model.experts.model_dump()),
+        base=base,
     )
     return load_policy(model.path if adapter is not None else path or model.path, options)

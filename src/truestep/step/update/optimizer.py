@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -143,6 +143,19 @@ def _numbers(optimizer: torch.optim.Optimizer) -> list[set[tuple[str, Any]]]:
         {(name, value) for name, value in group.items() if isinstance(value, (int, float)) and name != "lr"}
         for group in optimizer.param_groups
     ]
+
+
+def set_adamw(optimizer: torch.optim.Optimizer, options: AdamWOptions) -> None:
+    """Let AdamW's next updates have these options. Vectors have no weight decay."""
+    groups = optimizer.param_groups if isinstance(optimizer, ByWeight) else []
+    if not groups or not all(isinstance(group["rule"], AdamW) for group in groups):
+        raise OptimizerError(
+            "the betas, epsilon and weight decay of an update are those of optimizer.type: adamw alone"
+        )
+    for group in groups:
+        rule = replace(group["rule"], options=options)
+        group["rule"] = rule if any(weight.ndim >= 2 for weight in group["params"]) else rule.without_decay()
+    forget_prepared(optimizer)
 
 
 def prepare(optimizer: torch.optim.Optimizer) -> None:

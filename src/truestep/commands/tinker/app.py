@@ -1,0 +1,445 @@
+"""The routes of the protocol, under /api/v1. This module runs in the server's thread, and hands jobs to the other."""
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from truestep.commands.tinker import rest, wire
+from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, Adapted, Checkpoints, named, time_to_live
+from truestep.commands.tinker.errors import ApiError, JobError, not_served
+from truestep.commands.tinker.jobs import Create, ForwardBackwardJob, Load, OptimStep, Sample, Save, seed_of
+from truestep.commands.tinker.requests import Model as Fits
+from truestep.commands.tinker.requests import asked, batch_of
+from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
+from truestep.commands.tinker.tenants import Tenants
+
+_LARGEST_BODY = 2**26  # bytes
+_POLL_SECONDS = 20.0  # that a request for a result is held; the client's own limit is 45
+_MOST_RANK = 512
+_PROTOBUF = "application/x-protobuf"
+_METADATA = 64  # entries that a tenant may attach
+
+Body = dict[str, Any]
+Route_ = Callable[[str, Body], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served, and by whom it may be asked."""
+
+    name: str  # of the base model
+    names: tuple[str, ...]  # that a client may call it by
+    tokenizer: str | None  # where the client finds it
+    fits: Fits
+    has_tokenizer: bool
+    tenants: Tenants
+    state: State
+    checkpoints: Checkpoints
+    poll_seconds: float = _POLL_SECONDS
+
+
+def routes(served: Served) -> list[Route]:
+    """Return the routes of the protocol."""
+    own = _Routes(served)
+    posts: Mapping[str, Route_] = {
+        "client/config": own.client_config,
+        "client/dynamic_config": own.dynamic_config,
+        "create_session": own.create_session,
+        "session_heartbeat": own.heartbeat,
+        "create_sampling_session": own.create_sampling_session,
+        "join_sampling_session": own.join_sampling_session,
+        "create_model": own.create_model,
+        "get_info": own.get_info,
+        "unload_model": own.unload_model,
+        "optim_step": own.optim_step,
+        "load_weights": own.load_weights,
+        "save_weights": own.save_weights,
+        "save_weights_for_sampler": own.save_for_sampler,
+        "asample": own.sample,
+        "cancel_future": own.cancel,
+        "telemetry": own.telemetry,
+        **{name: _refusing(what) for name, what in _NOT_SERVED.items()},
+    }
+    made = [Route(f"/api/v1/{name}", own.json(route), methods=["POST"]) for name, route in posts.items()]
+    made += [
+        Route("/api/v1/healthz", own.health),
+        Route("/api/v1/get_server_capabilities", own.guarded(own.capabilities)),
+        Route("/api/v1/forward_backward", own.guarded(own.forward_backward), methods=["POST"]),
+        Route("/api/v1/retrieve_future", own.guarded(own.retrieve), methods=["POST"]),
+    ]
+    return made + rest.routes(served.state, served.checkpoints, served.name, own.guarded)
+
+
+_NOT_SERVED = {
+    "create_custom_loss": "a loss that runs on the server",
+    "save_weights_external": "an export by a client (`truestep export` makes one of a checkpoint)",
+    "copy_weights": "a copy of weights",
+    "retrieve_futures": "a poll of many futures",
+    "auth/token": "an exchange of credentials",
+    "sessions/search": "a search of sessions",
+    "forward": "the path forward, which is forward_backward with forward_only,",
+}
+
+
+def _refusing(what: str) -> Route_:
+    async def refuse(tenant: str, body: Body) -> Any:
+        raise not_served(what)
+
+    return refuse
+
+
+class _Routes:
+    def __init__(self, served: Served):
+        self._served, self._state = served, served.state
+
+    # What all requests have
+
+    def guarded(
+        self, handler: Callable[[str, Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler that knows the tenant, and answers errors as the client expects them."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(self._tenant(request), request)
+            except ApiError as error:
+                return JSONResponse({"error": str(error), "detail": str(error)}, error.status)
+            except wire.WireError as error:
+                return JSONResponse({"error": str(error), "detail": str(error)}, 400)
+            except ClientDisconnect:
+                return Response(status_code=499)
+
+        return handle
+
+    def json(self, route: Route_) -> Callable[[Request], Awaitable[Response]]:
+        async def handler(tenant: str, request: Request) -> Response:
+            return JSONResponse(await route(tenant, read_json(await read_body(request))))
+
+        return self.guarded(handler)
+
+    def _tenant(self, request: Request) -> str:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        bearer = key.strip() if scheme.lower() == "bearer" else None
+        return self._served.tenants.of(request.headers.get("x-api-key") or bearer)
+
+    # The server
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, tenant: str, request: Request) -> Response:
+        about = {"model_name": self._served.name, "max_context_length": self._served.fits.longest}
+        return JSONResponse({"supported_models": [{**about, "trainable": True, "sampleable": True}]})
+
+    async def client_config(self, tenant: str, body: Body) -> Any:
+        return {
+            "pjwt_auth_enabled": False,
+            "proto_compress_fwdbwd": False,
+            "use_pyqwest_transport": False,
+            "sample_use_retrieve_futures": False,
+            "sample_join_sampling_session": True,
+            "custom_loss_server_side": False,
+        }
+
+    async def dynamic_config(self, tenant: str, body: Body) -> Any:
+        return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
+
+    async def telemetry(self, tenant: str, body: Body) -> Any:
+        """Take what the client tells of itself, and keep nothing of it."""
+        return {"status": "accepted"}
+
+    # Sessions
+
+    async def create_session(self, tenant: str, body: Body) -> Any:
+        name = body.get("display_name")
+        if name is not None and not isinstance(name, str):
+            raise ApiError("display_name: a text is expected")
+        session = self._state.begin(tenant, _metadata(body.get("user_metadata")), name)
+        return {"type": "create_session", "session_id": session.id}
+
+    async def heartbeat(self, tenant: str, body: Body) -> Any:
+        self._state.session(tenant, body.get("session_id"))
+        return {"type": "session_heartbeat"}
+
+    async def create_sampling_session(self, tenant: str, body: Body) -> Any:
+        state = self._state
+        session = state.session(tenant, body.get("session_id"))
+        name = f"{session.id}:sample:{_seq(body, 'sampling_session_seq_id')}"
+        path = body.get("model_path")
+        if path is not None:
+            self._served.checkpoints.find(tenant, path)
+        elif body.get("base_model") not in self._served.names:
+            raise self._no_model(body.get("base_model"))
+        with state.lock:
+            if name not in state.samplers:
+                state.samplers[name] = Sampler(name, tenant, session.id, self._served.name, path)
+                session.samplers.append(name)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    async def join_sampling_session(self, tenant: str, body: Body) -> Any:
+        sampler = self._state.sampler(tenant, body.get("sampling_session_id"))
+        session = self._state.session(tenant, sampler.session)
+        with self._state.lock:
+            session.clones += 1
+            return {"type": "join_sampling_session", "client_counter": session.clones}
+
+    def _no_model(self, name: Any) -> ApiError:
+        return ApiError(f"base_model is {name!r:.200}, and this server has {self._served.name}", 404)
+
+    # Models
+
+    async def create_model(self, tenant: str, body: Body) -> Any:
+        if body.get("base_model") not in self._served.names:
+            raise self._no_model(body.get("base_model"))
+        _check_optimizer(body.get("optimizer_config"))
+        given = body.get("lora_config")
+        if not isinstance(given, dict):
+            raise not_served("a model without lora_config")
+        rank, seed = given.get("rank"), given.get("seed")
+        if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
+            raise ApiError(f"lora_config: rank is {rank!r:.60}: a whole number from 1 to {_MOST_RANK} is expected")
+        if seed is not None and (type(seed) is not int or not -(2**62) <= seed < 2**62):
+            raise ApiError("lora_config: seed: a whole number is expected")
+        mlp, attention = given.get("train_mlp", True) is True, given.get("train_attn", True) is True
+        if not (mlp or attention):
+            raise not_served("an adapter of the unembedding alone")
+        name = self._model_name(tenant, body)
+        # Without a seed each model begins with values of its own.
+        seed = seed_of(name, 0, None) % 2**31 if seed is None else abs(seed)
+        model = self._new(tenant, body, name, Adapted(rank, seed, [], mlp, attention))
+        return _promise(self._submit(Job(f"{name}:0", tenant, model.session, Create(model), model=name)))
+
+    def _model_name(self, tenant: str, body: Body) -> str:
+        session = self._state.session(tenant, body.get("session_id"))
+        return f"{session.id}:train:{_seq(body, 'model_seq_id')}"
+
+    def _new(self, tenant: str, body: Body, name: str, adapted: Adapted) -> Model:
+        """Return the model of this name; a request that comes again finds that of the first."""
+        state = self._state
+        with state.lock:
+            if name not in state.models:
+                session = state.session(tenant, body.get("session_id"))
+                metadata = _metadata(body.get("user_metadata"))
+                state.models[name] = Model(name, tenant, session.id, self._served.name, adapted, metadata)
+                session.models.append(name)
+            return state.models[name]
+
+    async def get_info(self, tenant: str, body: Body) -> Any:
+        model = self._state.model(tenant, body.get("model_id"))
+        name = self._served.name
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": {"model_name": name, "tokenizer_id": self._served.tokenizer},
+            "model_name": name,
+            "is_lora": True,
+            "lora_rank": model.adapted.rank,
+        }
+
+    async def unload_model(self, tenant: str, body: Body) -> Any:
+        raise not_served("unload_model: finish the session, which frees its models,")
+
+    # Training
+
+    async def forward_backward(self, tenant: str, request: Request) -> Response:
+        if request.headers.get("content-type", "") != _PROTOBUF or request.headers.get("content-encoding"):
+            raise ApiError(f"the body of forward_backward is uncompressed {_PROTOBUF}", 415)
+        body = await read_body(request)
+        given = await asyncio.to_thread(wire.read_forward_backward, body)
+        model = self._state.model(tenant, given.model_id)
+        known = self._state.known(tenant, f"{model.id}:{given.seq_id}")
+        if known is not None:
+            return JSONResponse(_promise(known))
+        make = lambda: ForwardBackwardJob(model, batch_of(given, self._served.fits))  # noqa: E731
+        return JSONResponse(_promise(await asyncio.to_thread(self._ordered, model, given.seq_id, make)))
+
+    async def optim_step(self, tenant: str, body: Body) -> Any:
+        model = self._state.model(tenant, body.get("model_id"))
+        return _promise(self._ordered(model, _seq(body, "seq_id"), lambda: OptimStep(model, *_adamw(body))))
+
+    def _ordered(self, model: Model, seq: int, make: Callable[[], Any]) -> Job:
+        """Take a request of a model, computed in its turn. A bad one fails by its future: the next ones of this model
+        wait for it."""
+        job = Job(f"{model.id}:{seq}", model.tenant, model.session, None, model=model.id)
+        try:
+            job.work = make()
+        except ApiError as error:
+            job.fail(JobError(str(error)))
+        return self._submit(job, model, seq)
+
+    def _submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
+        return self._state.submit(job, model, seq)
+
+    # Checkpoints
+
+    async def save_weights(self, tenant: str, body: Body) -> Any:
+        model = self._state.model(tenant, body.get("model_id"))
+        seq = _seq(body, "seq_id")
+
+        def make() -> Save:
+            name = f"{seq:06d}" if body.get("path") is None else named(body.get("path"))
+            return Save(model, WEIGHTS, name, *_kept(body), overwrite=body.get("overwrite") is True)
+
+        return _promise(self._ordered(model, seq, make))
+
+    async def save_for_sampler(self, tenant: str, body: Body) -> Any:
+        model = self._state.model(tenant, body.get("model_id"))
+        seq = _seq(body, "seq_id")
+
+        def make() -> Save:
+            if (kind := body.get("kind", "snapshot")) not in ("snapshot", "inflight"):
+                raise ApiError("kind: snapshot or inflight is expected")
+            if body.get("path") is not None:
+                return Save(model, SAMPLER, named(body.get("path")), *_kept(body))
+            sampler = f"{model.session}:sample:{_seq(body, 'sampling_session_seq_id')}"
+            name = f"unnamed-{seq:06d}"
+            return Save(model, SAMPLER, name, *_kept(body), True, sampler, kind == "inflight")
+
+        return _promise(self._ordered(model, seq, make))
+
+    async def load_weights(self, tenant: str, body: Body) -> Any:
+        if body.get("weights_access_token") is not None:
+            raise not_served("a checkpoint of another account")
+        optimizer, find = body.get("optimizer") is True, self._served.checkpoints.find
+        if body.get("model_id") is not None:
+            model = self._state.model(tenant, body.get("model_id"))
+            load = lambda: Load(model, find(tenant, body.get("path"))[0].path, optimizer)  # noqa: E731
+            return _promise(self._ordered(model, _seq(body, "seq_id"), load))
+        _check_optimizer(body.get("optimizer_config"))
+        saved, _ = find(tenant, body.get("path"))
+        if body.get("base_model") is not None and body["base_model"] not in self._served.names:
+            raise self._no_model(body.get("base_model"))
+        name = self._model_name(tenant, body)
+        model = self._new(tenant, body, name, Adapted(**saved.adapted))
+        work = Create(model, saved.path, optimizer)
+        return _promise(self._submit(Job(f"{name}:0", tenant, model.session, work, model=name)))
+
+    # Samples
+
+    async def sample(self, tenant: str, body: Body) -> Any:
+        state = self._state
+        given = body.get("sampling_session_id")
+        if given is None:
+            raise not_served("a request for samples without a sampling session")
+        sampler = state.sampler(tenant, given)
+        seq = _seq(body, "seq_id")
+        wanted = asked(body, self._served.fits)
+        if wanted.draw.stop and not self._served.has_tokenizer:
+            raise ApiError("sampling_params: stop: the model has no tokenizer: give tokens, and no texts")
+        work = Sample(sampler, wanted, seed_of(sampler.id, seq, wanted.seed))
+        together = ("sample", sampler.path, sampler.model, sampler.version, sampler.tenant if sampler.path else "")
+        job = self._submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together))
+        ids = [f"{job.id}:{number}" for number in range(wanted.count)]
+        return {**_promise(job), "sample_sequence_ids": ids}
+
+    # Futures
+
+    async def cancel(self, tenant: str, body: Body) -> Any:
+        self._state.cancel(self._state.future(tenant, body.get("request_id")))
+        return {}
+
+    async def retrieve(self, tenant: str, request: Request) -> Response:
+        """Give a result, or after a while how it stands with it."""
+        body = read_json(await read_body(request))
+        job = self._state.future(tenant, body.get("request_id"))
+        waited = asyncio.wrap_future(job.future)
+        done, _ = await asyncio.wait([waited], timeout=self._served.poll_seconds)
+        if not done:
+            queue, reason = self._state.queue_state(job)
+            answer = {"type": "try_again", "request_id": job.id, "queue_state": queue, "queue_state_reason": reason}
+            return JSONResponse(answer, 408)
+        self._state.retrieved(job)
+        error = waited.exception()
+        if error is not None:
+            own = isinstance(error, JobError)
+            said = str(error) if own else f"an internal error ({type(error).__name__})"
+            return JSONResponse({"error": said, "category": "user" if own else "server"})
+        return _answer(waited.result())
+
+
+def _answer(result: Result) -> Response:
+    if result.json is None:
+        return Response(result.message, media_type=_PROTOBUF)
+    return JSONResponse(result.json)
+
+
+def _promise(job: Job) -> dict[str, Any]:
+    return {"request_id": job.id, "model_id": job.model}
+
+
+async def read_body(request: Request) -> bytes:
+    too_large = ApiError(f"the body has more than {_LARGEST_BODY} bytes", 413)
+    said = request.headers.get("content-length", "")
+    if said.isascii() and said.isdigit() and int(said[:20]) > _LARGEST_BODY:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _LARGEST_BODY:
+            raise too_large
+    return bytes(body)
+
+
+def read_json(body: bytes) -> Body:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError("the body is not JSON") from None
+    if not isinstance(value, dict):
+        raise ApiError("the body is not an object of JSON")
+    return value
+
+
+def _seq(body: Body, name: str) -> int:
+    value = body.get(name)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ApiError(f"{name}: a whole number is expected")
+    return value
+
+
+def _kept(body: Body) -> tuple[float | None, dict[str, str] | None]:
+    """Read how long a checkpoint is kept, and what is attached to it."""
+    return time_to_live(body.get("ttl_seconds")), _metadata(body.get("user_metadata"))
+
+
+def _metadata(given: Any) -> dict[str, str] | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict) or len(given) > _METADATA or len(json.dumps(given)) > 2**16:
+        raise ApiError(f"user_metadata: an object of up to {_METADATA} entries is expected")
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
+
+
+def _check_optimizer(given: Any) -> None:
+    if given is not None and (not isinstance(given, dict) or given.get("type", "adamw") != "adamw"):
+        kind = re.sub(r"[^ -~]", "?", str(given.get("type") if isinstance(given, dict) else given))[:60]
+        raise not_served(f"an optimizer of type {kind}; adamw is, and it alone:")
+
+
+def _adamw(body: Body) -> tuple[float, dict[str, float | None]]:
+    """Read the parameters of an update: the learning rate, and the options as a session takes them."""
+    given = body.get("adam_params")
+    if given is None and body.get("optimizer_params") is not None:
+        _check_optimizer(body.get("optimizer_params"))
+    if not isinstance(given, dict):
+        raise ApiError("adam_params: an object is expected")
+    own = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+    if odd := sorted(set(given) - set(own)):
+        raise ApiError(f"adam_params: {odd[0][:60]} is unknown: there are {', '.join(own)}")
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ApiError(f"adam_params: {name} is {value!r:.60}: a finite number of 0 or more is expected")
+        if name in ("beta1", "beta2") and value >= 1:
+            raise ApiError(f"adam_params: {name} must be below 1")
+        own[name] = float(value)
+    clip = own["grad_clip_norm"] or None
+    names = {"beta1": "beta1", "beta2": "beta2", "eps": "epsilon", "weight_decay": "weight_decay"}
+    return own["learning_rate"], {**{to: own[of] for of, to in names.items()}, "gradient_clip": clip}

@@ -1,0 +1,336 @@
+"""What is computed for clients, one job after another, in the thread that has the device.
+
+A model is a `Session` over the base's frozen weights, with an adapter of its own. What one job does, or how it fails,
+changes nothing of another model.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from truestep.commands.session import Session
+from truestep.commands.tinker.checkpoints import WEIGHTS, Adapted, Checkpoints, Saved
+from truestep.commands.tinker.errors import ApiError, JobError
+from truestep.commands.tinker.requests import Asked, Batch
+from truestep.commands.tinker.scoring import Scored, score
+from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
+from truestep.commands.tinker.wire import Completed, Sampled, forward_backward_output, sample_response
+from truestep.config.schema import Config
+from truestep.errors import TruestepError
+from truestep.generate.engine.phase import EngineSettings
+from truestep.generate.engine.service import EngineGenerator
+from truestep.generate.generator import Completion, Generate, Request
+from truestep.losses.client import FIELDS, PLAIN, PREFIX, loss_of
+from truestep.model.adapter import ALL_LINEAR, target_modules
+from truestep.model.loading.read import read_model
+from truestep.model.policy import Policy
+from truestep.types import StepTotals
+from truestep.weights.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_SUM = StepTotals(num_documents=1, num_labels=1, num_tokens=1)  # a loss divided by these is the sum over its labels
+_MOST_SAMPLERS = 8  # that are held beside the models' own weights
+_NO_TOP = -99999.0  # the client's log-prob of a place without a token
+
+
+@dataclass(frozen=True)
+class Create:
+    model: Model
+    checkpoint: str | None = None  # tinker path
+    optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardBackwardJob:
+    model: Model
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class OptimStep:
+    model: Model
+    learning_rate: float
+    options: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Save:
+    model: Model
+    kind: str
+    name: str
+    expires_in: float | None
+    user_metadata: dict[str, str] | None
+    overwrite: bool = False
+    sampler: str | None = None  # the id of the sampling session that is asked for
+    inflight: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    model: Model
+    checkpoint: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    sampler: Sampler
+    asked: Asked
+    seed: int
+
+
+class Jobs:
+    def __init__(self, config: Config, policy: Policy, checkpoints: Checkpoints, state: State):
+        """`policy`: the base model, whose weights are frozen."""
+        self._config, self._policy = config, policy
+        self._base = EngineGenerator(policy, EngineSettings(waves=config.deterministic))
+        self._checkpoints, self._state = checkpoints, state
+        self._sessions: dict[str, Session] = {}  # of models, by their ids
+        self._samplers: OrderedDict[str, Session] = OrderedDict()  # of checkpoints, by their paths
+        self._linear: tuple[str, ...] | None = None
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Compute jobs that were taken together. A job that fails says so to its own client."""
+        try:
+            work = jobs[0].work
+            if isinstance(work, Sample):
+                self._sample(jobs)
+                return
+            do: Mapping[type, Callable[[Any], Result]] = {
+                Create: self._create,
+                ForwardBackwardJob: self._forward_backward,
+                OptimStep: self._optim_step,
+                Save: self._save,
+                Load: self._load,
+            }
+            with torch.enable_grad():
+                jobs[0].end(do[type(work)](work))
+        except (TruestepError, JobError, ApiError) as error:
+            for job in jobs:
+                job.fail(JobError(str(error)))
+        except Exception as error:  # a fault of this server, of which the client learns no more than that
+            log.exception("a job failed")
+            for job in jobs:
+                job.fail(error)
+
+    def free(self, session: ClientSession) -> None:
+        """Free what a session had that has ended, and remove its samplers without names."""
+        for name in session.models:
+            self._sessions.pop(name, None)
+            for saved in self._checkpoints.hidden(session.tenant, name):
+                self._samplers.pop(f"{session.tenant} {saved.path}", None)
+                self._checkpoints.remove(session.tenant, saved.path)
+
+    # Models
+
+    def targets(self, *, mlp: bool, attention: bool) -> list[str]:
+        """Name the linear layers that an adapter trains. The head is none of them."""
+        if self._linear is None:
+            model, _ = read_model(self._config.model.path, self._config.model.trust_remote_code)
+            self._linear = target_modules(model, ALL_LINEAR)
+        found = [name for name in self._linear if (attention if _attends(name) else mlp)]
+        if not found:
+            raise ModelError("the adapter would train no layer")
+        return found
+
+    def _config_of(self, adapted: Adapted) -> Config:
+        fields = {PREFIX + name: {"dtype": "float32", "level": "label"} for name in FIELDS}
+        return self._config.changed(
+            {
+                "adapter": {"rank": adapted.rank, "alpha": 32.0, "targets": adapted.targets},
+                "seed": adapted.seed,
+                "loss": PLAIN,
+                "optimizer": {"type": "adamw", "learning_rate": 1e-4, "gradient_clip": None},
+                "data.fields": fields,
+                "sampler": None,
+                "evaluation": None,
+            }
+        )
+
+    def _create(self, work: Create) -> Result:
+        model = work.model
+        if not model.adapted.targets:
+            how = {"mlp": model.adapted.train_mlp, "attention": model.adapted.train_attn}
+            model.adapted.targets.extend(self.targets(**how))
+        self._sessions[model.id] = Session(self._config_of(model.adapted), base=self._policy)
+        if work.checkpoint is not None:
+            return self._load(Load(model, work.checkpoint, work.optimizer))
+        return Result({"model_id": model.id, "type": "create_model"})
+
+    def _of(self, model: Model) -> Session:
+        session = self._sessions.get(model.id)
+        if session is None:
+            raise JobError("the model was not created, or its session has finished")
+        return session
+
+    def _forward_backward(self, work: ForwardBackwardJob) -> Result:
+        session, request = self._of(work.model), work.batch.request
+        documents = work.batch.documents
+        if request.forward_only:
+            scores = session.forward(documents)
+        else:
+            scores = session.forward_backward(documents, loss_of(request.loss), totals=_SUM)
+        outputs, metrics = work.batch.outputs([one.logprobs for one in scores])
+        return Result(message=forward_backward_output(outputs, metrics))
+
+    def _optim_step(self, work: OptimStep) -> Result:
+        made = self._of(work.model).step(work.learning_rate, **work.options)
+        work.model.version += 1
+        names = {"grad_norm": "grad_norm", "learning_rate": "learning_rate", "step": "step"}
+        return Result({"metrics": {name: float(made[of]) for name, of in names.items()}, "type": "optim_step"})
+
+    # Checkpoints
+
+    def _save(self, work: Save) -> Result:
+        model, session = work.model, self._of(work.model)
+        now = self._checkpoints.now()
+        expires = None if work.expires_in is None else now + work.expires_in
+        hidden = work.sampler is not None
+        saved = Saved(
+            model.id,
+            work.kind,
+            work.name,
+            now,
+            asdict(model.adapted),
+            session.steps,
+            expires,
+            work.user_metadata,
+            hidden,
+        )
+        keeps = work.kind == WEIGHTS
+
+        def write(folder: Path) -> Path:
+            return session.save(folder, optimizer=keeps, leave_open=True)
+
+        saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite)
+        self._samplers.pop(f"{model.tenant} {saved.path}", None)
+        if work.sampler is None:
+            return Result(
+                {"path": saved.path, "type": f"save_{work.kind}".replace("sampler_weights", "weights_for_sampler")}
+            )
+        with self._state.lock:
+            if (owner := self._state.sessions.get(model.session)) is not None and not owner.finished:
+                self._state.samplers[work.sampler] = Sampler(
+                    work.sampler,
+                    model.tenant,
+                    model.session,
+                    model.base,
+                    saved.path,
+                    model.id,
+                    model.version,
+                    work.inflight,
+                )
+                owner.samplers.append(work.sampler)
+        return Result({"sampling_session_id": work.sampler, "type": "save_weights_for_sampler"})
+
+    def _load(self, work: Load) -> Result:
+        saved, directory = self._checkpoints.find(work.model.tenant, work.checkpoint)
+        if saved.kind != WEIGHTS and work.optimizer:
+            raise JobError(f"{saved.path} has no state of an optimizer: it was saved for a sampler")
+        own, theirs = asdict(work.model.adapted), {**saved.adapted}
+        if (own["rank"], own["targets"]) != (theirs["rank"], theirs["targets"]):
+            raise JobError(f"{saved.path} has an adapter of rank {theirs['rank']} on other layers than this model's")
+        self._of(work.model).load(directory, optimizer=work.optimizer)
+        work.model.version += 1
+        return Result({"path": saved.path, "model_id": work.model.id, "type": "load_weights"})
+
+    # Samples
+
+    def _sample(self, jobs: Sequence[Job]) -> None:
+        sampler: Sampler = jobs[0].work.sampler
+        session = self._sampled_from(sampler)
+        works: list[Sample] = [job.work for job in jobs]
+        requests = [
+            Request(work.asked.prompt, work.asked.draw, (work.seed, member))
+            for work in works
+            for member in range(work.asked.count)
+        ]
+        drawn = self._base.map(requests, _completed) if session is None else session.complete(requests)
+        policy = self._policy if session is None else session.policy
+        at = 0
+        for job, work in zip(jobs, works, strict=True):
+            own = drawn[at : at + work.asked.count]
+            at += work.asked.count
+            job.end(Result(message=sample_response(_answer(policy, work, own))))
+
+    def _sampled_from(self, sampler: Sampler) -> Session | None:
+        """Return the session with a sampler's weights; None: the base model."""
+        if sampler.path is None:
+            return None
+        model = self._state.models.get(sampler.model or "")
+        if model is not None and (sampler.inflight or model.version == sampler.version) and model.id in self._sessions:
+            return self._sessions[model.id]
+        key = f"{sampler.tenant} {sampler.path}"
+        saved, directory = self._checkpoints.find(sampler.tenant, sampler.path)
+        if key not in self._samplers:
+            adapted = Adapted(**saved.adapted)
+            self._samplers[key] = Session(self._config_of(adapted), weights=directory, base=self._policy)
+        self._samplers.move_to_end(key)
+        while len(self._samplers) > _MOST_SAMPLERS:
+            self._samplers.popitem(last=False)
+        return self._samplers[key]
+
+
+def _attends(layer: str) -> bool:
+    return "attn" in layer or "attention" in layer
+
+
+async def _completed(request: Request, generate: Generate) -> Completion:
+    return await generate(request)
+
+
+def seed_of(sampling_session: str, seq_id: int, given: int | None) -> int:
+    """Return the seed of a request: what it gives, or one of its own."""
+    if given is not None:
+        return given % 2**63
+    return int.from_bytes(sha256(f"{sampling_session} {seq_id}".encode()).digest()[:8], "big") >> 1
+
+
+def _answer(policy: Policy, work: Sample, drawn: Sequence[Completion]) -> Sampled:
+    asked = work.asked
+    scored = None
+    if asked.prompt_logprobs or asked.top_prompt or asked.targets is not None or asked.alternatives:
+        scored = score(
+            policy,
+            asked.prompt,
+            top=asked.top_prompt,
+            targets=asked.targets,
+            draws=asked.alternatives,
+            temperature=asked.draw.temperature,
+            seed=work.seed,
+        )
+    sequences = [Completed(one.token_ids, one.logprobs, one.stopped, _top_sampled(policy, asked, one)) for one in drawn]
+    return Sampled(sequences) if scored is None else _with_prompt(Sampled(sequences), asked, scored)
+
+
+def _top_sampled(policy: Policy, asked: Asked, drawn: Completion) -> tuple[np.ndarray, np.ndarray] | None:
+    if not asked.top_sampled or not drawn.token_ids:
+        return None
+    scored = score(policy, [*asked.prompt, *drawn.token_ids], top=asked.top_sampled)
+    assert scored.top is not None
+    ids, logprobs = scored.top
+    return ids[len(asked.prompt) - 1 :], logprobs[len(asked.prompt) - 1 :]
+
+
+def _with_prompt(sampled: Sampled, asked: Asked, scored: Scored) -> Sampled:
+    """Add what was asked of the prompt. Its first token, and those before the last that are scored, have nothing."""
+    unscored = 1 if asked.last is None else max(1, len(asked.prompt) - asked.last)
+    logprobs = top = None
+    if asked.prompt_logprobs:
+        logprobs = np.concatenate([[np.nan], scored.logprobs])
+        logprobs[:unscored] = np.nan
+    if scored.top is not None:
+        ids, values = scored.top
+        ids = np.concatenate([np.zeros((1, ids.shape[1]), ids.dtype), ids])
+        values = np.concatenate([np.full((1, values.shape[1]), _NO_TOP), values])
+        ids[:unscored], values[:unscored] = 0, _NO_TOP
+        top = ids, values
+    return Sampled(sampled.sequences, logprobs, top, scored.targets, scored.drawn)

@@ -1,0 +1,70 @@
+"""Log-probs of a prompt's tokens under a policy, and of others in their place, at temperature 1.
+
+Dimensions: S tokens, V vocabulary, K tokens asked for at each position.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from truestep.head.logits import scaled_logits
+from truestep.model.policy import Policy
+from truestep.rollouts.packing import pack_tokens
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probs of what follows each position: row i is about token i + 1."""
+
+    logprobs: np.ndarray  # [S - 1]
+    top: tuple[np.ndarray, np.ndarray] | None  # ids and log-probs, [S - 1, k]
+    targets: np.ndarray | None  # [S - 1, K]; 0 where -1 was asked
+    drawn: tuple[np.ndarray, np.ndarray] | None  # ids and log-probs, [S - 1, k]
+
+
+@torch.no_grad()
+def score(
+    policy: Policy,
+    ids: Sequence[int],
+    *,
+    top: int = 0,
+    targets: np.ndarray | None = None,
+    draws: int = 0,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> Scored:
+    """Compute log-probs of the tokens behind the first. `draws`: so many tokens are drawn at each position, at the
+    temperature."""
+    generator = torch.Generator(policy.device).manual_seed(seed % 2**63)
+    found: list[list[torch.Tensor]] = []
+    for first, z in _logits(policy, ids):
+        logprobs = z.log_softmax(-1)
+        behind = torch.tensor(ids[first + 1 : first + 1 + len(z)], device=z.device)
+        parts = [logprobs.gather(1, behind[:, None])[:, 0]]
+        if top:
+            values, chosen = logprobs.topk(top)
+            parts += [chosen, values]
+        if targets is not None:
+            asked = torch.from_numpy(targets[first : first + len(z)]).to(z.device)
+            parts.append(torch.where(asked < 0, 0.0, logprobs.gather(1, asked.clamp(min=0))))
+        if draws:
+            drawn = torch.multinomial((z / max(temperature, 1e-6)).softmax(-1), draws, True, generator=generator)
+            parts += [drawn, logprobs.gather(1, drawn)]
+        found.append([part.cpu() for part in parts])
+    whole = [torch.cat(parts).numpy() for parts in zip(*found, strict=True)]
+    tops = (whole[1], whole[2]) if top else None
+    last = (whole[-2], whole[-1]) if draws else None
+    return Scored(whole[0], tops, None if targets is None else whole[3 if top else 1], last)
+
+
+def _logits(policy: Policy, ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield chunks of logits [C, V] of all positions but the last, with their first position."""
+    with policy.weights.gathered():
+        hidden = policy.hidden(pack_tokens([np.array(ids, np.int64)]).to(policy.device))[: len(ids) - 1]
+        rows = policy.head.rows_per_chunk(max(1, len(hidden)), policy.vocabulary_size, 12, policy.device)
+        for first in range(0, len(hidden), rows):
+            chunk = hidden[first : first + rows]
+            ones = torch.ones(len(chunk), device=chunk.device)
+            yield first, scaled_logits(chunk, policy.head_weight, ones, policy.head)

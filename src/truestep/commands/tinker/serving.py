@@ -1,0 +1,84 @@
+"""The protocol beside the endpoint of `truestep serve`."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from truestep.commands.tinker.checkpoints import Checkpoints
+from truestep.commands.tinker.jobs import Jobs
+from truestep.commands.tinker.requests import Model
+from truestep.commands.tinker.state import State
+from truestep.commands.tinker.tenants import Tenants
+from truestep.config.schema import Config
+from truestep.errors import TruestepError
+from truestep.generate.read import stop_ids
+from truestep.model.policy import Policy
+from truestep.run.assemble.policy import make_policy
+
+_IDLE_SECONDS = 30.0  # between looks for sessions that nobody was heard of
+
+
+class TinkerError(TruestepError):
+    pass
+
+
+@dataclass
+class Tinker:
+    """Serves the protocol, with checkpoints in a directory."""
+
+    directory: Path
+    keys: Path | None = None
+    name: str | None = None  # of the base model; None: the last part of its path
+    state: State = field(default_factory=State)
+
+    def __post_init__(self) -> None:
+        self.tenants = Tenants(self.keys)
+
+    def begin(self, config: Config, policy: Policy, longest: int) -> list[Any]:
+        """Return the routes that the server adds. `policy`: the base model, which others sample from meanwhile."""
+        from truestep.commands.tinker.app import Served, routes
+
+        if policy.weights.ranks.size > 1:
+            raise TinkerError("--tinker: the protocol is served by one process, not under torchrun")
+        if policy.adapter is not None or policy.weights.master:
+            raise TinkerError("--tinker: the base model is model.path itself: leave out --weights")
+        longest = min(longest, config.data.tokens_per_microbatch)
+        path = Path(config.model.path)
+        name = self.name or path.name
+        checkpoints = Checkpoints(self.directory)
+        base = make_policy(config, policy.weights.ranks, frozen=True, base=policy)
+        self._jobs = Jobs(config, base, checkpoints, self.state)
+        served = Served(
+            name,
+            (name, str(path), str(path.absolute())),
+            self.name or str(path.absolute()),
+            Model(policy.vocabulary_size, longest, stop_ids(policy)),
+            policy.tokenizer is not None,
+            self.tenants,
+            self.state,
+            checkpoints,
+        )
+        return list(routes(served))
+
+    async def run(self) -> None:
+        """Compute jobs until the task is cancelled."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(changed.set)
+
+        self.state.wake = wake
+        while True:
+            changed.clear()
+            while self.state.ended:
+                self._jobs.free(self.state.ended.popleft())
+            if taken := self.state.take():
+                self._jobs.run(taken)
+                await asyncio.sleep(0)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), _IDLE_SECONDS)
+            self.state.end_silent()

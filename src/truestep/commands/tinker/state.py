@@ -1,0 +1,319 @@
+"""What tenants have: sessions, models, samplers and futures.
+
+Requests come from the thread of the server, and jobs are taken by the thread that computes. What another tenant has is
+not there: every look names the tenant.
+"""
+
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from truestep.commands.tinker.checkpoints import Adapted
+from truestep.commands.tinker.errors import ApiError, JobError, unknown
+
+_MOST_WAITING = 4096  # requests of a tenant that are not done
+_MOST_KEPT = 8192  # results of a tenant
+_MOST_KEPT_BYTES = 2**29
+_MOST_REMEMBERED = 2**16  # ids of requests whose results are kept no longer
+_MOST_FINISHED = 1024  # sessions that are remembered when they have finished
+_MOST_SESSIONS = 1024  # of a tenant
+_SILENT_SECONDS = 600.0  # a session whose client was not heard of for so long has ended
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a future gives: JSON, or a message of protobuf."""
+
+    json: Mapping[str, Any] | None = None
+    message: bytes = b""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that is computed, and its future."""
+
+    id: str
+    tenant: str
+    session: str
+    work: Any  # for `jobs`
+    together: Hashable = None  # jobs that may be computed at once have the same; None: alone
+    model: str | None = None
+    future: "Future[Result]" = field(default_factory=Future)
+    running: bool = False
+    retrieved: bool = False
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def end(self, result: Result) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
+
+
+@dataclass(eq=False)
+class Model:
+    id: str
+    tenant: str
+    session: str
+    base: str
+    adapted: Adapted
+    user_metadata: dict[str, str] | None = None
+    next_seq: int = 1
+    early: dict[int, Job] = field(default_factory=dict)  # jobs whose predecessors are not there
+    last_request: float = field(default_factory=time.time)
+    version: int = 0  # changes of its weights
+
+
+@dataclass(frozen=True)
+class Sampler:
+    id: str
+    tenant: str
+    session: str
+    base: str
+    path: str | None = None  # of the checkpoint; None: the base model
+    model: str | None = None  # whose weights it samples from while they are of this `version`
+    version: int = -1
+    inflight: bool = False  # from the model's weights as they are
+
+
+@dataclass(eq=False)
+class ClientSession:
+    id: str
+    tenant: str
+    created: float
+    seen: float
+    user_metadata: dict[str, Any] | None
+    display_name: str | None
+    finished: bool = False
+    models: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+    clones: int = 0
+
+
+@dataclass(eq=False)
+class Own:
+    """The requests of a tenant."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    waiting: int = 0
+    done: deque[Job] = field(default_factory=deque)  # in the order in which they ended
+    kept: int = 0  # bytes of their results
+    forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def ended(self, job: Job) -> None:
+        """Keep a result, and forget the oldest where there are too many: those that were retrieved, if there are."""
+        self.waiting -= 1
+        self.done.append(job)
+        self.kept += _size(job)
+        while len(self.done) > _MOST_KEPT or self.kept > _MOST_KEPT_BYTES:
+            if not self.done[0].retrieved and len(self.done) < 4 * _MOST_KEPT and self.kept < 4 * _MOST_KEPT_BYTES:
+                return
+            oldest = self.done.popleft()
+            self.kept -= _size(oldest)
+            if self.jobs.pop(oldest.id, None) is not None:
+                self.forgotten[oldest.id] = None
+        while len(self.forgotten) > _MOST_REMEMBERED:
+            self.forgotten.popitem(last=False)
+
+
+class State:
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self.lock = threading.RLock()
+        self.sessions: dict[str, ClientSession] = {}
+        self.models: dict[str, Model] = {}
+        self.samplers: dict[str, Sampler] = {}
+        self._own: dict[str, Own] = {}  # of each tenant
+        self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # of each tenant, whose turns go round
+        self.ended: deque[ClientSession] = deque()  # whose memory is to be freed
+        self.wake: Callable[[], None] = lambda: None  # the thread that computes
+
+    # Sessions
+
+    def begin(self, tenant: str, metadata: dict[str, Any] | None, name: str | None) -> ClientSession:
+        with self.lock:
+            self.end_silent()
+            if sum(one.tenant == tenant and not one.finished for one in self.sessions.values()) >= _MOST_SESSIONS:
+                raise ApiError(f"there are {_MOST_SESSIONS} open sessions: finish some", 429)
+            finished = [one for one in self.sessions.values() if one.finished and one.tenant == tenant]
+            for old in finished[:-_MOST_FINISHED]:
+                del self.sessions[old.id]
+            now = self._now()
+            session = ClientSession(str(uuid.uuid4()), tenant, time.time(), now, metadata, name)
+            self.sessions[session.id] = session
+            return session
+
+    def session(self, tenant: str, name: Any) -> ClientSession:
+        """Return a tenant's session, and note that it was heard of."""
+        session = self._of(self.sessions, tenant, name, "session")
+        if session.finished:
+            raise ApiError("the session has finished", 410)
+        session.seen = self._now()
+        return session
+
+    def finish(self, session: ClientSession) -> None:
+        with self.lock:
+            if session.finished:
+                return
+            session.finished = True
+            for name in session.models:
+                self.models.pop(name, None)
+            for name in session.samplers:
+                self.samplers.pop(name, None)
+            for job in list(self._of_tenant(session.tenant).jobs.values()):
+                if job.session == session.id:
+                    job.fail(JobError("the session has finished"))
+                    self._drop(job)
+            self.ended.append(session)
+            self.wake()
+
+    def end_silent(self) -> None:
+        """End the sessions whose clients have not been heard of."""
+        with self.lock:
+            for session in list(self.sessions.values()):
+                if not session.finished and self._now() - session.seen > _SILENT_SECONDS:
+                    self.finish(session)
+
+    def _of(self, table: Mapping[str, Any], tenant: str, name: Any, what: str) -> Any:
+        found = table.get(name) if isinstance(name, str) else None
+        if found is None or found.tenant != tenant:
+            raise unknown(what)
+        return found
+
+    def all_sessions(self, tenant: str) -> list[ClientSession]:
+        with self.lock:
+            own = [one for one in self.sessions.values() if one.tenant == tenant]
+        return sorted(own, key=lambda one: -one.created)
+
+    def any_session(self, tenant: str, name: Any) -> ClientSession:
+        session: ClientSession = self._of(self.sessions, tenant, name, "session")
+        return session
+
+    def model(self, tenant: str, name: Any) -> Model:
+        model: Model = self._of(self.models, tenant, name, "model")
+        self.session(tenant, model.session)
+        model.last_request = time.time()
+        return model
+
+    def sampler(self, tenant: str, name: Any) -> Sampler:
+        sampler: Sampler = self._of(self.samplers, tenant, name, "sampling session")
+        self.session(tenant, sampler.session)
+        return sampler
+
+    # Futures
+
+    def future(self, tenant: str, name: Any) -> Job:
+        """Return a tenant's future."""
+        with self.lock:
+            own = self._of_tenant(tenant)
+            job = own.jobs.get(name) if isinstance(name, str) else None
+            if job is None and isinstance(name, str) and name in own.forgotten:
+                raise ApiError("the result of this request is kept no longer", 410)
+        if job is None:
+            raise unknown("request")
+        if (session := self.sessions.get(job.session)) is not None:
+            session.seen = self._now()
+        return job
+
+    def known(self, tenant: str, name: str) -> Job | None:
+        """Return the future of a request that came before."""
+        with self.lock:
+            return self._of_tenant(tenant).jobs.get(name)
+
+    def _of_tenant(self, tenant: str) -> Own:
+        return self._own.setdefault(tenant, Own())
+
+    def submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
+        """Take a request. One with the same id was taken before: its future is that one's. With `seq`, jobs of a model
+        are computed in this order, whenever they come."""
+        with self.lock:
+            own = self._of_tenant(job.tenant)
+            if job.id in own.jobs:
+                return own.jobs[job.id]
+            if own.waiting >= _MOST_WAITING:
+                raise ApiError(f"{_MOST_WAITING} requests of yours are waiting", 429)
+            if model is None or seq is None:
+                ready = [job]
+            else:
+                if not model.next_seq <= seq < model.next_seq + _MOST_WAITING:
+                    raise ApiError(f"seq_id is {seq}, and the next request of this model is {model.next_seq}", 409)
+                model.early[seq] = job
+                ready = []
+                while model.next_seq in model.early:
+                    ready.append(model.early.pop(model.next_seq))
+                    model.next_seq += 1
+            own.jobs[job.id] = job
+            own.waiting += 1
+            job.future.add_done_callback(lambda _: self._ended(own, job))
+            self._ready.setdefault(job.tenant, deque()).extend(ready)
+            self.wake()
+            return job
+
+    def _ended(self, own: Own, job: Job) -> None:
+        with self.lock:
+            own.ended(job)
+
+    def retrieved(self, job: Job) -> None:
+        job.retrieved = True
+
+    def _drop(self, job: Job) -> None:
+        with self.lock:
+            self._of_tenant(job.tenant).jobs.pop(job.id, None)
+            ready = self._ready.get(job.tenant)
+            if ready is not None and job in ready:
+                ready.remove(job)
+
+    def cancel(self, job: Job) -> None:
+        """Let a job that has not begun end without a result."""
+        with self.lock:
+            if not job.running and not job.future.done():
+                job.fail(JobError("the request was cancelled"))
+
+    def queue_state(self, job: Job) -> tuple[str, str | None]:
+        """Tell whether a job's turn has come, and why not."""
+        with self.lock:
+            before = sum(len(ready) for ready in self._ready.values())
+            if job.running or before <= 1:
+                return "active", None
+            return "paused_capacity", f"{before} requests are waiting on this server"
+
+    # Jobs
+
+    def take(self, most: int = 256) -> list[Job]:
+        """Take the next job, of the tenant whose turn it is, and those that may be computed together with it."""
+        with self.lock:
+            for tenant in list(self._ready):
+                ready = self._ready.pop(tenant)
+                job = None
+                while ready and job is None:
+                    first = ready.popleft()
+                    job = None if first.future.done() else first
+                if ready:
+                    self._ready[tenant] = ready  # behind the others
+                if job is not None:
+                    jobs = [job, *(self._alike(job, most - 1) if job.together is not None else [])]
+                    for one in jobs:
+                        one.running = True
+                    return jobs
+            return []
+
+    def _alike(self, job: Job, most: int) -> list[Job]:
+        found: list[Job] = []
+        for ready in self._ready.values():
+            for other in list(ready):
+                if len(found) < most and other.together == job.together and not other.future.done():
+                    found.append(other)
+                    ready.remove(other)
+        return found
+
+
+def _size(job: Job) -> int:
+    if job.future.exception() is not None:
+        return 256
+    return len(job.future.result().message) + 256

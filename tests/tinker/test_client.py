@@ -1,0 +1,160 @@
+"""The unmodified client and its recipes, from PyPI (`make tinker`), on `truestep serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import read_weights
+from generate.endpoint.test_serve import serving
+from tinker.oracle import Adapted, loss_of
+from tinker.stand_ins import NAME, make_folder
+from truestep.commands.tinker.checkpoints import Checkpoints
+
+PYTHON = os.environ.get("TRUESTEP_TINKER", "")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not PYTHON, reason="TRUESTEP_TINKER names no Python: `make tinker` makes one"),
+]
+KEY = "tml-nightly"
+IDS, NEXT = [3, 4, 5, 6, 7], [4, 5, 6, 7, 8]
+RL: dict[str, Any] = {"logprobs": [-4, -5, -4.5, -4, -3.5], "advantages": [0, 1, -1, 0.5, 2]}
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "cross_entropy": ({"weights": [0, 1, 1, 0.5, 1]}, {}),
+    "importance_sampling": (RL, {}),
+    "ppo": (RL, {"clip_low_threshold": 0.5, "clip_high_threshold": 1.1}),
+    "cispo": (RL, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "dro": (RL, {"beta": 0.1}),
+    "gspo": ({**RL, "sequence_ratio_mask": [0, 1, 1, 1, 1]}, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}),
+}
+ADAM = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 0.5, "weight_decay": 0.1, "grad_clip_norm": 2.0}
+RECIPES = "tinker_cookbook.recipes"
+QWEN = "renderer_name=qwen3_disable_thinking"
+# Beside the model, the directory and the sizes, what a recipe's command line says.
+RUNS: dict[str, list[str]] = {
+    "sl_loop": ["batch_size=16", "max_length=256", "learning_rate=0.01", "max_steps=12"],
+    "sl_basic": ["max_steps=2"],
+    "rl_loop": ["batch_size=4", "group_size=4", "max_tokens=8", "max_steps=2", "loss_fn=importance_sampling"],
+    "rl_basic": [
+        *("max_steps=2", "max_tokens=8", f"dataset_builder={RECIPES}.math_rl.math_env:Gsm8kDatasetBuilder"),
+        *("dataset_builder.batch_size=4", "dataset_builder.group_size=4", "dataset_builder.renderer_name=qwen3"),
+        f"dataset_builder.model_name_for_tokenizer={NAME}",
+    ],
+    "math_rl.train": ["env=arithmetic", "groups_per_batch=4", "max_steps=2", "loss_fn=ppo"],
+    "preference.shorter.train": ["batch_size=2", "group_size=4", "max_tokens=8", "max_steps=2", QWEN],
+    "preference.dpo.train": ["batch_size=8", "max_length=256", "max_steps=2"],
+    "distillation.on_policy_distillation": [
+        f"teacher_model={NAME}",
+        "groups_per_batch=4",
+        "max_tokens=8",
+        "max_steps=2",
+    ],
+    "multiplayer_rl.guess_number.train": [
+        "batch_size=1",
+        "group_size=2",
+        "max_tokens=4",
+        "max_steps=1",
+        "eval_every=0",
+        QWEN,
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("cookbook"))
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        options = ("--tinker", str(folder / "checkpoints"), "--tinker-name", NAME)
+        with serving(folder / "serve.yaml", *options) as url:
+            yield url.removesuffix("/v1")
+    finally:
+        os.chdir(before)
+
+
+def run(folder: Path, address: str, *command: str) -> str:
+    """Run a program with the client's packages, in the folder."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TINKER_API_KEY": KEY, "TINKER_BASE_URL": address}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | offline
+    done = subprocess.run(
+        [PYTHON, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, address: str) -> dict[str, Any]:
+    """What the program of a user saw."""
+    program = shutil.copy(Path(__file__).with_name("client_program.py"), folder / "program.py")
+    found: dict[str, Any] = json.loads(run(folder, address, str(program), NAME).splitlines()[-1])
+    return found
+
+
+def matrices(folder: Path, path: str) -> dict[str, torch.Tensor]:
+    found = read_weights(Checkpoints(folder / "checkpoints").find(f"key {KEY}", path)[1])
+    return {name: one for name, one in found.items() if ".lora_" in name}
+
+
+def test_losses_and_updates_are_the_oracle_s(folder: Path, seen: dict[str, Any]) -> None:
+    """From the first weights on: each loss, its gradient through AdamW, and a loss of the client's own."""
+    oracle = Adapted(folder / NAME, matrices(folder, seen["begin"]))
+    for name, (given, numbers) in LOSSES.items():
+        own = oracle.logprobs(IDS, NEXT)
+        total = loss_of(name, own, given, **numbers)
+        logprobs, loss, norm = seen["losses"][name]
+        np.testing.assert_allclose(logprobs, [float(one.detach()) for one in own], rtol=0, atol=1e-5)
+        assert loss == pytest.approx(float(total.detach()), rel=1e-5, abs=1e-5), name
+        assert norm == pytest.approx(oracle.update(total, ADAM), rel=1e-5), name
+    total = torch.stack(oracle.logprobs(IDS, NEXT)).square().sum()
+    squares, loss, norm = seen["custom"]
+    assert squares == pytest.approx(float(total.detach()), rel=1e-5) == loss
+    assert norm == pytest.approx(oracle.update(total, ADAM), rel=1e-5)
+    for name, values in matrices(folder, seen["end"]).items():
+        expected = oracle.matrices[name].detach()
+        assert float((values - expected).norm()) <= 1e-5 * max(1.0, float(expected.norm())), name
+
+
+def test_samples_and_log_probs_are_the_oracle_s(folder: Path, seen: dict[str, Any]) -> None:
+    end = Adapted(folder / NAME, matrices(folder, seen["end"]))
+    found = [float(one.detach()) for one in end.logprobs([3, 4], [4, 5])]
+    assert seen["prompt"][0] is None
+    np.testing.assert_allclose(seen["prompt"][1:], found, rtol=0, atol=1e-5)
+    for tokens, logprobs, stop, top in seen["samples"]:
+        rows = end._model.logits([3, 4, 5, *tokens], temperature=0.7)[2:-1].log_softmax(-1)
+        own = [float(row[token].detach()) for row, token in zip(rows, tokens, strict=True)]
+        np.testing.assert_allclose(logprobs, own, rtol=0, atol=1e-5)
+        assert stop in ("stop", "length") and [len(each) for each in top] == [2] * len(tokens)
+
+
+def test_checkpoints_and_refusals(seen: dict[str, Any]) -> None:
+    assert set(seen["listed"]) == {seen["end"], seen["begin"], seen["removed"]}
+    assert set(seen["left"]) == {seen["end"], seen["begin"]}
+    assert seen["same"][0] == seen["same"][1] == seen["after"] and seen["capabilities"] == NAME
+    assert "outside of the vocabulary" in seen["refused cross_entropy"]
+    assert "its formula is not public" in seen["refused stable_reinforce"]
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_recipes_of_the_cookbook_run_unmodified(recipe: str, folder: Path, address: str) -> None:
+    log = folder / "logs" / recipe
+    run(folder, address, "-m", f"{RECIPES}.{recipe}", f"model_name={NAME}", f"log_path={log}", *RUNS[recipe])
+    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    assert lines and (log / "checkpoints.jsonl").read_text()
+    if recipe == "sl_loop":
+        losses = [line["train_mean_nll"] for line in lines if "train_mean_nll" in line]
+        assert losses[-1] < 0.95 * losses[0], losses

@@ -1,0 +1,153 @@
+"""Bodies that no client sends: each gets an error or an answer, the server goes on, and memory does not grow."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinker.house import RECORDED, House, metrics_of, request_of, served_in
+from truestep.commands.tinker import wire
+
+ODD: list[Any] = [None, True, -1, 0, 2**40, 2**70, 1.5, 1e308, "", "x" * 300, "../../etc", [], [[]], {}, {"a": {}}]
+PROTOS = [name for name, given in RECORDED.items() if "proto" in given]
+JSONS = [name for name, given in RECORDED.items() if "json" in given]
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("hostile")
+    house = served_in(folder, folder / "checkpoints")
+    house.make()
+    return house
+
+
+def mutated(message: bytes, draw: random.Random) -> bytes:
+    raw = bytearray(message)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(raw) + 1)
+        kind = draw.randrange(4)
+        if kind == 0 and at < len(raw):
+            raw[at] = draw.randrange(256)
+        elif kind == 1:
+            del raw[at : at + draw.randint(1, 9)]
+        elif kind == 2:
+            raw[at:at] = draw.randbytes(draw.randint(1, 9))
+        else:
+            raw[at:] = b""
+    return bytes(raw)
+
+
+def with_odd(value: Any, draw: random.Random) -> Any:
+    """A body with one value in it replaced, or left out."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        name = draw.choice(sorted(value))
+        if draw.random() < 0.15:
+            return {key: each for key, each in value.items() if key != name}
+        return {**value, name: with_odd(value[name], draw)}
+    if isinstance(value, list) and value and draw.random() < 0.5:
+        at = draw.randrange(len(value))
+        return [*value[:at], with_odd(value[at], draw), *value[at + 1 :]]
+    return draw.choice(ODD)
+
+
+def attack(house: House, cases: int, seed: int) -> None:
+    draw, model = random.Random(seed), house.tinker.state.models[f"{house.session}:train:0"]
+    for _ in range(cases):
+        if draw.random() < 0.5:
+            name = draw.choice(PROTOS)
+            body = mutated(house.message(name, seq=model.next_seq), draw)
+            answer = house.post("forward_backward", content=body)
+        else:
+            name = draw.choice(JSONS)
+            given = {**RECORDED[name]["json"]}
+            given |= (
+                {"seq_id": model.next_seq + (name == "sample") * draw.randrange(10**6)} if "seq_id" in given else {}
+            )
+            text = json.dumps(given).replace("SESSION", house.session)
+            answer = house.post(RECORDED[name]["path"], with_odd(json.loads(text), draw))
+        assert answer.status_code in (200, 400, 404, 409, 410, 413, 415, 429), (name, answer.status_code, answer.text)
+        if answer.status_code == 200 and "request_id" in answer.json():
+            house.work()
+            job = house.tinker.state.known(f"key {house.key}", answer.json()["request_id"])
+            error = None if job is None or not job.future.done() else job.future.exception()
+            assert error is None or type(error).__name__ == "JobError", (name, error)
+
+
+def alive(house: House) -> float:
+    """The loss of a good request, in a session of its own."""
+    other = house.of("tml-bob")
+    other.make()
+    output = other.result(other.post("forward_backward", content=other.message("cross_entropy")).json())
+    other.get(f"sessions/{other.session}/finish", "POST")
+    other.work()
+    return metrics_of(output)["loss:sum"]
+
+
+@pytest.mark.parametrize("cases", [60, pytest.param(10_000, marks=pytest.mark.release)])
+def test_mutated_bodies(cases: int, house: House) -> None:
+    before = alive(house)
+    attack(house, cases, seed=1)
+    assert alive(house) == before
+    if cases > 1000:
+        tracemalloc.start()
+        attack(house, 1000, seed=2)
+        grown = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert grown < 2**26
+
+
+def test_tensors_that_claim_to_be_large(house: House) -> None:
+    model = f"{house.session}:train:0"
+
+    def claimed(*sides: int) -> bytes:
+        tensor = wire.number_field(3, 1) + b"".join(wire.number_field(4, side) for side in sides)
+        return wire.bytes_field(2, wire.bytes_field(1, b"")) + tensor
+
+    for sides in ((2**40, 2), (2**33,), (-1, 3), (10**5, 10**5), (3,)):
+        datum = wire.entry(2, "weights", wire.bytes_field(2, claimed(*sides)))
+        body = wire.bytes_field(1, model) + wire.number_field(2, 1) + wire.bytes_field(3, datum)
+        assert house.post("forward_backward", content=body).status_code == 400
+    body = request_of(model, 1, [([3], {"target_tokens": np.zeros((1, 3))})], "cross_entropy")
+    assert house.post("forward_backward", content=body, **{"content-encoding": "zstd"}).status_code == 415
+    assert house.post("telemetry", content=b"[" * 10**5).status_code == 400
+
+
+def test_messages_of_random_bytes() -> None:
+    draw = random.Random(3)
+    for _ in range(3000):
+        raw = draw.randbytes(draw.randrange(40))
+        with contextlib.suppress(wire.WireError):
+            wire.read_forward_backward(raw)
+
+
+def test_what_is_written_is_read_again() -> None:
+    draw = np.random.default_rng(0)
+    for shape in ((0,), (5,), (3, 4), (2, 3, 4)):
+        for values in (draw.normal(size=shape).astype(np.float32), draw.integers(-(2**60), 2**60, shape)):
+            found = wire.read_tensor(wire.tensor(values))
+            assert found.shape == shape and found.dtype == values.dtype and (found == values).all()
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# tenants\nalice tml-0123456789abcdef\nbob tml-fedcba9876543210\n")
+    from truestep.commands.tinker.errors import ApiError
+    from truestep.commands.tinker.tenants import Tenants, TenantsError
+
+    tenants = Tenants(keys)
+    assert (tenants.of("tml-0123456789abcdef"), tenants.of("tml-fedcba9876543210")) == ("alice", "bob")
+    for wrong in (None, "", "tml-0123456789abcde", "tml-other"):
+        with pytest.raises(ApiError):
+            tenants.of(wrong)
+    for text in ("", "alice short", "a b c", "alice tml-0123456789abcdef\nalice tml-0000000000000000"):
+        keys.write_text(text)
+        with pytest.raises(TenantsError):
+            Tenants(keys)
