@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import truestep
 
 ROOT = Path(truestep.__file__).parent
@@ -171,4 +173,12 @@ def test_an_import_that_runs_back_up_is_caught() -> None:
 def test_the_configuration_imports_no_torch() -> None:
     modules = "truestep.config.load, truestep.config.describe, truestep.commands.cli"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.long  # torch and transformers are imported
+def test_training_imports_no_optional_package() -> None:
+    """An extra is imported where it is used, so that `pip install .` alone trains."""
+    missing = ("httpx", "starlette", "uvicorn", "redis", "fla", "flash_attn", "wandb", "verifiers", "openenv")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import truestep.run.train"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

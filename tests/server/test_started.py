@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from server.runs import server_config
+from small_runs import quiet_trainer
 from truestep.generate.errors import ServerError
 from truestep.generate.servers import started
 from truestep.generate.servers.started import Engine, StartedServers, gpus_of_ranks, python_of
@@ -98,11 +98,12 @@ def until(happens: Callable[[], object], seconds: float = 20.0) -> None:
 def test_each_server_has_its_gpus_port_seed_and_key(
     start: Callable[..., StartedServers], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("PYTHONPATH", "/of/the/trainer")
+    of_trainer = {"LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+    for name, value in (of_trainer | {"PYTHONPATH": "/of/the/trainer", "HTTP_PROXY": "http://127.0.0.1:9"}).items():
+        monkeypatch.setenv(name, value)
     servers = start(gpus=[(4, 5), (6, 7)], tensor=2, options=("--gpu-memory-utilization", "0.8"), receives=True)
     servers.wait(_lives)
-    assert len({*servers.urls}) == 2 and all(httpx.get(f"{url}/health").status_code == 200 for url in servers.urls)
+    assert len({*servers.urls}) == 2 and all(map(_lives, servers.urls))
     found = sorted(starts(place), key=lambda one: one["environment"]["CUDA_VISIBLE_DEVICES"])
     assert [one["environment"]["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5", "6,7"]
     for number, (one, url) in enumerate(zip(found, servers.urls, strict=True), 1):
@@ -118,7 +119,8 @@ def test_each_server_has_its_gpus_port_seed_and_key(
         assert flags["--weight-transfer-config"] == '{"backend": "nccl"}'
         assert one["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
         assert one["environment"]["VLLM_API_KEY"] == servers.key and len(servers.key or "") > 20
-        assert not {"LOCAL_RANK", "PYTHONPATH"} & set(one["environment"])
+        assert not {*of_trainer, "PYTHONPATH"} & set(one["environment"])
+        assert one["environment"]["PATH"].startswith(f"{place / 'bin'}{os.pathsep}")
         assert str(servers.key) not in " ".join(given), "everybody on the machine reads arguments"
 
 
@@ -162,6 +164,40 @@ def test_a_server_that_never_answers_is_named(start: Callable[..., StartedServer
         start(timeout=0.2).wait(lambda url: False)
 
 
+def test_a_server_that_never_answers_again_is_left_whatever_time_it_takes(
+    start: Callable[..., StartedServers], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(started, "_WITHIN", 0.0)
+    said: list[str] = []
+    start(said.append).wait(_lives)
+    (place / "broken").touch()
+    os.kill(starts(place)[0]["pid"], signal.SIGKILL)
+    until(lambda: said and "after 4 starts it is left" in said[-1])
+
+
+def test_an_error_while_the_trainer_is_made_ends_the_servers(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = server_config(tmp_path, [], sampler={"urls": None, "start": {"environment": str(place)}})
+
+    def fail(*_: Any) -> Any:
+        until(lambda: starts(place))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("truestep.run.train.make_runner", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        quiet_trainer(config)
+    (one,) = starts(place)
+    until(lambda: not lives(one["pid"]) and not lives(one["child"]))
+
+
+def test_a_keeper_whose_trainer_is_gone_before_it_looks_starts_nothing_that_stays(place: Path) -> None:
+    keeper = Path(started.__file__).with_name("keeper.py")
+    command = [sys.executable, "-I", str(keeper), "1", "0.2", str(place / "log"), str(place / "bin" / "python")]
+    assert subprocess.run([*command, "--port", "0"], timeout=20, check=False).returncode == 0
+    assert not [one for one in starts(place) if lives(one["pid"]) or lives(one["child"])]
+
+
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_trainer_that_is_killed(place: Path, ending: int) -> None:
     code = f"""
@@ -186,7 +222,8 @@ def test_gpus_of_ranks_are_those_that_cuda_shows_them() -> None:
     assert gpus_of_ranks({"LOCAL_WORLD_SIZE": "4"}) == {0, 1, 2, 3}
     assert gpus_of_ranks({"LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "5,3,1"}) == {3, 5}
     assert gpus_of_ranks({"CUDA_VISIBLE_DEVICES": ""}) == set()
-    assert gpus_of_ranks({"CUDA_VISIBLE_DEVICES": "GPU-8f3a"}) == set()
+    with pytest.raises(ServerError, match="CUDA_VISIBLE_DEVICES names GPU-8f3a, which cannot be compared"):
+        gpus_of_ranks({"CUDA_VISIBLE_DEVICES": "GPU-8f3a"})
 
 
 def test_an_environment_without_python_is_refused(place: Path) -> None:
@@ -211,8 +248,13 @@ def test_options_become_an_engine(place: Path, tmp_path: Path, monkeypatch: pyte
         4,
         ("--enforce-eager",),
     )
+    assert engine.command(1, 2)[-6:-1] == ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
     assert Path(engine.model).is_absolute() and engine.command(1, 2)[0] == str(place / "bin" / "python")
-    config = config.changed({"model.device": "auto", "sampler.start.gpus": [1, 0, 4, 5]})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    auto = config.changed({"model.device": "auto"})
+    with pytest.raises(SourceError, match="sampler.start.gpus: the trainer runs on a GPU"):
+        engine_to_start(auto.changed({"sampler.start.gpus": None, "sampler.start.tensor": 1}))
+    config = auto.changed({"sampler.start.gpus": [1, 0, 4, 5]})
     with pytest.raises(SourceError, match="sampler.start.gpus: GPU 0, 1 is one on which the trainer runs"):
         check_inputs(config, ALONE)

@@ -1,6 +1,7 @@
 """Builds a trainer from a configuration, restores its last checkpoint, and runs its loop."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -117,12 +118,29 @@ def make_trainer(
     rates: Rates | None = None,
 ) -> Trainer:
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
+    with ExitStack() as opened:
+        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened)
+        opened.pop_all()  # from here on they end with the run
+    return trainer
+
+
+def _make_trainer(
+    config: Config,
+    title: str,
+    ranks: Ranks,
+    watch: Watch,
+    callbacks: Sequence[Callback],
+    display: Display,
+    rates: Rates | None,
+    opened: ExitStack,
+) -> Trainer:
+    """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     say = partial(_say_one, display, config, ranks)
-    started = start_servers(config, directory.path, say) if ranks.first else None  # while the model is loaded
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
+    started = _start_servers(config, ranks, latest, directory, say, opened)  # while the model is loaded
     policy = _policy_of(config, ranks, latest, directory, rates)
     runner = make_runner(config, policy)
     annotators = _annotators(config, runner, directory, latest)
@@ -164,6 +182,23 @@ def make_trainer(
         put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
     )
+
+
+def _start_servers(
+    config: Config,
+    ranks: Ranks,
+    checkpoint: Path | None,
+    directory: RunDirectory,
+    say: Callable[[str], None],
+    opened: ExitStack,
+) -> StartedServers | None:
+    if not ranks.first:
+        return None
+    base = config.model.path if checkpoint is None else directory.first_weights(config.model.path)
+    started = start_servers(config, base, directory.path, say)
+    if started is not None:
+        opened.callback(started.close)
+    return started
 
 
 def _make_data(

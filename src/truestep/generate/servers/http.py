@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -26,6 +27,19 @@ _SHOWN = 64 * 1024  # bytes of an error message that are read
 _KEY_HINT = "; set sampler.api_key_env to the variable that holds its key"
 
 
+def is_of_this_machine(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def answers(url: str) -> bool:
+    """Tell whether a server of this machine answers a GET request with success."""
+    try:
+        return httpx.get(url, timeout=QUICK_SECONDS, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 class HttpClient:
     """Requests to one address. Answers are bounded and uncompressed, redirects are not followed, and no cookie is kept:
     a server could set others in each answer, which all later requests would carry."""
@@ -41,6 +55,7 @@ class HttpClient:
             headers=_IDENTITY | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             follow_redirects=False,
+            trust_env=not is_of_this_machine(self.url),  # a proxy of the environment leads elsewhere
             timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )

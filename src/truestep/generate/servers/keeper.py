@@ -1,10 +1,10 @@
 """Runs a command, and ends it and all that it started when the process that asked for it is gone.
 
-    python keeper.py GRACE LOG COMMAND...
+    python keeper.py PARENT GRACE LOG COMMAND...
 
 A program of its own, which imports nothing of truestep: an engine's processes must not outlive the run, even one that
-is killed. GRACE: the seconds that they have to end by themselves. On Linux what the command leaves behind becomes this
-process's child, whatever session it is in.
+is killed. PARENT: the process that asked. GRACE: the seconds that they have to end by themselves. On Linux what the
+command leaves behind becomes this process's child, whatever session it is in.
 """
 
 import contextlib
@@ -67,8 +67,8 @@ def end_all(grace: float) -> None:
         _reap()
 
 
-def main(grace: str, log: str, *command: str) -> int:
-    parent, asked = os.getppid(), list[int]()
+def main(parent: str, grace: str, log: str, *command: str) -> int:
+    asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: asked.append(number))
     _prctl(_SUBREAPER, 1)
@@ -81,7 +81,7 @@ def main(grace: str, log: str, *command: str) -> int:
             start_new_session=True,
             preexec_fn=_dies_with_its_parent,
         )
-    while child.poll() is None and not asked and os.getppid() == parent:
+    while child.poll() is None and not asked and os.getppid() == int(parent):
         time.sleep(_POLL_SECONDS)
     ended = child.poll()
     end_all(float(grace) if ended is None else min(float(grace), 1.0))

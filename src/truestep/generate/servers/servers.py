@@ -210,9 +210,11 @@ class Servers:
                 with contextlib.suppress(TimeoutError):
                     self._sending.exception(_CLOSE_SECONDS)
         finally:
-            self._loop.run(self.ahead.close())
-            self._loop.close()
-            if self._started is not None:
-                self._started.close()
+            try:
+                self._loop.run(self.ahead.close())
+                self._loop.close()
+            finally:
+                if self._started is not None:
+                    self._started.close()
             self._plays.close()
             self._publisher.close(finished)

@@ -1,6 +1,7 @@
 """Inference servers that the run starts on this machine, starts again when they end, and ends with itself."""
 
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -18,12 +19,16 @@ from truestep.generate.errors import ServerError
 from truestep.process import progress
 from truestep.text import keep_secret, printable
 
+log = logging.getLogger(__name__)
+
 _POLL_SECONDS = 0.5
-_STARTS, _WITHIN = 5, 900.0  # a server that ends so often within so many seconds is not started again
+_STARTS, _WITHIN = 5, 900.0  # a server that ends so often within so many seconds is not started again,
+_FAILED = 3  # nor one that so often in a row ended before it answered
 _GRACE_SECONDS, _CLOSE_SECONDS = 10.0, 20.0  # for a server to end by itself, and until the run waits no longer
 _SHOWN = 15  # last lines of a log
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank may be
 # Environment variables for the trainer's own processes.
-_TRAINERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PYTHONPATH")
+_TRAINERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PYTHONPATH", "OMP_NUM_")
 _KEEPER = Path(__file__).with_name("keeper.py")
 
 
@@ -51,7 +56,9 @@ class Engine:
         made += ["--host", "127.0.0.1", "--port", str(port), "--seed", str(seed), "--dtype", self.dtype]
         made += ["--logprobs-mode", "processed_logprobs", "--tensor-parallel-size", str(self.tensor)]
         made += [] if self.longest is None else ["--max-model-len", str(self.longest)]
-        made += [] if self.adapter_rank is None else ["--enable-lora", "--max-lora-rank", str(self.adapter_rank)]
+        if self.adapter_rank is not None:  # an adapter's new version is loaded before the old one goes
+            largest = next((rank for rank in _LORA_RANKS if rank >= self.adapter_rank), self.adapter_rank)
+            made += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(largest)]
         made += ["--weight-transfer-config", '{"backend": "nccl"}'] if self.receives else []
         made += ["--enable-return-routed-experts"] if self.returns_routes else []
         return [*made, *self.options]
@@ -65,17 +72,9 @@ class Engine:
         return [*made, *self.options]
 
     def environment(self, gpus: Sequence[int], key: str | None) -> dict[str, str]:
-        given = dict(os.environ)
-        for name in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "PYTHONPATH",
-        ):
-            given.pop(name, None)  # torchrun's, for the trainer's ranks alone
+        given = {name: value for name, value in os.environ.items() if not name.startswith(_TRAINERS)}
+        # Tools of its environment, such as ninja, are called by name.
+        given["PATH"] = os.pathsep.join([str(Path(self.python).parent), given.get("PATH", os.defpath)])
         given |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         given |= {} if key is None else {"VLLM_API_KEY": key}
         return given | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
@@ -89,6 +88,8 @@ class _Started:
     seed: int
     process: subprocess.Popen[bytes] | None = None
     begun: list[float] = field(default_factory=list)  # times of its starts
+    failed: int = 0  # starts in a row that ended before it answered
+    lived: bool = False  # since its last start
     given_up: bool = False
 
     @property
@@ -121,8 +122,10 @@ class StartedServers:
             _Started(port, tuple(own), logs / f"{number}.log", number + 1)
             for number, (own, port) in enumerate(zip(gpus, _free_ports(len(gpus)), strict=True))
         ]
-        self._closed, self._lock = threading.Event(), threading.Lock()
-        self._end = weakref.finalize(self, _end, self._servers)  # also when the interpreter ends
+        self._lives: Callable[[str], bool] = lambda url: True
+        self._closed, self._lock = threading.Event(), threading.RLock()
+        # Also when the interpreter ends.
+        self._end = weakref.finalize(self, _end, self._servers, self._closed, self._lock)
         for server in self._servers:
             self._start(server)
 
@@ -133,29 +136,33 @@ class StartedServers:
     def wait(self, lives: Callable[[str], bool]) -> None:
         """Wait until all servers live, and look after them from then on."""
         until = time.monotonic() + self._timeout
-        for server in self._servers:
-            with progress.waiting_for(f"{server} to start (it writes {server.log})"):
-                while not lives(server.url):
+        self._lives, waiting = lives, list(self._servers)
+        while waiting:
+            with progress.waiting_for(f"{waiting[0]} to start (it writes {waiting[0].log})"):
+                waiting = [server for server in waiting if not lives(server.url)]
+                for server in self._servers:  # a port that answers may be another program's
                     assert server.process is not None
-                    code = server.process.poll()
-                    if code is not None:
+                    if (code := server.process.poll()) is not None:
                         raise ServerError(
                             f"sampler.start: {server} ended{_with(code)} as it started:\n{_last_of(server)}"
                         )
-                    if time.monotonic() > until:
-                        raise ServerError(
-                            f"sampler.start: {server} does not answer after sampler.start.timeout: "
-                            f"{self._timeout:g} seconds:\n{_last_of(server)}"
-                        )
-                    progress.made("looks at a server that starts")
-                    time.sleep(_POLL_SECONDS)
+                if waiting and time.monotonic() > until:
+                    raise ServerError(
+                        f"sampler.start: {waiting[0]} does not answer after sampler.start.timeout: "
+                        f"{self._timeout:g} seconds:\n{_last_of(waiting[0])}"
+                    )
+                progress.made("looks at servers that start")
+                time.sleep(_POLL_SECONDS if waiting else 0.0)
+        for server in self._servers:
+            server.lived = True
         threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), name="servers", daemon=True).start()
 
     def _start(self, server: _Started) -> None:
         server.begun.append(time.monotonic())
+        server.lived = False
         command = self._engine.command(server.port, server.seed)
         server.process = subprocess.Popen(
-            [sys.executable, "-I", str(_KEEPER), str(_GRACE_SECONDS), str(server.log), *command],
+            [sys.executable, "-I", str(_KEEPER), str(os.getpid()), str(_GRACE_SECONDS), str(server.log), *command],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the trainer, which ends its servers when it has saved
             env=self._engine.environment(server.gpus, self.key),
@@ -163,23 +170,23 @@ class StartedServers:
 
     def look(self) -> None:
         """Start servers that have ended again. The fleet gives them the current weights when they answer."""
-        with self._lock:
-            for server in () if self._closed.is_set() else self._servers:
+        for server in self._servers:
+            server.lived = server.lived or (not server.given_up and self._lives(server.url))
+            with self._lock:
                 assert server.process is not None
                 code = server.process.poll()
-                if code is None or server.given_up:
+                if code is None or server.given_up or self._closed.is_set():
                     continue
-                lately = [begun for begun in server.begun if begun > time.monotonic() - _WITHIN]
-                server.given_up = len(lately) >= _STARTS
-                then = f"after {len(lately)} starts it is left" if server.given_up else "it is started again"
+                server.failed = 0 if server.lived else server.failed + 1
+                lately = sum(begun > time.monotonic() - _WITHIN for begun in server.begun)
+                server.given_up = lately >= _STARTS or server.failed >= _FAILED
+                then = f"after {len(server.begun)} starts it is left" if server.given_up else "it is started again"
                 self._say(f"{server} ended{_with(code)}: {then}. Its last lines, of {server.log}:\n{_last_of(server)}")
                 if not server.given_up:
                     self._start(server)
 
     def close(self) -> None:
-        self._closed.set()
-        with self._lock:
-            self._end()
+        self._end()
 
 
 def _watch(owner: "weakref.ref[StartedServers]", closed: threading.Event) -> None:
@@ -187,12 +194,21 @@ def _watch(owner: "weakref.ref[StartedServers]", closed: threading.Event) -> Non
         servers = owner()
         if servers is None:
             return
-        servers.look()
+        try:
+            servers.look()
+        except Exception:  # such as a process that cannot be forked now: the next look may
+            log.exception("a look at the servers that the run started")
         del servers
 
 
-def _end(servers: Sequence[_Started]) -> None:
+def _end(servers: Sequence[_Started], closed: threading.Event, lock: threading.RLock) -> None:
     """End all servers at the same time, and wait for them."""
+    closed.set()
+    with lock:
+        _end_all(servers)
+
+
+def _end_all(servers: Sequence[_Started]) -> None:
     running = [server.process for server in servers if server.process is not None]
     for process in running:
         process.terminate()
@@ -244,5 +260,10 @@ def gpus_of_ranks(variables: Mapping[str, str]) -> set[int]:
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return set(range(local))
-    named = [part.strip() for part in visible.split(",")][:local]
-    return {int(part) for part in named if part.isdigit()}
+    named = [part.strip() for part in visible.split(",") if part.strip()][:local]
+    if odd := [part for part in named if not part.isdigit()]:
+        raise ServerError(
+            f"sampler.start.gpus: CUDA_VISIBLE_DEVICES names {odd[0]}, which cannot be compared with numbers of GPUs: "
+            "give numbers there"
+        )
+    return set(map(int, named))

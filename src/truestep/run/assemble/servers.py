@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
+import torch
 from transformers import AutoConfig
 
 from truestep.config.custom import check_options, load_custom
@@ -48,13 +48,19 @@ def secret_of(option: str, variable: str | None) -> str | None:
     return key
 
 
-def engine_to_start(config: Config) -> tuple[Engine, list[list[int]]] | None:
-    """Return the engine of `sampler.start` and the GPUs of each of its servers; raise if they cannot be started."""
+def engine_to_start(config: Config, model: str | None = None) -> tuple[Engine, list[list[int]]] | None:
+    """Return the engine of `sampler.start` and the GPUs of each of its servers; raise if they cannot be started.
+    `model`: the directory of the weights that they begin with, by default model.path."""
     sampler = config.sampler
     if not isinstance(sampler, ServerSampler) or sampler.start is None:
         return None
     start = sampler.start
-    both = sorted(gpus_of_ranks(os.environ) & set(start.gpus or ())) if config.model.device != "cpu" else []
+    on_gpus = config.model.device != "cpu" and torch.cuda.is_available()
+    if on_gpus and start.gpus is None:
+        raise SourceError(
+            "sampler.start.gpus: the trainer runs on a GPU, which a server would take too: say which GPUs servers get"
+        )
+    both = sorted(gpus_of_ranks(os.environ) & set(start.gpus or ())) if on_gpus else []
     if both:
         raise SourceError(
             f"sampler.start.gpus: GPU {', '.join(map(str, both))} is one on which the trainer runs: a server fills a "
@@ -63,7 +69,7 @@ def engine_to_start(config: Config) -> tuple[Engine, list[list[int]]] | None:
     engine = Engine(
         python=python_of(start.environment),
         kind=sampler.protocol,
-        model=str(Path(config.model.path).absolute()),
+        model=str(Path(model or config.model.path).absolute()),
         name=sampler.model,
         dtype=config.model.dtype,
         longest=_longest(config),
@@ -85,9 +91,9 @@ def _longest(config: Config) -> int:
     return min(longest, allowed) if isinstance(allowed, int) and allowed > 0 else longest
 
 
-def start_servers(config: Config, run: Path, say: Callable[[str], None]) -> StartedServers | None:
+def start_servers(config: Config, model: str, run: Path, say: Callable[[str], None]) -> StartedServers | None:
     """Begin to start the servers of `sampler.start`. `wait_for` says when they live."""
-    found = engine_to_start(config)
+    found = engine_to_start(config, model)
     if found is None:
         return None
     assert isinstance(config.sampler, ServerSampler) and config.sampler.start is not None
@@ -100,7 +106,6 @@ def wait_for(started: StartedServers | None) -> None:
 
 
 def _lives(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
-    except httpx.HTTPError:
-        return False
+    from truestep.generate.servers.http import answers  # the HTTP client is an optional package
+
+    return answers(f"{url}/health")

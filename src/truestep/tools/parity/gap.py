@@ -86,6 +86,8 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
     if world_size() > 1:
         raise ParityError("parity runs on one process: start it without torchrun")
     if isinstance(config.sampler, ServerSampler):
+        if config.sampler.urls is None:
+            raise ParityError("parity asks servers that run: give sampler.urls in place of sampler.start")
         server_maker(config.sampler)  # raises errors of the options before the model is loaded
     run = RunDirectory(Path(config.checkpoint.directory)) if config.checkpoint.directory else None
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
