@@ -1,6 +1,7 @@
-"""The lossless conversion of a document to a line of JSON and back."""
+"""The lossless conversion of a document to a line of JSON, or to bytes, and back."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,3 +60,41 @@ def read_document(line: dict[str, Any]) -> Rollout:
         name: None if line.get(name) is None else np.array(line[name], dtype=kind) for name, kind in arrays().items()
     }
     return Rollout(**(line | read | read_others(line) | read_tuples(line)))
+
+
+def document_bytes(document: Rollout) -> bytes:
+    """Return the length of the document's JSON, the JSON, and its arrays; arrays of labels have only their labels."""
+    ids, mask = document.input_ids, document.loss_mask
+    stored = {"input_ids": ids.astype(np.int32) if ids.max() < 2**31 else ids, "loss_mask": mask}
+    for name in arrays():
+        if name not in stored and (values := getattr(document, name)) is not None:
+            stored[name] = at_labels(values, mask)
+    names = [item.name for item in dataclasses.fields(document) if item.name not in (*arrays(), *PLACES)]
+    line = {name: written(getattr(document, name)) for name in names} | others_of(document)
+    line["arrays"] = {name: [array.dtype.str, len(array)] for name, array in stored.items()}
+    head = json.dumps(line).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *(array.tobytes() for array in stored.values())])
+
+
+def read_document_bytes(content: bytes) -> Rollout:
+    """Read a document that `document_bytes` wrote."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    line = json.loads(content[8:end])
+    found: dict[str, Any] = dict.fromkeys(arrays())
+    for name, (kind, count) in line.pop("arrays").items():
+        found[name] = np.frombuffer(content, kind, count, end).copy()
+        end += found[name].nbytes
+    mask = found["loss_mask"]
+    for name, values in found.items():
+        if name not in ("input_ids", "loss_mask") and values is not None:
+            found[name] = np.zeros(len(mask), values.dtype)
+            found[name][mask] = values
+    found["input_ids"] = found["input_ids"].astype(np.int64)
+    return Rollout(**(line | found | read_others(line) | read_tuples(line)))
+
+
+def at_labels(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the values at labels, or only the first value if all are identical bit for bit."""
+    on_labels: np.ndarray = values[mask]
+    bits = on_labels.view(f"u{on_labels.itemsize}")
+    return on_labels[:1] if len(bits) > 1 and (bits == bits[0]).all() else on_labels

@@ -58,6 +58,7 @@ from truestep.step.plan.queue import PlanQueue
 from truestep.step.update.optimizer import StateError, restore_optimizer
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.types import Rejected
+from truestep.weights.digests import Trace
 from truestep.weights.errors import ModelError
 from truestep.weights.tensor_parts import StoredTensors
 
@@ -140,8 +141,9 @@ def make_trainer(
         supply.source.checkpointed(queue.documents_seen)
         if supply.publication is not None:
             supply.publication.saved(latest, progress.step, queue.documents_seen)
+    runner, trace = runner.with_entropy_bonus(progress.entropy_bonus), Trace(policy.weights)
     return Trainer(
-        learner=Learner(runner.with_entropy_bonus(progress.entropy_bonus), optimizer, config.optimizer.gradient_clip),
+        learner=Learner(runner, optimizer, config.optimizer.gradient_clip, trace),
         source=supply.source,
         plans=PlansAhead(queue, ranks, overlap=supply.source.plans_ahead),
         ranks=ranks,
@@ -153,7 +155,7 @@ def make_trainer(
         checkpoints=store,
         saves=Saves(store, ranks),
         save_rule=_save_rule(config),
-        observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say),
+        observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
