@@ -140,7 +140,7 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
     if len(past.steps) > 1:
         lines.append(f"steps {first} to {past.step} were made again, from {past.checkpoint or 'the first weights'}")
     if changed.of_numbers:
-        lines.append(f"what if: {changed.said(changed.of_numbers)}")
+        lines.append(f"what if: {_what_if(changed)}")
         lines.append(f"step {past.step}: {len(metrics)} of {compared} metrics differ" + _weights_said(weights))
     elif exact and weights is not None:
         bits = f"{compared} metrics, and the bits of {weights.compared} weights"
@@ -159,6 +159,15 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
         dict(now.metrics[past.step]),
         tuple(lines),
     )
+
+
+def _what_if(changed: Changed) -> str:
+    """Say what was changed: of a section of another type, the type alone."""
+    types = [name for name in changed.of_numbers if name.endswith(".type")]
+    sections = tuple(name.removesuffix("type") for name in types)
+    others = [name for name in changed.of_numbers if not name.startswith(sections)] if sections else changed.of_numbers
+    said = [(name, *changed.all[name]) for name in (*types, *others)]
+    return "; ".join(f"{name} is {now} (it was {before})" for name, before, now in said)
 
 
 def _at_the_beginning(past: Past, made: Made, was: RunFiles) -> list[str]:
