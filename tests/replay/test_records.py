@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from small_runs import file_config, kept_rows, quiet_trainer, read_lines, tell, write_rollouts
+from small_runs import file_config, kept_rows, quiet_trainer, read_lines, tell, write_lines, write_rollouts
+from truestep.rollouts.digests import digest_of
+from truestep.rollouts.documents import record_lines
+from truestep.rollouts.fields import declare
+from truestep.rollouts.files import load_documents
 from truestep.rollouts.kept.records import RecordFiles, blocks_of, encode, roll_back
-from truestep.types import Rollout, StepPlan, Turn
+from truestep.rollouts.record import Checks, Needs
+from truestep.types import DocumentScore, Rollout, StepPlan, Turn
 
 Model = Callable[[str], Path]
 KEEP = {"logging": {"rollouts": {"documents": "all"}}}
@@ -26,7 +31,7 @@ def some_documents(seed: int, count: int = 3) -> list[Rollout]:
         mask = generator.random(size) < 0.5
         mask[[0, 2]] = False
         values = np.where(mask, generator.normal(size=size), 0).astype(np.float32)
-        several: dict[str, Any] = {"starts": (0, 2), "record_ids": ("a", "b")} if number else {}
+        several: dict[str, Any] = {"starts": (0, 2), "record_ids": (f"{number}a", f"{number}b")} if number else {}
         made.append(
             Rollout(
                 f"d{seed}-{number}",
@@ -38,9 +43,9 @@ def some_documents(seed: int, count: int = 3) -> list[Rollout]:
                 group_id="g",
                 model_version=np.where(mask, 7, 0),
                 fields={"w": values},
-                token_fields={"routed_experts": generator.integers(0, 8, (size - 1, 2, 2)).astype(np.uint8)},
+                token_fields={"routed_experts": generator.integers(0, 8, (size - (not number), 2, 2)).astype(np.uint8)},
                 document_fields={"level": np.array(2)},
-                turns=(Turn(1, 3, "assistant", 0.25),),
+                turns=(Turn(2, 3, "assistant", 0.25),),
                 metadata={"by_turn": [{"drawing": 0.5}]},
                 **several,
             )
@@ -154,3 +159,19 @@ def test_a_full_disk_costs_records_and_not_the_run(
     trainer = quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", **KEEP))
     trainer.run()
     assert len(read_lines(tmp_path / "run" / "ledger.jsonl")) == 3 and not (tmp_path / "run" / "records").exists()
+
+
+def test_records_are_rollout_files_again(tmp_path: Path) -> None:
+    """A document's lines, read by the checks of rollout files, are what the digest says was trained on."""
+    declared = declare({"w": {"level": "label"}, "level": {"level": "document", "dtype": "int64"}})
+    checks = Checks(Needs(True, True, "none"), fields=declared)
+    documents = some_documents(3, 6)
+    scores = [
+        DocumentScore(one.id, np.arange(one.num_labels, dtype=np.float32), np.ones(one.num_labels, np.float32))
+        for one in documents
+    ]
+    lines = [line for one, score in zip(documents, scores, strict=True) for line in record_lines(one, score)]
+    read = load_documents([write_lines(tmp_path / "d.jsonl", lines)], checks)
+    assert not read.rejected
+    assert [digest_of(one) for one in read.rollouts] == [digest_of(one) for one in documents]
+    assert [value for line in lines[:1] for value in line["policy_logprobs"]] == list(range(documents[0].num_labels))

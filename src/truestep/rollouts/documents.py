@@ -10,7 +10,7 @@ import numpy as np
 from truestep.rollouts import fields
 from truestep.rollouts.rows import decode, encode
 from truestep.rollouts.turns import turn_lines
-from truestep.types import PLACES, Rollout, Turn
+from truestep.types import PLACES, DocumentScore, Rollout, Turn
 
 _ATTRIBUTES = {item.name for item in dataclasses.fields(Rollout)}
 
@@ -60,6 +60,33 @@ def read_document(line: dict[str, Any]) -> Rollout:
         name: None if line.get(name) is None else np.array(line[name], dtype=kind) for name, kind in arrays().items()
     }
     return Rollout(**(line | read | read_others(line) | read_tuples(line)))
+
+
+def record_lines(document: Rollout, score: DocumentScore | None = None) -> list[dict[str, Any]]:
+    """Return a document as records of a rollout file, one for each sequence. `score`: the policy's log-probs and
+    entropies of its labels, which the records then have as `policy_logprobs` and `entropy`."""
+    lines, done = [], 0
+    for sequence in document.sequences:
+        line: dict[str, Any] = {"id": sequence.id}
+        if document.starts:
+            line |= {"document_id": document.id, "sequences": len(document.starts)}
+        for field in (*fields.TABLE, *(fields.Field(name, "label", None) for name in sequence.fields)):
+            value = sequence.value(field.name) if field.source == "record" and field.name not in line else None
+            if value is None or field.name in ("id", "num_sequences", "document_id"):
+                continue
+            if isinstance(value, np.ndarray):
+                whole = field.level == "label"
+                value = encode(value) if value.ndim > 1 else (value[sequence.loss_mask] if whole else value).tolist()
+            if value is not None and value != () and value != {}:
+                line[field.in_record] = written(value)
+        line["loss_mask"] = sequence.loss_mask.astype(int).tolist()
+        line |= {name: value.item() for name, value in sequence.document_fields.items()}
+        if score is not None:
+            span = slice(done, done + sequence.num_labels)
+            line |= {"policy_logprobs": score.logprobs[span].tolist(), "entropy": score.entropy[span].tolist()}
+        done += sequence.num_labels
+        lines.append(line)
+    return lines
 
 
 def document_bytes(document: Rollout) -> bytes:

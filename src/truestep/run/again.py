@@ -1,6 +1,6 @@
 """Makes steps of a run again: its checkpoint, its ledger and its kept records become a trainer, whoever sampled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ import torch
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.files.whole import read_json_lines
-from truestep.metrics.observers import Observers
+from truestep.files.whole import read_json_lines, write_json_lines
+from truestep.metrics.observers import Observer, Observers
 from truestep.metrics.sinks import JsonLines, Sinks
 from truestep.model.policy import Policy
 from truestep.plan.search import settle_on
@@ -19,6 +19,7 @@ from truestep.process.randomness import seed_random
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.rollouts.digests import digests_of
+from truestep.rollouts.documents import record_lines
 from truestep.rollouts.kept.records import Block, blocks_of
 from truestep.rollouts.source import StillSource, Taken
 from truestep.run.assemble.step import (
@@ -42,9 +43,10 @@ from truestep.step.learner import Learner
 from truestep.step.plan.ahead import PlansAhead
 from truestep.step.update.optimizer import LearningRate
 from truestep.text import printable
-from truestep.types import Rollout
+from truestep.types import DocumentScore, Rollout, StepPlan
 from truestep.weights.digests import Trace
 
+DOCUMENTS = "documents.jsonl"
 _HOW_TO_KEEP = "logging.rollouts.documents: all keeps them, from the start of the run or from a restart on"
 
 
@@ -88,6 +90,22 @@ class KeptReference(Annotator):
     """The log-probs of a reference that the run computed, and that its records have."""
 
     fields = ("reference_logprobs",)
+
+
+class DocumentLines(Observer):
+    """Writes the documents of the last step as a rollout file, with the policy's log-probs and entropies beside."""
+
+    def __init__(self, directory: RunDirectory, step: int):
+        self._directory, self._step = directory, step
+
+    def wanted(self, plan: StepPlan) -> Collection[int]:
+        return range(len(plan.documents))
+
+    def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
+        if step == self._step and self._directory.writes:
+            known = {score.id: score for score in scores}
+            lines = [line for one in plan.documents for line in record_lines(one, known.get(one.id))]
+            write_json_lines(self._directory.path / DOCUMENTS, lines)
 
 
 @dataclass(frozen=True)
@@ -213,7 +231,7 @@ def make_again(past: Past, original: Config, changed: Config, output: Path, rank
         checkpoints=CheckpointStore(directory.checkpoints, 1),
         saves=Saves(CheckpointStore(directory.checkpoints, 1), ranks),
         save_rule=SaveRule(never=True),
-        observers=_observers(config, directory, policy, trace, told),
+        observers=_observers(config, directory, policy, trace, told, past.step),
         steps=past.step,
         state=RunState(progress.step, queue.documents_seen),
         callbacks=told,
@@ -222,10 +240,11 @@ def make_again(past: Past, original: Config, changed: Config, output: Path, rank
 
 
 def _observers(
-    config: Config, directory: RunDirectory, policy: Policy, trace: Trace, callbacks: Callbacks
+    config: Config, directory: RunDirectory, policy: Policy, trace: Trace, callbacks: Callbacks, step: int
 ) -> Observers:
     sinks = Sinks([JsonLines(directory.metrics)] if directory.writes else [])
-    return Observers([WeightLines(directory, trace, made_by(config, policy)), sinks, callbacks])
+    lines = WeightLines(directory, trace, made_by(config, policy))
+    return Observers([lines, DocumentLines(directory, step), sinks, callbacks])
 
 
 def _keeps_reference(original: Config, config: Config) -> bool:

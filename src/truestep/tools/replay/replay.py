@@ -19,6 +19,7 @@ from truestep.tools.replay.differences import (
     BOUND,
     HALF_BOUND,
     Difference,
+    by_layer,
     compare_metrics,
     compare_weights,
     table,
@@ -150,6 +151,7 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
         lines += _not_exact(past, beyond, bound, compared, metrics, _weights_said(weights))
         lines.append(numerics(changed, *made_by))
     lines += table([*metrics, *([] if weights is None else weights.norms)], ("original", "replay"))
+    lines += _beside_the_step_before(past.step, now, was)
     return Replay(
         past.step,
         past.begins,
@@ -183,6 +185,20 @@ def _at_the_beginning(past: Past, made: Made, was: RunFiles) -> list[str]:
     return [
         f"the weights of {past.checkpoint} are not those that step {past.begins} left: the bits of {', '.join(odd[:5])}"
         f"{more} differ"
+    ]
+
+
+def _beside_the_step_before(step: int, made: RunFiles, was: RunFiles) -> list[str]:
+    """Show the layers whose gradient changed most since the step before: where a jump came from."""
+    this, before = made.weights.get(step), made.weights.get(step - 1) or was.weights.get(step - 1)
+    if this is None or before is None:
+        return []
+    norms, others = by_layer(this.measured.gradient_norms), by_layer(before.measured.gradient_norms)
+    grown = [Difference(f"{layer} gradient norm", others[layer], norms[layer]) for layer in norms if layer in others]
+    grown.sort(key=lambda one: -one.second / max(one.first, 1e-30))
+    return [
+        f"the gradients that grew most since step {step - 1}:",
+        *table(grown[:3], (f"step {step - 1}", f"step {step}")),
     ]
 
 
