@@ -39,6 +39,7 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/lies.md",
         "docs/sft.md",
         "docs/parity.md",
+        "docs/replay.md",
     ],
     "Training": [
         "docs/objectives.md",

@@ -19,7 +19,7 @@ from truestep.tools.replay.differences import (
 from truestep.tools.replay.files import Changed, RunFiles
 
 Cause = Literal["nothing", "order", "data", "option", "numerics"]
-_MOST = 5  # documents or weights that are named
+_MOST = 3  # documents or weights that are named
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ def compare(first: Path, second: Path) -> Comparison:
     lines = [
         f"{len(steps)} steps, {steps[0]} to {steps[-1]}, are the same: {_what_is_compared(mine, theirs, steps[0])}"
     ]
+    changed = Changed.of(mine.options(steps[-1]), theirs.options(steps[-1]))
+    if changed.all:
+        lines.append(f"options that differ, without effect on these steps: {changed.said([*changed.all])}")
     if only := len(mine.ledger.keys() ^ theirs.ledger.keys()):
         lines.append(f"{only} steps are in one of them only")
     return Comparison(None, "nothing", tuple(lines))
