@@ -221,6 +221,7 @@ def train_and_replay(config: dict[str, Any], alone: str, expected: str) -> None:
     assert moved.lawful and not moved.exact and expected in moved.text
 
 
+@pytest.mark.long
 def test_two_ranks_and_from_one_layout_to_the_other(tiny_model: Model, tmp_path: Path) -> None:
     """Two ranks make their own steps bit for bit, and those of one process by the law; and one process theirs."""
     write_rollouts(tmp_path / "r.jsonl", 20)
