@@ -10,6 +10,7 @@ import pytest
 
 from documents import make_documents
 from truestep.files.whole import append_json_line, read_json_lines
+from truestep.rollouts.digests import digest_of
 from truestep.run.directory import RunDirectory, RunError
 from truestep.step.plan.plan import make_plan
 from truestep.types import PutAside, Rejected
@@ -96,6 +97,7 @@ def test_a_ledger_line(tmp_path: Path) -> None:
             "num_documents": 3,
             "num_labels": sum(document.num_labels for document in DOCUMENTS),
             "documents_seen": 33,
+            "digests": [digest_of(document) for document in DOCUMENTS],
         }
     ]
 

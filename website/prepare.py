@@ -41,6 +41,7 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/sft.md",
         "docs/parity.md",
         "docs/audit.md",
+        "docs/replay.md",
     ],
     "Training": [
         "docs/objectives.md",

@@ -1,9 +1,11 @@
 from truestep.commands.looking import MemoryPlan as MemoryPlan
 from truestep.commands.looking import Verification as Verification
+from truestep.commands.looking import compare as compare
 from truestep.commands.looking import convert as convert
 from truestep.commands.looking import export as export
 from truestep.commands.looking import parity as parity
 from truestep.commands.looking import plan as plan
+from truestep.commands.looking import replay as replay
 from truestep.commands.looking import score as score
 from truestep.commands.looking import serve as serve
 from truestep.commands.looking import verify as verify
@@ -34,6 +36,8 @@ from truestep.run.callbacks import CallbackError as CallbackError
 from truestep.run.callbacks import Run as Run
 from truestep.tools.init.make import init as init
 from truestep.tools.parity.gap import Parity as Parity
+from truestep.tools.replay.compare import Comparison as Comparison
+from truestep.tools.replay.replay import Replay as Replay
 from truestep.tools.score import Score as Score
 from truestep.types import Rollout as Rollout
 

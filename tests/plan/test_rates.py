@@ -20,7 +20,7 @@ from truestep.plan.rates import Rates, measure_here, rates_file, rates_here
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import ALONE, join
 from truestep.run.assemble.step import make_rule
-from truestep.run.train import _rates, make_trainer
+from truestep.run.train import make_trainer, measured_rates
 
 
 @pytest.fixture(autouse=True)
@@ -88,11 +88,11 @@ def test_attention_costs_what_was_measured() -> None:
 
 
 def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[_rates.__module__], "rates_here", lambda ranks, notes: H200)
+    monkeypatch.setattr(sys.modules[measured_rates.__module__], "rates_here", lambda ranks, notes: H200)
     config = config_of(1024)
-    assert _rates(config, ALONE, []) == H200
-    assert _rates(config.changed({"deterministic": True}), ALONE, []) is None
-    assert _rates(config.changed({"model.device": "cpu"}), ALONE, []) is None
+    assert measured_rates(config, ALONE, []) == H200
+    assert measured_rates(config.changed({"deterministic": True}), ALONE, []) is None
+    assert measured_rates(config.changed({"model.device": "cpu"}), ALONE, []) is None
 
 
 def test_a_run_balances_by_them(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

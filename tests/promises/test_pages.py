@@ -96,7 +96,18 @@ def test_every_command_but_the_demo_is_a_function() -> None:
 def test_the_page_of_python_has_every_public_name_as_it_is_called() -> None:
     rows = (re.fullmatch(r"(\w+)(?:\((.*)\))?", row) for row in named_in_rows("docs/python.md"))
     called = {match[1]: match[2] for match in rows if match}
-    results = {"TrainingResult", "Score", "Verification", "Parity", "Audit", "Finding", "MemoryPlan", "DataSummary"}
+    results = {
+        "TrainingResult",
+        "Score",
+        "Verification",
+        "Parity",
+        "Audit",
+        "Finding",
+        "MemoryPlan",
+        "DataSummary",
+        "Replay",
+        "Comparison",
+    }
     assert set(truestep.__all__) - {"__version__"} <= called.keys() | results
     assert all(f"`{name}`" in page("docs/python.md") for name in results)
     for name, words in called.items():

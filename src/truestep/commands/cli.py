@@ -523,6 +523,43 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     _print(str(write_report(list(runs), output or runs[0] / "report.html")))
 
 
+@main.command(context_settings=_FREE_OPTIONS)
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
+@click.option("--step", type=click.IntRange(min=1), required=True, help="The step to make again.")
+@click.option("--output", type=click.Path(path_type=Path), help="A new directory for the replay's own files.")
+@_guarded
+def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None) -> None:
+    """Make a step of RUN again, and compare it with the original. From the checkpoint before it and the records that
+    logging.rollouts.documents: all keeps. Changed options answer "what if"."""
+    with _display():
+        from truestep.ranks.group import leave
+        from truestep.tools.replay.replay import replay as again
+
+        found = again(run, step, output, list(overrides))
+    leave()
+    if int(os.environ.get("RANK", "0")):  # only the first rank prints
+        return
+    _print(found.text)
+    if not found.lawful and not found.changed:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("first", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@_guarded
+def compare(first: Path, second: Path) -> None:
+    """Name the first difference between two runs, or a run and its replay. And its cause: the order of documents, the
+    data, an option, or numerics. Exit code 1 if there is one."""
+    from truestep.tools.replay.compare import compare as run
+
+    found = run(first, second)
+    _print(found.text)
+    if found.step is not None:
+        sys.exit(1)
+
+
 @main.command()
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
 @click.option(

@@ -1,4 +1,5 @@
-"""The commands other than `train` as Python functions: score, verify, parity, audit, serve, plan and export."""
+"""The commands other than `train` as Python functions: score, verify, parity, audit, replay, compare, serve, plan and
+export."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from truestep.tools.audit.run import audit as audit_here
 from truestep.tools.export import export as export_here
 from truestep.tools.parity.gap import Parity
 from truestep.tools.parity.gap import parity as parity_here
+from truestep.tools.replay.compare import Comparison
+from truestep.tools.replay.compare import compare as compare_here
+from truestep.tools.replay.replay import Replay
+from truestep.tools.replay.replay import replay as replay_here
 from truestep.tools.score import Score
 from truestep.tools.score import score as score_here
 from truestep.tools.serve import serve as serve_here
@@ -146,6 +151,22 @@ def export(
         model=None if model is None else Path(model),
         adapter_alone=adapter_alone,
     )
+
+
+def replay(run: str | Path, step: int, output: str | Path | None = None, *, options: Sequence[str] = ()) -> Replay:
+    """Make a step of a run again from what the run kept, and compare it with the original.
+
+    `output`: a new directory for the replay's own files. `options`: what is changed, as on the command line:
+    `["--loss.type", "gspo"]`.
+    """
+    result = replay_here(Path(run), step, None if output is None else Path(output), list(options))
+    leave()
+    return result
+
+
+def compare(first: str | Path, second: str | Path) -> Comparison:
+    """Find the first step in which two runs differ, and its cause."""
+    return compare_here(Path(first), Path(second))
 
 
 def convert(file: str | Path) -> str:

@@ -651,16 +651,17 @@ class TrackioConfig(Section):
 
 
 class RolloutsConfig(Section):
-    documents: Count = 16
+    documents: Count | Literal["all"] = 16
     """The largest number of documents to keep of each step (whole groups, spread over the step), and of rejected
-    completions."""
+    completions. all: 16, and beside them the whole records of all documents, as they were trained on, from which
+    `truestep replay` makes a step again."""
     with_tokens: Annotated[int, Field(ge=0)] = 4
     """How many of these documents are kept with text, log-prob and log-ratio of each token."""
     longest_text: Count = 20_000
     """Cut off prompts and completions after this many characters."""
     gigabytes: Positive = 1.0
     """The largest size of the kept files in GB. Beyond it every second file is removed, so that the remaining steps are
-    spread over the whole run."""
+    spread over the whole run. Whole records may be as large again; of these the oldest go."""
 
 
 class LoggingConfig(Section):

@@ -30,6 +30,7 @@ from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
 _FLOAT32 = 4
+_RECORD_BYTES = 4.0  # a token of a kept record, compressed: half of an id, and of a log-prob almost all
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ class PlanReport:
         planned = self.planned
         lines = [*_title(self.config, self.shape, self.layout), "", *_table(planned), ""]
         lines += _remarks(self.config, self.shape, self.layout)
+        if (kept := self.config.logging.rollouts) is not None and kept.documents == "all":
+            size = _RECORD_BYTES * self._work.tokens / 1e6
+            lines.append(
+                f"Whole records take about {size:,.1f} MB of disk a step, and {kept.gigabytes:g} GB at most "
+                "(logging.rollouts)."
+            )
         lines += [f"auto: {name} is {str(value).lower()} here." for name, value in self.switched_on.items()]
         lines += ["", *self._time_lines()]
         if self.memory is not None:

@@ -1,6 +1,7 @@
-"""The lossless conversion of a document to a line of JSON and back."""
+"""The lossless conversion of a document to a line of JSON, or to bytes, and back."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from truestep.rollouts import fields
 from truestep.rollouts.rows import decode, encode
 from truestep.rollouts.turns import turn_lines
-from truestep.types import PLACES, Rollout, Turn
+from truestep.types import PLACES, DocumentScore, Rollout, Turn
 
 _ATTRIBUTES = {item.name for item in dataclasses.fields(Rollout)}
 
@@ -59,3 +60,68 @@ def read_document(line: dict[str, Any]) -> Rollout:
         name: None if line.get(name) is None else np.array(line[name], dtype=kind) for name, kind in arrays().items()
     }
     return Rollout(**(line | read | read_others(line) | read_tuples(line)))
+
+
+def record_lines(document: Rollout, score: DocumentScore | None = None) -> list[dict[str, Any]]:
+    """Return a document as records of a rollout file, one for each sequence. `score`: the policy's log-probs and
+    entropies of its labels, which the records then have as `policy_logprobs` and `entropy`."""
+    lines, done = [], 0
+    for sequence in document.sequences:
+        line: dict[str, Any] = {"id": sequence.id}
+        if document.starts:
+            line |= {"document_id": document.id, "sequences": len(document.starts)}
+        for field in (*fields.TABLE, *(fields.Field(name, "label", None) for name in sequence.fields)):
+            value = sequence.value(field.name) if field.source == "record" and field.name not in line else None
+            if value is None or field.name in ("id", "num_sequences", "document_id"):
+                continue
+            if isinstance(value, np.ndarray):
+                whole = field.level == "label"
+                value = encode(value) if value.ndim > 1 else (value[sequence.loss_mask] if whole else value).tolist()
+            if value is not None and value != () and value != {}:
+                line[field.in_record] = written(value)
+        line["loss_mask"] = sequence.loss_mask.astype(int).tolist()
+        line |= {name: value.item() for name, value in sequence.document_fields.items()}
+        if score is not None:
+            span = slice(done, done + sequence.num_labels)
+            line |= {"policy_logprobs": score.logprobs[span].tolist(), "entropy": score.entropy[span].tolist()}
+        done += sequence.num_labels
+        lines.append(line)
+    return lines
+
+
+def document_bytes(document: Rollout) -> bytes:
+    """Return the length of the document's JSON, the JSON, and its arrays; arrays of labels have only their labels."""
+    ids, mask = document.input_ids, document.loss_mask
+    stored = {"input_ids": ids.astype(np.int32) if ids.max() < 2**31 else ids, "loss_mask": mask}
+    for name in arrays():
+        if name not in stored and (values := getattr(document, name)) is not None:
+            stored[name] = at_labels(values, mask)
+    names = [item.name for item in dataclasses.fields(document) if item.name not in (*arrays(), *PLACES)]
+    line = {name: written(getattr(document, name)) for name in names} | others_of(document)
+    line["arrays"] = {name: [array.dtype.str, len(array)] for name, array in stored.items()}
+    head = json.dumps(line).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *(array.tobytes() for array in stored.values())])
+
+
+def read_document_bytes(content: bytes) -> Rollout:
+    """Read a document that `document_bytes` wrote."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    line = json.loads(content[8:end])
+    found: dict[str, Any] = dict.fromkeys(arrays())
+    for name, (kind, count) in line.pop("arrays").items():
+        found[name] = np.frombuffer(content, kind, count, end).copy()
+        end += found[name].nbytes
+    mask = found["loss_mask"]
+    for name, values in found.items():
+        if name not in ("input_ids", "loss_mask") and values is not None:
+            found[name] = np.zeros(len(mask), values.dtype)
+            found[name][mask] = values
+    found["input_ids"] = found["input_ids"].astype(np.int64)
+    return Rollout(**(line | found | read_others(line) | read_tuples(line)))
+
+
+def at_labels(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the values at labels, or only the first value if all are identical bit for bit."""
+    on_labels: np.ndarray = values[mask]
+    bits = on_labels.view(f"u{on_labels.itemsize}")
+    return on_labels[:1] if len(bits) > 1 and (bits == bits[0]).all() else on_labels

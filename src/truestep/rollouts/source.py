@@ -121,6 +121,15 @@ class PeekableSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class StepSource(Source, Protocol):
+    """A source whose documents are divided into steps already."""
+
+    def take_step(self) -> Taken | None:
+        """Return all documents of the next step; None at the end."""
+        ...
+
+
 class StillSource:
     """A base class for sources that ignore checkpoints, the end of the run and requests to stop."""
 

@@ -27,11 +27,11 @@ from zlib_ng.zlib_ng import crc32
 from truestep.files.whole import sync_directory, sync_tree
 from truestep.process import progress
 from truestep.rollouts.advantages import as_rule, groups_of, with_group_advantages
-from truestep.rollouts.documents import arrays, others_of, read_others, read_tuples, written
+from truestep.rollouts.documents import arrays, document_bytes, read_document_bytes
 from truestep.rollouts.files import DataError, Documents, collect, load_documents
 from truestep.rollouts.record import Checks
 from truestep.text import printable
-from truestep.types import PLACES, Rejected, Rollout
+from truestep.types import Rejected, Rollout
 
 LARGE_BYTES = 1 << 24  # total size from which documents are kept in a file; less is read in under a second
 _FORMAT = 1
@@ -204,44 +204,12 @@ def _write_documents(paths: Sequence[Path], checks: Checks, work: Path) -> dict[
 
 
 def _write(document: Rollout, file: BinaryIO) -> _Written:
-    """Append a document: the length of its JSON, the JSON, and its arrays, those of labels at labels alone."""
-    ids, mask = document.input_ids, document.loss_mask
-    stored = {"input_ids": ids.astype(np.int32) if ids.max() < 2**31 else ids, "loss_mask": mask}
-    for name in arrays():
-        if name not in stored and (values := getattr(document, name)) is not None:
-            stored[name] = _at_labels(values, mask)
-    names = [item.name for item in dataclasses.fields(document) if item.name not in (*arrays(), *PLACES)]
-    line = {name: written(getattr(document, name)) for name in names} | others_of(document)
-    line["arrays"] = {name: [array.dtype.str, len(array)] for name, array in stored.items()}
-    head = json.dumps(line).encode()
-    content = b"".join([len(head).to_bytes(8, "little"), head, *(array.tobytes() for array in stored.values())])
+    """Append a document, and return its entry of the index."""
+    content = document_bytes(document)
     file.write(content)
     own = None if document.advantages is None else True
-    digest = content_digest(ids, mask)
+    digest = content_digest(document.input_ids, document.loss_mask)
     return _Written(document.id, document.group_id, document.reward, own, file.tell(), crc32(content), digest)
-
-
-def _read(content: bytes) -> Rollout:
-    end = 8 + int.from_bytes(content[:8], "little")
-    line = json.loads(content[8:end])
-    found: dict[str, Any] = dict.fromkeys(arrays())
-    for name, (kind, count) in line.pop("arrays").items():
-        found[name] = np.frombuffer(content, kind, count, end).copy()
-        end += found[name].nbytes
-    mask = found["loss_mask"]
-    for name, values in found.items():
-        if name not in ("input_ids", "loss_mask") and values is not None:
-            found[name] = np.zeros(len(mask), values.dtype)
-            found[name][mask] = values
-    found["input_ids"] = found["input_ids"].astype(np.int64)
-    return Rollout(**(line | found | read_others(line) | read_tuples(line)))
-
-
-def _at_labels(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the values at labels, or only the first value if all are identical bit for bit."""
-    on_labels: np.ndarray = values[mask]
-    bits = on_labels.view(f"u{on_labels.itemsize}")
-    return on_labels[:1] if len(bits) > 1 and (bits == bits[0]).all() else on_labels
 
 
 def content_digest(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
@@ -318,7 +286,7 @@ class StoredDocuments(Sequence[Rollout]):
                 f"data.cache_directory: what was read of rollout files and kept in {printable(self._directory)} is "
                 f"damaged (document {self._ids[number]}); start again, and it is made anew"
             )
-        return _read(content)
+        return read_document_bytes(content)
 
     def ids(self, start: int = 0, stop: int | None = None) -> list[str]:
         """Return the ids of documents without reading the documents."""

@@ -28,7 +28,9 @@ from truestep.files.whole import (
     write_text_whole,
     write_whole,
 )
+from truestep.rollouts.digests import digests_of
 from truestep.rollouts.kept import files as kept_files
+from truestep.rollouts.kept import records
 from truestep.rollouts.rejects import write_rejected
 from truestep.text import printable
 from truestep.types import PutAside, Rejected, StepPlan
@@ -54,9 +56,11 @@ class RunDirectory:
         self.evaluations = path / "evaluation.jsonl"
         self.rejected = path / "rejected.jsonl"
         self.warnings = path / "warnings.jsonl"
+        self.weights = path / "weights.jsonl"  # digests and norms of the weights after each step
         self.printed = path / "rewards.log"
         self.config = path / "config.yaml"
         self.rollouts = path / kept_files.FOLDER
+        self.records = path / records.FOLDER
         self.checkpoints = path / "checkpoints"
         self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
@@ -120,7 +124,7 @@ class RunDirectory:
         if not self.writes:
             return []
         faults = []
-        for file in (self.ledger, self.metrics, self.evaluations, self.warnings):
+        for file in (self.ledger, self.metrics, self.evaluations, self.warnings, self.weights):
             if file.is_file():
                 # At step 0 evaluations are removed too: the run evaluates its first weights again.
                 kept_bytes = ledger_bytes if file == self.ledger else None
@@ -137,7 +141,7 @@ class RunDirectory:
                     )
         if self.rejected.is_file() and self.rejected.stat().st_size > rejected_bytes:
             cut_file(self.rejected, rejected_bytes)
-        return faults + kept_files.roll_back(self.rollouts, step)
+        return faults + kept_files.roll_back(self.rollouts, step) + records.roll_back(self.records, step)
 
     def _append(self, file: Path, line: dict[str, Any]) -> None:
         if self.writes:
@@ -188,7 +192,12 @@ class RunDirectory:
             write_text_whole(self.config, self._coming)
             self._coming = None
 
-    def record_step(self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = ()) -> None:
+    def record_step(
+        self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = (), own_reference: bool | None = None
+    ) -> None:
+        """Append the step's line to the ledger. `own_reference`: as in `digests_of`; None: no digests."""
+        if not self.writes:
+            return
         self._note_options(step)
         line: dict[str, Any] = {
             "step": step,
@@ -197,6 +206,8 @@ class RunDirectory:
             "num_labels": plan.totals.num_labels,
             "documents_seen": plan.documents_seen_after,
         }
+        if own_reference is not None:
+            line["digests"] = digests_of(plan.documents, own_reference)
         records = {document.id: list(document.record_ids) for document in plan.documents if document.record_ids}
         self._append(self.ledger, line | ({"records": records} if records else {}) | _named(put_aside))
 
@@ -216,10 +227,13 @@ class RunDirectory:
     def sync(self) -> None:
         """Sync the files to the disk, before a checkpoint of their steps is complete."""
         if self.writes:
-            sync_files((self.ledger, self.metrics, self.evaluations, self.rejected, self.warnings))
+            sync_files((self.ledger, self.metrics, self.evaluations, self.rejected, self.warnings, self.weights))
 
     def record_evaluation(self, line: dict[str, Any]) -> None:
         self._append(self.evaluations, line)
+
+    def record_weights(self, line: dict[str, Any]) -> None:
+        self._append(self.weights, line)
 
     def record_warning(self, line: dict[str, Any]) -> None:
         self._append(self.warnings, line)

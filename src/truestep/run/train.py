@@ -28,7 +28,7 @@ from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import Source
 from truestep.run.assemble.check import make_check
 from truestep.run.assemble.evaluation import make_evaluator
-from truestep.run.assemble.observers import make_observers
+from truestep.run.assemble.observers import keeps_records, make_observers
 from truestep.run.assemble.policy import join_ranks, make_policy
 from truestep.run.assemble.rewards import Raters
 from truestep.run.assemble.servers import start_servers
@@ -61,6 +61,7 @@ from truestep.step.plan.queue import PlanQueue
 from truestep.step.update.optimizer import StateError, restore_optimizer
 from truestep.text import keep_secrets_of, printable, shown
 from truestep.types import Rejected
+from truestep.weights.digests import Trace
 from truestep.weights.errors import ModelError
 from truestep.weights.tensor_parts import StoredTensors
 
@@ -78,9 +79,9 @@ def train(
     """Train to the end and return the trainer. Only the first rank calls callbacks and writes to sinks."""
     ranks = join_ranks(config)
     notes: list[str] = []
-    rates = _rates(config, ranks, notes)
-    running, switched_on = settle_on(_as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
-    config = _with_model(running, config.model.path)
+    rates = measured_rates(config, ranks, notes)
+    running, switched_on = settle_on(as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
+    config = with_model(running, config.model.path)
     watch = Watch(ranks, config.schedule.stall_timeout)
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
     for name, value in switched_on.items():
@@ -101,7 +102,7 @@ def train(
     return trainer
 
 
-def _rates(config: Config, ranks: Ranks, notes: list[str]) -> Rates | None:
+def measured_rates(config: Config, ranks: Ranks, notes: list[str]) -> Rates | None:
     """Return the measured rates of the machine. None with `deterministic`: two measurements differ a little, and a
     choice made from them would differ between two runs."""
     return None if config.deterministic or config.model.device == "cpu" else rates_here(ranks, notes)
@@ -141,16 +142,16 @@ def _make_trainer(
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
     started = _start_servers(config, ranks, latest, directory, say, opened)  # while the model is loaded
-    policy = _policy_of(config, ranks, latest, directory, rates)
+    policy = policy_of(config, ranks, latest, directory, rates)
     runner = make_runner(config, policy)
-    annotators = _annotators(config, runner, directory, latest)
+    annotators = annotators_of(config, runner, directory, latest)
     watch.phase("reading the data")
     raters = _make_raters(directory, ranks, say)
     supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started)
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
-    progress = Progress(0, {}, (), 0) if latest is None else _restore(latest, queue, optimizer, policy, told)
+    progress = Progress(0, {}, (), 0) if latest is None else restore(latest, queue, optimizer, policy, told)
     aside = supply.source.aside()
     sinks: list[Sink] = []
     if ranks.first:
@@ -161,8 +162,10 @@ def _make_trainer(
         supply.source.checkpointed(queue.documents_seen)
         if supply.publication is not None:
             supply.publication.saved(latest, progress.step, queue.documents_seen)
+    runner = runner.with_entropy_bonus(progress.entropy_bonus)
+    trace = Trace(policy.weights) if keeps_records(config) else None
     return Trainer(
-        learner=Learner(runner.with_entropy_bonus(progress.entropy_bonus), optimizer, config.optimizer.gradient_clip),
+        learner=Learner(runner, optimizer, config.optimizer.gradient_clip, trace),
         source=supply.source,
         plans=PlansAhead(queue, ranks, overlap=supply.source.plans_ahead),
         ranks=ranks,
@@ -174,7 +177,7 @@ def _make_trainer(
         checkpoints=store,
         saves=Saves(store, ranks),
         save_rule=_save_rule(config),
-        observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say),
+        observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
@@ -249,7 +252,7 @@ def _check(config: Config, ranks: Ranks) -> RunDirectory:
     return directory
 
 
-def _annotators(config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None) -> Annotators:
+def annotators_of(config: Config, runner: StepRunner, directory: RunDirectory, checkpoint: Path | None) -> Annotators:
     """Make the annotators of a step's plan. In a resumed run the reference model is loaded from the run's first
     weights."""
     ranks = runner.policy.weights.ranks
@@ -263,7 +266,7 @@ def _annotators(config: Config, runner: StepRunner, directory: RunDirectory, che
     return make_annotators(config, runner, make_reference)
 
 
-def _policy_of(
+def policy_of(
     config: Config, ranks: Ranks, checkpoint: Path | None, directory: RunDirectory, rates: Rates | None
 ) -> Policy:
     if checkpoint is not None and config.adapter is not None:  # an adapter fits only the base model it was trained on
@@ -311,7 +314,7 @@ def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
     return next((damage for damage in found if damage is not None), None)
 
 
-def _restore(
+def restore(
     checkpoint: Path, queue: PlanQueue, optimizer: torch.optim.Optimizer, policy: Policy, callbacks: Callbacks
 ) -> Progress:
     """Restore the plan queue, the optimizer and the callbacks from a checkpoint; return its progress."""
@@ -351,7 +354,7 @@ def _begin(
     """Roll the run's files back to the checkpoint. Called after all other parts are built, so that a start that fails
     writes nothing. Return notes, a sentence each: what runs, what changed, and which files are damaged."""
     before = None if latest is None else options_before(directory, progress.step)
-    notes = what_runs(_as_it_runs(config, latest), policy, directory, source, policy.weights.ranks.size)
+    notes = what_runs(as_it_runs(config, latest), policy, directory, source, policy.weights.ranks.size)
     notes += [*damaged, *run_notes(directory, config, policy, source, rejected, latest, progress.step, before)]
     directory.lock()
     notes += directory.roll_back(progress.step, progress.rejected_bytes, progress.ledger_bytes)
@@ -360,7 +363,7 @@ def _begin(
     if progress.step == 0 and (config.adapter is not None or starts_from_first_weights(config)):
         directory.note_first_weights(config.model.path)
     if before is not None and config.adapter is None:  # the weights come from the checkpoint: keep the old model.path
-        config = _with_model(config, before.model.path)
+        config = with_model(config, before.model.path)
     directory.begin_under(dump_config(config, without_secrets=True), progress.step)
     return notes
 
@@ -370,11 +373,11 @@ def _latest(config: Config) -> Path | None:
     return None if directory is None else CheckpointStore(RunDirectory(Path(directory)).checkpoints, 1).latest()
 
 
-def _as_it_runs(config: Config, checkpoint: Path | None) -> Config:
+def as_it_runs(config: Config, checkpoint: Path | None) -> Config:
     """Return the configuration with the model that is loaded: in a resumed run, the checkpoint."""
     whole = checkpoint is not None and config.adapter is None
-    return _with_model(config, str(checkpoint)) if whole else config
+    return with_model(config, str(checkpoint)) if whole else config
 
 
-def _with_model(config: Config, path: str) -> Config:
+def with_model(config: Config, path: str) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})

@@ -20,6 +20,7 @@ from truestep.model.policy import Policy
 from truestep.process.garbage import LongLived
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
+from truestep.rollouts.digests import REFERENCE
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run.callbacks import Callbacks, Run
 from truestep.run.checkpoint.saves import Complete, SaveRule, Saves
@@ -258,7 +259,8 @@ class Trainer:
             self._check_weights()
         with self.times.measure("sync"):
             self.observers.updated(number, self.state.documents_seen)
-        self.directory.record_step(number, plan, self.put_aside)
+        own_reference = None if self.learner.trace is None else self.annotators.fill(REFERENCE)
+        self.directory.record_step(number, plan, self.put_aside, own_reference)
         num_rejected, self._num_rejected = self._num_rejected, 0
         num_put_aside, self.put_aside = len(self.put_aside), []
         self.observers.trained(number, plan, accumulated.scores)

@@ -15,6 +15,7 @@ from truestep.process.progress import working
 from truestep.step.compute.runner import StepRunner
 from truestep.step.update.gradient_clipping import clip_scale, gradient_norm, usable
 from truestep.step.update.optimizer import forget_prepared, prepare, update
+from truestep.weights.digests import Trace
 from truestep.weights.finite import UpdateCheck
 
 
@@ -23,7 +24,9 @@ class Learner:
     runner: StepRunner
     optimizer: torch.optim.Optimizer
     gradient_clip: float | None
+    trace: Trace | None = None  # digests and norms of the weights after each update
     update_check: UpdateCheck = field(init=False)
+    _squares: dict[str, torch.Tensor] = field(default_factory=dict)  # of the gradients' norms, for `trace`
 
     def __post_init__(self) -> None:
         self.update_check = UpdateCheck(self.policy.weights)
@@ -34,7 +37,8 @@ class Learner:
 
     def gradient_norm(self) -> float:
         """Compute the norm of the whole gradient, before clipping."""
-        return gradient_norm(self.policy.weights, meanwhile=partial(prepare, self.optimizer))
+        meanwhile = partial(prepare, self.optimizer)
+        return gradient_norm(self.policy.weights, meanwhile, None if self.trace is None else self._squares)
 
     def usable(self, norm: float) -> bool:
         """Tell whether an update may use a gradient of this norm."""
@@ -61,3 +65,5 @@ class Learner:
             if self.policy.routing is not None and loads is not None:
                 self.policy.routing.move_biases(loads)
             self.update_check.ask(rate)
+            if self.trace is not None:
+                self.trace.ask(self._squares)

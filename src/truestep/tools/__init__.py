@@ -3,6 +3,7 @@
 verify            compares a configuration under many layouts with a float64 reference
 parity            measures the gap between the sampler's and the trainer's log-probs, and finds its cause
 audit             finds faults in dumps of rollouts of any trainer
+replay            makes a step of a run again; compares runs
 score             computes one step over files: log-probs, metrics, gradients
 export            converts a checkpoint to a Hugging Face directory
 serve             serves the policy without training, and keeps the documents that are written

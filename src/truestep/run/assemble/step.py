@@ -106,6 +106,11 @@ def takes_reference_of_records(config: Config) -> bool:
     return options is not None and options.path == FROM_RECORDS
 
 
+def computes_reference(config: Config) -> bool:
+    """Tell whether the trainer computes a reference's log-probs itself."""
+    return getattr(config.loss, "kl_reference", None) is not None and not takes_reference_of_records(config)
+
+
 def starts_from_first_weights(config: Config) -> bool:
     """Tell whether the run's first weights are the reference."""
     options = getattr(config.loss, "kl_reference", None)

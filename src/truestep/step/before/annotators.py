@@ -82,6 +82,10 @@ class Annotators:
     def needs_scores(self) -> bool:
         return any(annotator.needs_scores for annotator in self.all)
 
+    def fill(self, field: str) -> bool:
+        """Tell whether one of them fills in this field."""
+        return any(field in annotator.fields for annotator in self.all)
+
     def annotate(self, plan: StepPlan, times: StepTimes | None = None) -> StepPlan:
         """Have each annotator fill the plan in. The time of each is added to `times`."""
         if plan.repeated and self._documents:

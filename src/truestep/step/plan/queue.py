@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from truestep.rollouts.source import PeekableSource, Source, SourceError, Taken
+from truestep.rollouts.source import PeekableSource, Source, SourceError, StepSource, Taken
 from truestep.step.plan.plan import StepRule, count_packed, lengths_of, may_end, plan_exactly, plan_packed
 from truestep.types import Rollout, StepPlan
 
@@ -28,7 +28,7 @@ class PlanQueue:
             self._repeats_left -= 1
             self.taken = self._source.aside()
         else:
-            taken = self._take_exact() if self._rule.exact else self._take_packed()
+            taken = self._take()
             if taken is None:
                 self.taken = self._source.aside()
                 return None
@@ -39,6 +39,11 @@ class PlanQueue:
         plan = replace(make_plan(self._documents, self._rule, self.documents_seen), repeated=repeated)
         self.documents_seen = plan.documents_seen_after
         return plan
+
+    def _take(self) -> Taken | None:
+        if isinstance(self._source, StepSource):
+            return self._source.take_step()
+        return self._take_exact() if self._rule.exact else self._take_packed()
 
     def _take_exact(self) -> Taken | None:
         wanted = self._rule.docs_per_step

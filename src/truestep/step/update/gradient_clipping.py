@@ -1,7 +1,7 @@
 """The norm of a step's gradient, and clipping by it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -20,39 +20,48 @@ _SLICE = 2**22  # numbers that are copied to float64 at a time
 
 
 @torch.no_grad()
-def gradient_norm(weights: Weights, meanwhile: Callable[[], None] = lambda: None) -> float:
+def gradient_norm(
+    weights: Weights, meanwhile: Callable[[], None] = lambda: None, squares: dict[str, torch.Tensor] | None = None
+) -> float:
     """Compute the norm over the gradients of all weights, each counted once, after `gradient_divisor`, before clipping.
 
     The host waits for the device once; `meanwhile` runs just before. If squares may leave the range of float32, the
-    norm is computed again in float64: on all ranks together, since all see the same norm."""
+    norm is computed again in float64: on all ranks together, since all see the same norm. `squares` gets the square of
+    the norm of each gradient's part that this rank counts."""
     ranks = weights.ranks
-    counted = [
-        gradient.reshape(-1) for name, gradient in weights.gradients.items() if weights.pieces[name].counted_on(ranks)
-    ]
-    norm = _norm(weights, counted, _squares, meanwhile)
-    return norm if _SMALLEST < norm < _LARGEST else _norm(weights, counted, _exact_squares)
+    counted = {
+        name: gradient.reshape(-1)
+        for name, gradient in weights.gradients.items()
+        if weights.pieces[name].counted_on(ranks)
+    }
+    norm = _norm(weights, counted, _squares, meanwhile, squares)
+    return norm if _SMALLEST < norm < _LARGEST else _norm(weights, counted, _exact_squares, kept=squares)
 
 
 def _norm(
     weights: Weights,
-    gradients: Sequence[torch.Tensor],
-    squares: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    gradients: Mapping[str, torch.Tensor],
+    squares: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     meanwhile: Callable[[], None] = lambda: None,
+    kept: dict[str, torch.Tensor] | None = None,
 ) -> float:
-    sums = squares(gradients) if gradients else []
-    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=weights.device)
+    sums = squares(list(gradients.values())) if gradients else None  # [gradients, parts of each]
+    total = torch.zeros((), dtype=torch.float64, device=weights.device) if sums is None else sums.sum()
+    if sums is not None and kept is not None:
+        kept.update(zip(gradients, sums.sum(1).unbind(), strict=True))
     for group in WEIGHT_PARTS:
         weights.ranks.sum_over(group, total)
     meanwhile()
     return math.sqrt(float(total))
 
 
-def _squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:  # [gradients, 1 or 2] float64
     """Sum the squares of flat gradients: runs in float32; sums of runs, and the remainder, in float64. On a GPU, one
     kernel for all gradients is accurate enough: each thread adds few numbers, and threads are added as a tree."""
     if gradients[0].device.type == "cuda":
-        return [torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()]
-    return [part.double().square().sum() for gradient in gradients for part in _runs(gradient)]
+        return torch.stack(torch._foreach_norm(list(gradients))).double().square()[:, None]
+    sums = [part.double().square().sum() for gradient in gradients for part in _runs(gradient)]
+    return torch.stack(sums).view(-1, 2)
 
 
 def _runs(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,8 +69,9 @@ def _runs(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.linalg.vector_norm(gradient[:whole].view(-1, _RUN), dim=1), gradient[whole:]
 
 
-def _exact_squares(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [part.double().square().sum() for gradient in gradients for part in gradient.split(_SLICE)]
+def _exact_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:  # [gradients, 1] float64
+    parts = [torch.stack([part.double().square().sum() for part in one.split(_SLICE)]).sum() for one in gradients]
+    return torch.stack(parts)[:, None]
 
 
 def clip_scale(norm: float, threshold: float | None) -> float:

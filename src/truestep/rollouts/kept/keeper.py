@@ -1,0 +1,78 @@
+"""The observer that keeps whole records of each step's documents. Its failures never stop the run."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from truestep.metrics.observers import Observer
+from truestep.rollouts.kept import records
+from truestep.text import printable
+from truestep.types import DocumentScore, Rollout, StepPlan
+
+
+class RecordKeeper(Observer):
+    """Appends the documents of each step to files. A thread compresses and writes them while the next step begins."""
+
+    def __init__(self, run: Path, gigabytes: float, say: Callable[[str], None], writes: bool):
+        """`writes`: True on the first rank only."""
+        self._files = records.RecordFiles(run / records.FOLDER, gigabytes * 1e9, self._removed)
+        self._say, self._writes = say, writes
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="records") if writes else None
+        self._last: Future[None] | None = None
+        self._told = False  # of records that had to go
+        self._said: set[str] = set()  # kinds of failures
+
+    def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
+        if self._worker is None or plan.repeated:  # kept at the first update on these documents
+            return
+        self._wait()
+        self._last = self._worker.submit(self._append, step, plan.documents)
+
+    def _append(self, step: int, documents: Sequence[Rollout]) -> None:
+        self._files.append(step, records.encode(step, [as_kept(document) for document in documents]))
+
+    def saving(self) -> Sequence[Callable[[], None]]:
+        last = self._last
+
+        def sync() -> None:
+            try:
+                if last is not None:
+                    last.result()
+                self._files.sync()
+            except Exception as error:
+                self._failed(error)
+
+        return (sync,) if self._writes else ()
+
+    def close(self) -> None:
+        self._wait()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    def _wait(self) -> None:
+        last, self._last = self._last, None
+        try:
+            if last is not None:
+                last.result()
+        except Exception as error:  # such as a full disk
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        problem = printable(f"{type(error).__name__}: {error}")
+        if (kind := f"{type(error).__name__} {getattr(error, 'errno', '')}") not in self._said:
+            self._said.add(kind)
+            self._say(f"warning: some records are not kept in {self._files.folder}: {problem}; training goes on")
+
+    def _removed(self, step: int) -> None:
+        if not self._told:
+            self._told = True
+            self._say(
+                f"warning: the records of steps up to {step} are removed, and those of further steps will be: "
+                "logging.rollouts.gigabytes is reached. These steps cannot be made again"
+            )
+
+
+def as_kept(document: Rollout) -> Rollout:
+    """Return a document without what the trainer chooses or computes anew at every update."""
+    return replace(document, chosen=None, recomputed_logprobs=None)

@@ -1,0 +1,187 @@
+"""Finds the first difference between two runs, or a run and its replay, and says what made it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from truestep.errors import TruestepError
+from truestep.rollouts.kept.records import RecordsError
+from truestep.text import printable
+from truestep.tools.replay.differences import (
+    Difference,
+    WeightDifferences,
+    compare_documents,
+    compare_metrics,
+    compare_weights,
+    table,
+)
+from truestep.tools.replay.files import Changed, RunFiles
+
+Cause = Literal["nothing", "order", "data", "option", "numerics"]
+_MOST = 3  # documents or weights that are named
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The first difference between two runs."""
+
+    step: int | None
+    """The first step in which they differ; None if they do not."""
+    cause: Cause
+    """What made the difference: the order of documents, the data, an option, or the numerics of layout and machine."""
+    lines: tuple[str, ...]
+    """The difference in words."""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Compare two runs step by step, over the steps that both have."""
+    runs = RunFiles(first), RunFiles(second)
+    for run in runs:
+        run.check()
+    mine, theirs = runs
+    steps = sorted(mine.ledger.keys() & theirs.ledger.keys())
+    if not steps:
+        raise TruestepError(f"{first} and {second} have no step in common")
+    for step in steps:
+        found = _of_documents(mine, theirs, step) or _of_numbers(mine, theirs, step)
+        if found is not None:
+            cause, lines = found
+            return Comparison(step, cause, (f"step {step} is the first that differs: {lines[0]}", *lines[1:]))
+    lines = [
+        f"{len(steps)} steps, {steps[0]} to {steps[-1]}, are the same: {_what_is_compared(mine, theirs, steps[0])}"
+    ]
+    changed = Changed.of(mine.options(steps[-1]), theirs.options(steps[-1]))
+    if changed.all:
+        lines.append(f"options that differ, without effect on these steps: {changed.said([*changed.all])}")
+    if only := len(mine.ledger.keys() ^ theirs.ledger.keys()):
+        lines.append(f"{only} steps are in one of them only")
+    return Comparison(None, "nothing", tuple(lines))
+
+
+def _what_is_compared(first: RunFiles, second: RunFiles, step: int) -> str:
+    there = [
+        ("documents", all("digests" in run.ledger[step] for run in (first, second))),
+        ("metrics", all(step in run.metrics for run in (first, second))),
+        ("the bits of the weights", all(step in run.weights for run in (first, second))),
+    ]
+    has, lacks = ([what for what, known in there if known is wanted] for wanted in (True, False))
+    return f"{', '.join(has)}{f' (not noted by both: {chr(44).join(lacks)})' if lacks else ''}"
+
+
+def _of_documents(first: RunFiles, second: RunFiles, step: int) -> tuple[Cause, list[str]] | None:
+    mine, theirs = first.ledger[step], second.ledger[step]
+    names, others = mine["documents"], theirs["documents"]
+    digests = [line.get("digests") or ["?" * 16] * len(line["documents"]) for line in (mine, theirs)]
+    if names == others and (digests[0] == digests[1] or "?" * 16 in (digests[0][0], digests[1][0])):
+        return None
+    changed = Changed.of(first.options(step), second.options(step))
+    if sorted(names) == sorted(others) and names != others:
+        at = next(place for place, pair in enumerate(zip(names, others, strict=True)) if pair[0] != pair[1])
+        lines = [
+            f"the same documents are in another order: number {at + 1} is {printable(names[at])} in the first run and "
+            f"{printable(others[at])} in the second"
+        ]
+        cause: Cause = "order"
+    elif names != others:
+        known, new = set(names), set(others)
+        lines = [
+            f"other documents: {_some(names, new)} only in the first run, {_some(others, known)} only in the second"
+        ]
+        cause = "data"
+    else:
+        odd = [place for place, pair in enumerate(zip(*digests, strict=True)) if pair[0] != pair[1]]
+        lines = [
+            f"{len(odd)} of {len(names)} documents are not the same: {_which(first, second, step, place, digests)}"
+            if number == 0
+            else f"  and {_which(first, second, step, place, digests)}"
+            for number, place in enumerate(odd[:_MOST])
+        ]
+        cause = "data"
+    if changed.of_documents:
+        return "option", [*lines, f"options that choose documents differ: {changed.said(changed.of_documents)}"]
+    return cause, [*lines, "no option that chooses documents differs"]
+
+
+def _some(names: list[str], others: set[str]) -> str:
+    only = [name for name in names if name not in others]
+    more = f" and {len(only) - _MOST} more" if len(only) > _MOST else ""
+    return f"{', '.join(map(printable, only[:_MOST])) or 'none'}{more}"
+
+
+def _which(first: RunFiles, second: RunFiles, step: int, place: int, digests: list[list[str]]) -> str:
+    """Say what a document of one id has otherwise in two runs."""
+    name = printable(first.ledger[step]["documents"][place])
+    was, now = digests[0][place], digests[1][place]
+    blocks = [run.records.get(step) for run in (first, second)]
+    if blocks[0] is not None and blocks[1] is not None:
+        try:
+            fields = compare_documents(blocks[0].read()[place], blocks[1].read()[place])
+        except (RecordsError, IndexError):
+            fields = []
+        if fields:
+            return f"{name} has other {'; '.join(fields)}"
+    return (
+        f"{name} has other {'tokens or labels' if was[:8] != now[:8] else 'values (log-probs, advantages or fields)'}"
+    )
+
+
+def _of_numbers(first: RunFiles, second: RunFiles, step: int) -> tuple[Cause, list[str]] | None:
+    metrics, _ = compare_metrics(first.metrics.get(step, {}), second.metrics.get(step, {}))
+    weights = compare_weights(first.weights.get(step), second.weights.get(step))
+    if not metrics and (weights is None or not weights.weights):
+        return None
+    changed = Changed.of(first.options(step), second.options(step))
+    lines = [_what_differs(metrics, weights), *table([*metrics, *_norms(weights)], ("first", "second"))]
+    if changed.of_numbers:
+        return "option", [*lines, f"the documents are the same, and options differ: {changed.said(changed.of_numbers)}"]
+    made = [dict(line.made_by) if (line := run.weights.get(step)) else {} for run in (first, second)]
+    return "numerics", [*lines, f"documents and options are the same: {numerics(changed, *made)}"]
+
+
+def _norms(weights: WeightDifferences | None) -> list[Difference]:
+    return [] if weights is None else list(weights.norms)
+
+
+def _what_differs(metrics: list[Difference], weights: WeightDifferences | None) -> str:
+    parts = []
+    if metrics:
+        parts.append(f"{len(metrics)} metrics, by at most {metrics[0].size:.1e} ({metrics[0].name})")
+    if weights is not None and weights.weights:
+        parts.append(f"the bits of {named_weights(weights)}")
+    before = (
+        "" if metrics else ", while all metrics are the same, so the update or what came after it made the difference"
+    )
+    return " and ".join(parts) + before
+
+
+def named_weights(weights: WeightDifferences) -> str:
+    """Name the weights whose bits differ."""
+    odd = weights.weights
+    if len(odd) == weights.compared > _MOST:
+        return f"all {len(odd)} weights"
+    more = f" and {len(odd) - _MOST} more of {weights.compared} weights" if len(odd) > _MOST else ""
+    return f"{', '.join(odd[:_MOST])}{more}"
+
+
+def numerics(changed: Changed, first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Say what rounds otherwise in two makings of a step: layout, machine, versions, or nothing that is known."""
+    odd = [
+        f"{name} {first.get(name)} and {second.get(name)}"
+        for name in dict.fromkeys((*first, *second))
+        if first.get(name) != second.get(name)
+    ]
+    if changed.of_layout:
+        odd.append(changed.said(changed.of_layout))
+    if odd:
+        return f"layout or machine round otherwise ({'; '.join(odd)})"
+    if not (first.get("deterministic") and second.get("deterministic")):
+        return "without deterministic: true a step is not the same to the last bit, even on the same machine"
+    return (
+        "layout and machine are the same too, and deterministic: true. Something else made the difference: code that "
+        "was changed, a bit that flipped in memory or in a file, a user's function that is not the same twice"
+    )

@@ -1,0 +1,224 @@
+"""Makes a step of a run again, from what the run kept, and says how it compares with the original."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from truestep.config.load import load_config
+from truestep.config.schema import Config
+from truestep.config.yaml_tree import dump
+from truestep.ranks.group import Ranks
+from truestep.ranks.watch import Watch
+from truestep.run.again import Made, Past, ReplayError, make_again
+from truestep.run.assemble.policy import join_ranks
+from truestep.tools.replay.compare import named_weights, numerics
+from truestep.tools.replay.differences import (
+    BOUND,
+    HALF_BOUND,
+    Difference,
+    by_layer,
+    compare_metrics,
+    compare_weights,
+    table,
+)
+from truestep.tools.replay.files import Changed, RunFiles, flat
+
+# What may be changed: all that acts on documents once they are there.
+_MAY_CHANGE = (
+    *("model.", "loss.", "optimizer.", "parallel.", "deterministic", "logging.", "data.tokens_per_microbatch"),
+    *("data.pad_to_multiple", "data.share_prefixes", "data.zero_advantage", "data.advantage_std_floor"),
+    *("schedule.breadth_first_micro_batches", "schedule.stall_timeout"),
+)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A step that was made again."""
+
+    step: int
+    begins: int
+    """The step after which the checkpoint was written that the replay began from; 0: the run's beginning."""
+    changed: tuple[str, ...]
+    """The options that were changed, which make it a "what if"."""
+    exact: bool
+    """True if weights, gradient norm and metrics are the original's, bit for bit."""
+    lawful: bool
+    """True if the first step that was made again differs from the original by rounding alone."""
+    metrics: dict[str, Any]
+    """The step's line of metrics, made again."""
+    lines: tuple[str, ...]
+    """The verdict and the table of differences."""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def replay(run: Path, step: int, output: Path | None = None, overrides: Sequence[str] = ()) -> Replay:
+    """Make a step again. Its files (metrics, ledger, digests) are written to `output`, if given. Every rank calls
+    this."""
+    past = Past.of(run, step)
+    original = load_config(past.directory.options_of(step))
+    ranks = join_ranks(_changed(past, original, overrides))
+    watch = Watch(ranks, original.schedule.stall_timeout)
+    with _folder(output, ranks) as folder, watch.watching():
+        config = _changed(past, original, overrides)
+        made = make_again(past, original, config, folder, ranks, watch)
+        made.trainer.run()
+        return ranks.share(lambda: _judge(past, made, original, config, folder))
+
+
+@contextmanager
+def _folder(output: Path | None, ranks: Ranks) -> Iterator[Path]:
+    """Yield the directory of the replay's files: a new or empty one, or one that is removed afterwards."""
+    if output is None:
+        with tempfile.TemporaryDirectory(prefix="replay-") as temporary:
+            yield Path(temporary)
+        return
+    if ranks.share(lambda: output.exists() and any(output.iterdir())):
+        raise ReplayError(f"--output {output} is not empty: name a new directory")
+    ranks.share(lambda: output.mkdir(parents=True, exist_ok=True))
+    yield output
+
+
+def _changed(past: Past, original: Config, overrides: Sequence[str]) -> Config:
+    """Return the options of the replay. Of a section whose `type` is changed, only what differs from its defaults
+    stays."""
+    if not overrides:
+        return original
+    options = original.model_dump()
+    given = original.model_dump(exclude_defaults=True)
+    for section in ("loss", "optimizer"):
+        if any(word.startswith(f"--{section}.type") for word in overrides):
+            options[section] = {**given.get(section, {}), "type": options[section]["type"]}
+            options[section] = _known(section, options[section], overrides)
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        file = Path(folder) / past.directory.config.name
+        file.write_text(dump(options), encoding="utf-8")
+        config = load_config(file, list(overrides))
+    here, before = flat(config.model_dump()), flat(original.model_dump())
+    for name in dict.fromkeys((*here, *before)):
+        if here.get(name) != before.get(name) and not name.startswith(_MAY_CHANGE):
+            raise ReplayError(
+                f"{name} cannot be changed: a replay trains on the documents of the step as they were trained on. "
+                f"What may be changed: {', '.join(_MAY_CHANGE)}"
+            )
+    return config
+
+
+def _known(section: str, options: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a section that its new type has, too."""
+    from truestep.config.describe import options as all_options
+
+    named = iter(overrides)
+    new = next((word.partition("=")[2] or next(named, "")) for word in named if word.startswith(f"--{section}.type"))
+    known = all_options()
+    kept = {}
+    for name, value in options.items():
+        found = known.get(f"{section}.{name}")
+        variants = None if found is None else found.variants
+        if name == "type" or not variants or new in variants:
+            kept[name] = value
+    return kept
+
+
+def _judge(past: Past, made: Made, original: Config, config: Config, folder: Path) -> Replay:
+    """Compare what was made again with the original."""
+    was, now = RunFiles(past.directory.path), RunFiles(folder)
+    changed = Changed.of(flat(original.model_dump()), flat(config.model_dump()))
+    first = past.begins + 1
+    metrics, compared = compare_metrics(was.metrics.get(past.step, {}), now.metrics[past.step])
+    weights = compare_weights(was.weights.get(past.step), now.weights.get(past.step))
+    exact = not metrics and compared > 0 and weights is not None and not weights.weights
+    judged, _ = compare_metrics(was.metrics.get(first, {}), now.metrics[first])
+    bound = BOUND.get(config.model.dtype, HALF_BOUND)
+    beyond = [one for one in judged if not one.size <= bound]
+    lines = _at_the_beginning(past, made, was)
+    damaged = bool(lines)
+    if len(past.steps) > 1:
+        lines.append(f"steps {first} to {past.step} were made again, from {past.checkpoint or 'the first weights'}")
+    if changed.of_numbers:
+        lines.append(f"what if: {_what_if(changed)}")
+        lines.append(f"step {past.step}: {len(metrics)} of {compared} metrics differ" + _weights_said(weights))
+    elif exact and weights is not None:
+        bits = f"{compared} metrics, and the bits of {weights.compared} weights"
+        lines.append(f"step {past.step} is what it was, bit for bit: {bits}")
+    else:
+        made_by = [dict(line.made_by) if (line := run.weights.get(past.step)) else {} for run in (was, now)]
+        lines += _not_exact(past, beyond, bound, compared, metrics, _weights_said(weights))
+        lines.append(numerics(changed, *made_by))
+    lines += table([*metrics, *([] if weights is None else weights.norms)], ("original", "replay"))
+    lines += _beside_the_step_before(past.step, now, was)
+    return Replay(
+        past.step,
+        past.begins,
+        tuple(changed.of_numbers),
+        exact,
+        not beyond and not damaged and compared > 0,
+        dict(now.metrics[past.step]),
+        tuple(lines),
+    )
+
+
+def _what_if(changed: Changed) -> str:
+    """Say what was changed: of a section of another type, the type alone."""
+    types = [name for name in changed.of_numbers if name.endswith(".type")]
+    sections = tuple(name.removesuffix("type") for name in types)
+    others = [name for name in changed.of_numbers if not name.startswith(sections)] if sections else changed.of_numbers
+    said = [(name, *changed.all[name]) for name in (*types, *others)]
+    return "; ".join(f"{name} is {now} (it was {before})" for name, before, now in said)
+
+
+def _at_the_beginning(past: Past, made: Made, was: RunFiles) -> list[str]:
+    """Compare the checkpoint's weights with those that its step left."""
+    line = was.weights.get(past.begins)
+    if line is None:
+        return []
+    noted = line.measured.digests
+    odd = [name for name, digest in made.digests.items() if noted.get(name, digest) != digest]
+    if not odd:
+        return []
+    more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
+    return [
+        f"the weights of {past.checkpoint} are not those that step {past.begins} left: the bits of {', '.join(odd[:5])}"
+        f"{more} differ"
+    ]
+
+
+def _beside_the_step_before(step: int, made: RunFiles, was: RunFiles) -> list[str]:
+    """Show the layers whose gradient changed most since the step before: where a jump came from."""
+    this, before = made.weights.get(step), made.weights.get(step - 1) or was.weights.get(step - 1)
+    if this is None or before is None:
+        return []
+    norms, others = by_layer(this.measured.gradient_norms), by_layer(before.measured.gradient_norms)
+    grown = [Difference(f"{layer} gradient norm", others[layer], norms[layer]) for layer in norms if layer in others]
+    grown.sort(key=lambda one: -one.second / max(one.first, 1e-30))
+    return [
+        f"the gradients that grew most since step {step - 1}:",
+        *table(grown[:3], (f"step {step - 1}", f"step {step}")),
+    ]
+
+
+def _weights_said(weights: Any) -> str:
+    if weights is None:
+        return "; the run noted no digests of its weights"
+    return f"; the bits of {named_weights(weights)} differ" if weights.weights else "; no weight differs"
+
+
+def _not_exact(
+    past: Past, beyond: list[Difference], bound: float, compared: int, metrics: list[Difference], weights: str
+) -> list[str]:
+    if not compared:
+        return [f"step {past.step} was made again; the run kept no metrics to compare it with (logging.jsonl){weights}"]
+    largest = f", by at most {metrics[0].size:.1e} ({metrics[0].name})" if metrics else ""
+    differs = f"{len(metrics)} of {compared} metrics differ{largest}{weights}"
+    if beyond:
+        return [
+            f"step {past.step} is not what it was: in step {past.begins + 1}, the first that was made again, "
+            f"{beyond[0].name} differs by {beyond[0].size:.1e}, more than rounding makes ({bound:g}). {differs}"
+        ]
+    later = " In later steps differences of rounding grow." if len(past.steps) > 1 else ""
+    return [f"step {past.step} is what it was, but for rounding: {differs}.{later}"]

@@ -1,0 +1,192 @@
+"""A digest of each weight's bits, with which two runs, or a run and its replay, are compared.
+
+The digest of a weight is the sum of (2 i + 1) · bits(i) over its numbers i, modulo 2^64, where bits(i) are the bits of
+the number as an integer. It sees any change of one number, and any two numbers that change places. It is a sum of
+integers, so it depends neither on how ranks divide a weight nor on the order of the sum.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from truestep.ranks.axes import WEIGHT_PARTS
+from truestep.weights.protocol import Weights
+from truestep.weights.tensor_parts import Box, own_box
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 26}  # numbers that are added up at a time; a CPU's stay in its cache
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows of consecutive numbers of a weight: row k begins at number `start + k · stride` of the whole weight."""
+
+    start: int
+    rows: int
+    width: int
+    stride: int
+
+
+def run_of(box: Box, whole: Sequence[int]) -> Run | None:
+    """Return the numbers of a box as rows; None if the strides between its rows differ."""
+    strides = [math.prod(whole[dimension + 1 :]) for dimension in range(len(whole))]
+    start = sum(place * stride for place, stride in zip(box.start, strides, strict=True))
+    cut = [d for d in range(len(whole)) if box.shape[d] != whole[d]]
+    last = max(cut, default=0)  # the dimensions behind it are whole
+    if len(whole) == 0 or last == 0:
+        return Run(start, 1, box.numbers, 0)
+    if any(box.shape[d] != whole[d] for d in range(1, last)):
+        return None
+    return Run(start, math.prod(box.shape[:last]), math.prod(box.shape[last:]), strides[last - 1])
+
+
+def digest(part: torch.Tensor, run: Run) -> torch.Tensor:  # [] int64
+    """Add up a part of a weight, in plain torch."""
+    bits = part.detach().reshape(-1).view(_BITS[part.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    at_once = min(_AT_ONCE.get(part.device.type, 1 << 20), len(bits))
+    odd = 2 * torch.arange(at_once, device=part.device) + 1
+    for first in range(0, len(bits), at_once or 1):
+        some = bits[first : first + at_once].long()
+        if run.rows == 1:
+            total += (some * odd[: len(some)]).sum() + 2 * (first + run.start) * some.sum()
+            continue
+        place = torch.arange(first, first + len(some), device=part.device)
+        place = place // run.width * run.stride + place % run.width
+        total += (some * (2 * (place + run.start) + 1)).sum()
+    return total
+
+
+@dataclass
+class Trace:
+    """The digests and norms of the weights after an update, computed beside the step.
+
+    On a GPU, `ask` launches kernels and `Answer.read` waits for them; called a step later, it does not wait.
+    """
+
+    weights: Weights
+    _runs: dict[str, Run | None] = field(default_factory=dict)
+    _tables: dict[torch.dtype, Any] = field(default_factory=dict)
+    _kernel_fails: bool = False
+    latest: "Answer | None" = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the trained weights, the same on every rank."""
+        return [name for name, piece in self.weights.pieces.items() if piece.trained]
+
+    @torch.no_grad()
+    def ask(self, squares: Mapping[str, torch.Tensor]) -> None:
+        """Begin the digests and norms of the weights. `squares`: of the norms of the gradients that this rank counts.
+        Every rank calls this after its part of an update."""
+        weights, names = self.weights, self.names
+        # Masters in host memory are on their way there: of these the copies on the device are added up.
+        parts = weights.computed() if weights.masters_on_host else weights.master
+        own = {
+            name: parts[name].detach()
+            for name in names
+            if name in parts and weights.pieces[name].counted_on(weights.ranks) and parts[name].numel()
+        }
+        device, (digests, found) = weights.device, self._added_up(own)
+        sums = _spread(names, digests, torch.int64, device)
+        both = torch.stack(
+            [_spread(names, found, torch.float64, device), _spread(names, squares, torch.float64, device)]
+        )
+        for group in WEIGHT_PARTS:
+            weights.ranks.sum_over(group, sums)
+            weights.ranks.sum_over(group, both)
+        self.latest = Answer.of(names, sums, both)
+
+    def now(self) -> dict[str, int]:
+        """Return the digests of the weights as they are. Every rank calls this."""
+        self.ask({})
+        assert self.latest is not None
+        return self.latest.read().digests
+
+    def _added_up(self, own: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the digests of parts and the sums of their squares."""
+        runs = {name: self._run(name) for name in own}
+        parts = {name: part.contiguous() for name, part in own.items() if runs[name] is not None}
+        if self.weights.device.type == "cuda" and not self._kernel_fails:
+            try:
+                return self._by_kernel(parts)
+            except Exception:  # no Triton, or no compiler: a record of the step must not end the run
+                self._kernel_fails = True
+                log.warning("digests of weights by a Triton kernel fail; plain torch makes them", exc_info=True)
+        digests = {name: digest(part, run) for name, part in parts.items() if (run := runs[name]) is not None}
+        norms = torch._foreach_norm(list(own.values()), dtype=torch.float32) if own else []
+        return digests, {name: norm.double().square() for name, norm in zip(own, norms, strict=True)}
+
+    def _run(self, name: str) -> Run | None:
+        if name not in self._runs:
+            shape = self.weights.pieces[name].shape
+            self._runs[name] = run_of(own_box(self.weights, name, shape), shape)
+        return self._runs[name]
+
+    def _by_kernel(self, parts: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        from truestep.weights.digest_kernel import Table  # needs Triton
+
+        digests: dict[str, torch.Tensor] = {}
+        squares: dict[str, torch.Tensor] = {}
+        for dtype in dict.fromkeys(part.dtype for part in parts.values()):
+            some = {name: part for name, part in parts.items() if part.dtype == dtype}
+            table = self._tables.get(dtype)
+            if table is None or table.addresses != [part.data_ptr() for part in some.values()]:
+                rows = [(run.width, run.stride, run.start) for name in some if (run := self._run(name)) is not None]
+                table = self._tables[dtype] = Table(list(some.values()), rows)
+            sums, norms = table.add_up()
+            digests |= dict(zip(some, sums.unbind(), strict=True))
+            squares |= dict(zip(some, norms.unbind(), strict=True))
+        return digests, squares
+
+
+def _spread(
+    names: Sequence[str], values: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:  # [names]
+    """Return the values in the order of names, with 0 for those that this rank lacks."""
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return torch.stack([values.get(name, zero).to(device, dtype) for name in names]) if names else zero[None][:0]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The digests and norms of weights, by name."""
+
+    digests: dict[str, int]
+    weight_norms: dict[str, float]
+    gradient_norms: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Digests and norms on their way to the host."""
+
+    names: Sequence[str]
+    sums: torch.Tensor
+    squares: torch.Tensor
+    there: Any = None  # the CUDA event after which they are there
+
+    @staticmethod
+    def of(names: Sequence[str], sums: torch.Tensor, squares: torch.Tensor) -> "Answer":
+        if sums.device.type != "cuda":
+            return Answer(names, sums, squares)
+        host = [
+            torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+            for value in (sums, squares)
+        ]
+        return Answer(names, host[0], host[1], torch.cuda.current_stream(sums.device).record_event())
+
+    def read(self) -> Measured:
+        if self.there is not None:
+            self.there.synchronize()
+        weights, gradients = self.squares.sqrt().tolist()
+        numbers = [number % 2**64 for number in self.sums.tolist()]
+        return Measured(
+            *(dict(zip(self.names, values, strict=True)) for values in (numbers, weights, gradients)),
+        )
