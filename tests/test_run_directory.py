@@ -89,17 +89,18 @@ def test_a_directory_without_files(tmp_path: Path) -> None:
 
 def test_a_ledger_line(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.record_step(4, make_plan(DOCUMENTS, [[2], [0, 1]], 30))
-    assert [json.loads(line) for line in directory.ledger.read_text().splitlines()] == [
-        {
-            "step": 4,
-            "documents": ["d0", "d1", "d2"],
-            "num_documents": 3,
-            "num_labels": sum(document.num_labels for document in DOCUMENTS),
-            "documents_seen": 33,
-            "digests": [digest_of(document) for document in DOCUMENTS],
-        }
-    ]
+    for own_reference in (None, False):
+        directory.record_step(4, make_plan(DOCUMENTS, [[2], [0, 1]], 30), own_reference=own_reference)
+    line = {
+        "step": 4,
+        "documents": ["d0", "d1", "d2"],
+        "num_documents": 3,
+        "num_labels": sum(document.num_labels for document in DOCUMENTS),
+        "documents_seen": 33,
+    }
+    digests = [digest_of(document) for document in DOCUMENTS]
+    found = [json.loads(line) for line in directory.ledger.read_text().splitlines()]
+    assert found == [line, line | {"digests": digests}]
 
 
 def test_a_run_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from truestep.commands.looking import MemoryPlan as MemoryPlan
 from truestep.commands.looking import Verification as Verification
+from truestep.commands.looking import audit as audit
 from truestep.commands.looking import compare as compare
 from truestep.commands.looking import convert as convert
 from truestep.commands.looking import export as export
@@ -34,6 +35,8 @@ from truestep.rollouts.check import check_files as check_files
 from truestep.run.callbacks import Callback as Callback
 from truestep.run.callbacks import CallbackError as CallbackError
 from truestep.run.callbacks import Run as Run
+from truestep.tools.audit.finding import Finding as Finding
+from truestep.tools.audit.run import Audit as Audit
 from truestep.tools.init.make import init as init
 from truestep.tools.parity.gap import Parity as Parity
 from truestep.tools.replay.compare import Comparison as Comparison

@@ -6,6 +6,8 @@ import itertools
 import random
 import struct
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,13 @@ import pytest
 import torch
 
 from interpreted import use
+from tiny import make_model
+from truestep.model.loading.load import load_policy
 from truestep.rollouts.digests import digest_of
+from truestep.run.directory import RunDirectory
+from truestep.run.weight_lines import WeightLines, read_weight_lines
 from truestep.types import Rollout, Turn
-from truestep.weights.digests import digest, run_of
+from truestep.weights.digests import Answer, Trace, digest, run_of
 from truestep.weights.tensor_parts import Box
 
 SHAPES = ((5,), (4, 6), (3, 4, 5), (2, 3, 4, 2), ())
@@ -87,6 +93,59 @@ def test_the_kernel_adds_up_what_plain_torch_does(monkeypatch: pytest.MonkeyPatc
     sums, squares = table.add_up()
     assert sums.tolist() == [int(digest(part, run)) for part, run in zip(parts, runs, strict=True)]
     assert squares.tolist() == pytest.approx([float(part.double().square().sum()) for part in parts], rel=1e-5)
+
+
+def test_a_digest_does_not_depend_on_how_many_numbers_are_added_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
+    runs = [run_of(Box((3, 0), (20, 30)), (60, 30)), run_of(Box((0, 4), (40, 30)), (40, 50))]
+    for run in runs:
+        assert run is not None
+        found = set()
+        for at_once in (7, 64, 1 << 15):
+            monkeypatch.setattr("truestep.weights.digests._AT_ONCE", {"cpu": at_once})
+            found.add(int(digest(weight[: run.rows * run.width // 30], run)))
+        assert len(found) == 1
+
+
+def test_where_the_kernel_fails_plain_torch_makes_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace(load_policy(make_model(tmp_path / "model", "llama"), device="cpu").weights)
+    expected = trace.now()
+
+    class OnGpu:
+        """The weights, said to be on a GPU."""
+
+        device = SimpleNamespace(type="cuda")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(trace.weights, name)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(Trace, "_by_kernel", fail)
+    failing, parts = Trace(OnGpu()), dict(trace.weights.master)  # type: ignore[arg-type]
+    for _ in range(2):
+        digests, norms = failing._added_up(parts)
+        assert {name: int(value) % 2**64 for name, value in digests.items()} == expected
+        assert norms.keys() == parts.keys()
+    assert failing._kernel_fails
+
+
+def test_lines_are_read_by_the_names_that_they_were_written_with(tmp_path: Path) -> None:
+    """A run may go on with other trained weights."""
+    directory = RunDirectory(tmp_path)
+    for step, names in enumerate((["a", "b"], ["a"], ["a", "b", "c"]), 1):
+        trace: Any = SimpleNamespace(names=names, latest=None)
+        lines = WeightLines(directory, trace, {})
+        lines.started()
+        numbers = torch.arange(step, step + len(names))
+        trace.latest = Answer(names, numbers, torch.ones(2, len(names), dtype=torch.float64))
+        lines.updated(step, 0)
+        lines.close()
+    found = read_weight_lines(directory)
+    assert [line.measured.digests for line in found.values()] == [{"a": 1, "b": 2}, {"a": 2}, {"a": 3, "b": 4, "c": 5}]
+    next(tmp_path.glob("weight_names-*.json")).unlink()
+    assert len(read_weight_lines(directory)) == 2, "a line without its names is left out"
 
 
 def some_document() -> Rollout:
