@@ -200,7 +200,7 @@ def test_a_bad_request_fails_by_itself(house: House) -> None:
     assert "dimuon" in found["error"] and "is not served here" in found["error"]
     good = house.result(house.post("forward_backward", content=house.message("spans", seq=seq + 3)).json())
     assert metrics_of(good).keys() == {"loss:sum"}
-    assert "is not served here" in house.send("external").json()["error"]
+    assert "is not served here" in house.result(house.recorded("external", seq_id=seq + 4))["error"]
 
 
 def test_checkpoints_are_listed_loaded_and_removed(house: House) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-import math
+import logging
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,30 @@ from starlette.routing import Route
 from truestep.commands.tinker import rest, wire
 from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, Adapted, Checkpoints, named, time_to_live
 from truestep.commands.tinker.errors import ApiError, JobError, not_served
-from truestep.commands.tinker.jobs import Create, ForwardBackwardJob, Load, OptimStep, Sample, Save, seed_of
+from truestep.commands.tinker.jobs import (
+    GRADIENT,
+    UPDATE,
+    Create,
+    ForwardBackwardJob,
+    Load,
+    OptimStep,
+    Refused,
+    Sample,
+    Save,
+    seed_of,
+)
 from truestep.commands.tinker.requests import Model as Fits
 from truestep.commands.tinker.requests import asked, batch_of
 from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
 from truestep.commands.tinker.tenants import Tenants
 
+log = logging.getLogger(__name__)
+
 _LARGEST_BODY = 2**26  # bytes
 _POLL_SECONDS = 20.0  # that a request for a result is held; the client's own limit is 45
 _MOST_RANK = 512
 _PROTOBUF = "application/x-protobuf"
+_LARGEST_FLOAT = sys.float_info.max
 _METADATA = 64  # entries that a tenant may attach
 
 Body = dict[str, Any]
@@ -63,6 +78,7 @@ def routes(served: Served) -> list[Route]:
         "load_weights": own.load_weights,
         "save_weights": own.save_weights,
         "save_weights_for_sampler": own.save_for_sampler,
+        "save_weights_external": own.save_external,
         "asample": own.sample,
         "cancel_future": own.cancel,
         "telemetry": own.telemetry,
@@ -80,7 +96,6 @@ def routes(served: Served) -> list[Route]:
 
 _NOT_SERVED = {
     "create_custom_loss": "a loss that runs on the server",
-    "save_weights_external": "an export by a client (`truestep export` makes one of a checkpoint)",
     "copy_weights": "a copy of weights",
     "retrieve_futures": "a poll of many futures",
     "auth/token": "an exchange of credentials",
@@ -252,28 +267,44 @@ class _Routes:
     async def forward_backward(self, tenant: str, request: Request) -> Response:
         if request.headers.get("content-type", "") != _PROTOBUF or request.headers.get("content-encoding"):
             raise ApiError(f"the body of forward_backward is uncompressed {_PROTOBUF}", 415)
-        body = await read_body(request)
-        given = await asyncio.to_thread(wire.read_forward_backward, body)
-        model = self._state.model(tenant, given.model_id)
-        known = self._state.known(tenant, f"{model.id}:{given.seq_id}")
+        body, too_large = await _read(request)
+        head = await asyncio.to_thread(wire.read_head, body)
+        model = self._state.model(tenant, head.model_id)
+        known = self._state.known(tenant, f"{model.id}:{head.seq_id}")
         if known is not None:
             return JSONResponse(_promise(known))
-        make = lambda: ForwardBackwardJob(model, batch_of(given, self._served.fits))  # noqa: E731
-        return JSONResponse(_promise(await asyncio.to_thread(self._ordered, model, given.seq_id, make)))
+
+        def make() -> ForwardBackwardJob:
+            if too_large is not None:
+                raise too_large
+            return ForwardBackwardJob(model, batch_of(wire.read_forward_backward(body), self._served.fits))
+
+        part = None if head.forward_only else GRADIENT
+        return JSONResponse(_promise(await asyncio.to_thread(self._ordered, model, head.seq_id, make, part)))
 
     async def optim_step(self, tenant: str, body: Body) -> Any:
         model = self._state.model(tenant, body.get("model_id"))
-        return _promise(self._ordered(model, _seq(body, "seq_id"), lambda: OptimStep(model, *_adamw(body))))
+        return _promise(self._ordered(model, _seq(body, "seq_id"), lambda: OptimStep(model, *_adamw(body)), UPDATE))
 
-    def _ordered(self, model: Model, seq: int, make: Callable[[], Any]) -> Job:
-        """Take a request of a model, computed in its turn. A bad one fails by its future: the next ones of this model
-        wait for it."""
-        job = Job(f"{model.id}:{seq}", model.tenant, model.session, None, model=model.id)
+    def _ordered(self, model: Model, seq: int, make: Callable[[], Any], part: str | None = None) -> Job:
+        """Take a request of a model, computed in its turn. A bad one fails by its future, in its turn too: the next
+        ones of this model wait for it. `part`: what the request is of a step."""
         try:
-            job.work = make()
-        except ApiError as error:
-            job.fail(JobError(str(error)))
-        return self._submit(job, model, seq)
+            work = make()
+        except (ApiError, wire.WireError) as error:
+            work = Refused(model, JobError(str(error)), part)
+        except Exception as error:  # a fault of this server
+            log.exception("a request could not be read")
+            work = Refused(model, error, part)
+        return self._submit(Job(f"{model.id}:{seq}", model.tenant, model.session, work, model=model.id), model, seq)
+
+    async def save_external(self, tenant: str, body: Body) -> Any:
+        model = self._state.model(tenant, body.get("model_id"))
+
+        def make() -> Any:
+            raise not_served("an export by a client (`truestep export` makes one of a checkpoint)")
+
+        return _promise(self._ordered(model, _seq(body, "seq_id"), make))
 
     def _submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
         return self._state.submit(job, model, seq)
@@ -306,15 +337,18 @@ class _Routes:
         return _promise(self._ordered(model, seq, make))
 
     async def load_weights(self, tenant: str, body: Body) -> Any:
-        if body.get("weights_access_token") is not None:
-            raise not_served("a checkpoint of another account")
-        optimizer, find = body.get("optimizer") is True, self._served.checkpoints.find
+        optimizer = body.get("optimizer") is True
         if body.get("model_id") is not None:
             model = self._state.model(tenant, body.get("model_id"))
-            load = lambda: Load(model, find(tenant, body.get("path"))[0].path, optimizer)  # noqa: E731
+
+            def load() -> Load:
+                _check_own(body)
+                return Load(model, body.get("path"), optimizer)
+
             return _promise(self._ordered(model, _seq(body, "seq_id"), load))
+        _check_own(body)
         _check_optimizer(body.get("optimizer_config"))
-        saved, _ = find(tenant, body.get("path"))
+        saved, _ = self._served.checkpoints.find(tenant, body.get("path"))
         if body.get("base_model") is not None and body["base_model"] not in self._served.names:
             raise self._no_model(body.get("base_model"))
         name = self._model_name(tenant, body)
@@ -376,16 +410,20 @@ def _promise(job: Job) -> dict[str, Any]:
 
 
 async def read_body(request: Request) -> bytes:
-    too_large = ApiError(f"the body has more than {_LARGEST_BODY} bytes", 413)
-    said = request.headers.get("content-length", "")
-    if said.isascii() and said.isdigit() and int(said[:20]) > _LARGEST_BODY:
+    body, too_large = await _read(request)
+    if too_large is not None:
         raise too_large
+    return body
+
+
+async def _read(request: Request) -> tuple[bytes, ApiError | None]:
+    """Read a body, or the beginning of one that is too large, and say that it is."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > _LARGEST_BODY:
-            raise too_large
-    return bytes(body)
+            return bytes(body[:_LARGEST_BODY]), ApiError(f"the body has more than {_LARGEST_BODY} bytes", 413)
+    return bytes(body), None
 
 
 def read_json(body: bytes) -> Body:
@@ -418,6 +456,11 @@ def _metadata(given: Any) -> dict[str, str] | None:
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
 
 
+def _check_own(body: Body) -> None:
+    if body.get("weights_access_token") is not None:
+        raise not_served("a checkpoint of another account")
+
+
 def _check_optimizer(given: Any) -> None:
     if given is not None and (not isinstance(given, dict) or given.get("type", "adamw") != "adamw"):
         kind = re.sub(r"[^ -~]", "?", str(given.get("type") if isinstance(given, dict) else given))[:60]
@@ -435,7 +478,7 @@ def _adamw(body: Body) -> tuple[float, dict[str, float | None]]:
     if odd := sorted(set(given) - set(own)):
         raise ApiError(f"adam_params: {odd[0][:60]} is unknown: there are {', '.join(own)}")
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST_FLOAT:
             raise ApiError(f"adam_params: {name} is {value!r:.60}: a finite number of 0 or more is expected")
         if name in ("beta1", "beta2") and value >= 1:
             raise ApiError(f"adam_params: {name} must be below 1")

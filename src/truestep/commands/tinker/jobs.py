@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,6 +41,18 @@ _MOST_SAMPLERS = 8  # that are held beside the models' own weights
 _NO_TOP = -99999.0  # the client's log-prob of a place without a token
 
 
+GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request of a model that fails in its turn."""
+
+    model: Model
+    error: Exception
+    part: str | None = None  # of a step
+
+
 @dataclass(frozen=True)
 class Create:
     model: Model
@@ -53,12 +65,17 @@ class ForwardBackwardJob:
     model: Model
     batch: Batch
 
+    @property
+    def part(self) -> str | None:
+        return None if self.batch.request.forward_only else GRADIENT
+
 
 @dataclass(frozen=True)
 class OptimStep:
     model: Model
     learning_rate: float
     options: Mapping[str, float | None]
+    part: ClassVar[str] = UPDATE
 
 
 @dataclass(frozen=True)
@@ -105,6 +122,7 @@ class Jobs:
                 self._sample(jobs)
                 return
             do: Mapping[type, Callable[[Any], Result]] = {
+                Refused: self._refuse,
                 Create: self._create,
                 ForwardBackwardJob: self._forward_backward,
                 OptimStep: self._optim_step,
@@ -114,12 +132,25 @@ class Jobs:
             with torch.enable_grad():
                 jobs[0].end(do[type(work)](work))
         except (TruestepError, JobError, ApiError) as error:
-            for job in jobs:
-                job.fail(JobError(str(error)))
+            self._fail(jobs, JobError(str(error)))
         except Exception as error:  # a fault of this server, of which the client learns no more than that
             log.exception("a job failed")
-            for job in jobs:
-                job.fail(error)
+            self._fail(jobs, error)
+
+    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+        """Fail jobs. A gradient that fails spoils its step; an update that fails ends it, without its gradient."""
+        for job in jobs:
+            part = getattr(job.work, "part", None)
+            if part == GRADIENT:
+                job.work.model.spoiled = True
+            elif part == UPDATE:
+                job.work.model.spoiled = False
+                if (session := self._sessions.get(job.work.model.id)) is not None:
+                    session.drop()
+            job.fail(error)
+
+    def _refuse(self, work: Refused) -> Result:
+        raise work.error
 
     def free(self, session: ClientSession) -> None:
         """Free what a session had that has ended, and remove its samplers without names."""
@@ -182,8 +213,11 @@ class Jobs:
         return Result(message=forward_backward_output(outputs, metrics))
 
     def _optim_step(self, work: OptimStep) -> Result:
-        made = self._of(work.model).step(work.learning_rate, **work.options)
-        work.model.version += 1
+        session = self._of(work.model)
+        if work.model.spoiled:
+            raise JobError("a forward_backward of this step failed: its gradient is dropped, and nothing was updated")
+        work.model.version += 1  # a step that fails may have changed the weights
+        made = session.step(work.learning_rate, **work.options)
         names = {"grad_norm": "grad_norm", "learning_rate": "learning_rate", "step": "step"}
         return Result({"metrics": {name: float(made[of]) for name, of in names.items()}, "type": "optim_step"})
 
@@ -238,8 +272,10 @@ class Jobs:
         own, theirs = asdict(work.model.adapted), {**saved.adapted}
         if (own["rank"], own["targets"]) != (theirs["rank"], theirs["targets"]):
             raise JobError(f"{saved.path} has an adapter of rank {theirs['rank']} on other layers than this model's")
-        self._of(work.model).load(directory, optimizer=work.optimizer)
+        session = self._of(work.model)
         work.model.version += 1
+        session.load(directory, optimizer=work.optimizer)
+        work.model.spoiled = False
         return Result({"path": saved.path, "model_id": work.model.id, "type": "load_weights"})
 
     # Samples

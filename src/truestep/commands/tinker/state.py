@@ -68,6 +68,7 @@ class Model:
     early: dict[int, Job] = field(default_factory=dict)  # jobs whose predecessors are not there
     last_request: float = field(default_factory=time.time)
     version: int = 0  # changes of its weights
+    spoiled: bool = False  # a part of the step that is open failed
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,9 @@ class State:
                 ready.remove(job)
 
     def cancel(self, job: Job) -> None:
-        """Let a job that has not begun end without a result."""
+        """Let a request for samples that has not begun end without a result. What changes a model is computed."""
         with self.lock:
-            if not job.running and not job.future.done():
+            if job.together is not None and not job.running and not job.future.done():
                 job.fail(JobError("the request was cancelled"))
 
     def queue_state(self, job: Job) -> tuple[str, str | None]:

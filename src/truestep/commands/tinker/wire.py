@@ -5,6 +5,7 @@ A message is a sequence of fields: a key (number and wire type), and a number or
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +28,16 @@ class Datum:
 
 
 @dataclass(frozen=True)
+class Head:
+    """Whose turn a request is, which is known of one that is bad too."""
+
+    model_id: str = ""
+    seq_id: int = 0
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
 class ForwardBackward:
-    model_id: str
-    seq_id: int
     data: Sequence[Datum]
     loss: str
     config: Mapping[str, float | str] = field(default_factory=dict)
@@ -93,34 +101,53 @@ def _number(value: Any) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
+def _double(value: Any) -> float:
+    """Return a number of a field; 0 where the field is not there."""
+    if not isinstance(value, float | int | None):
+        raise WireError("there are bytes where a number is expected")
+    return float(value or 0.0)
+
+
 def _entry(message: Any) -> tuple[str, Any]:
     """Read an entry of a map."""
     found = dict(fields_of(_bytes(message)))
     return _text(found.get(1, b"")), found.get(2)
 
 
+def read_head(body: bytes) -> Head:
+    """Read the head of a request for a pass, as far as its bytes make sense."""
+    found: dict[str, Any] = {}
+    with suppress(WireError):
+        for number, value in fields_of(body):
+            if number == 1:
+                found["model_id"] = _text(value)
+            elif number == 2:
+                found["seq_id"] = _number(value)
+            elif number == 6:
+                found["forward_only"] = bool(_number(value))
+    return Head(**found)
+
+
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Read a request for a forward pass, or for a forward and a backward pass."""
-    named: dict[str, Any] = {"model_id": "", "seq_id": 0, "loss": ""}
+    loss, forward_only = "", False
     data: list[Datum] = []
     config: dict[str, float | str] = {}
     for number, value in fields_of(body):
-        if number in (1, 4):
-            named["model_id" if number == 1 else "loss"] = _text(value)
-        elif number == 2:
-            named["seq_id"] = _number(value)
-        elif number == 3:
+        if number == 3:
             data.append(_datum(_bytes(value)))
+        elif number == 4:
+            loss = _text(value)
         elif number == 5:
             name, given = _entry(value)
-            config.setdefault(name, 0.0 if given is None else float(given))
+            config.setdefault(name, _double(given))
         elif number == 6:
-            named["forward_only"] = bool(_number(value))
+            forward_only = bool(_number(value))
         elif number == 7:
             name, given = _entry(value)
             inner = dict(fields_of(_bytes(given if given is not None else b"")))
-            config[name] = _text(inner[2]) if 2 in inner else float(inner.get(1, 0.0))
-    return ForwardBackward(data=data, config=config, **named)
+            config[name] = _text(inner[2]) if 2 in inner else _double(inner.get(1))
+    return ForwardBackward(data, loss, config, forward_only)
 
 
 def _datum(message: bytes) -> Datum:
