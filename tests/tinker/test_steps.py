@@ -10,7 +10,7 @@ import pytest
 
 from tinker.house import House, metrics_of, request_of, served_in
 from truestep.commands.session import Session
-from truestep.commands.tinker import app, wire
+from truestep.commands.tinker import app, bodies, wire
 from truestep.step.learner import Learner
 
 DATUM: tuple[list[int], dict[str, Any]] = ([3, 4, 5], {"target_tokens": [4, 5, 6]})
@@ -106,7 +106,7 @@ def test_a_request_that_cannot_be_read_keeps_its_place(house: House, monkeypatch
         found = send(house, seq)
         assert found.get("category") == "user", (name, found)
     seq = len(BAD) + 1
-    monkeypatch.setattr(app, "_LARGEST_BODY", 100)
+    monkeypatch.setattr(bodies, "_LARGEST_BODY", 100)
     assert "more than 100 bytes" in passed(house, seq, [DATUM] * 20)["error"]
     monkeypatch.undo()
     with monkeypatch.context() as fault:

@@ -21,7 +21,7 @@ from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.generator import Completion, DrawOptions, Generate, Request, run_all
+from truestep.generate.generator import Completion, DrawOptions, Generate, R, Request, T, completing, run_all
 from truestep.generate.groups import DRAWS
 from truestep.generate.read import reader, stop_ids
 from truestep.losses.label_losses import LabelLoss, LabelTerm
@@ -501,18 +501,24 @@ class Session:
             for (_, ids), completions in zip(items, drawn, strict=True)
         ]
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete requests of token ids, each with options and a seed of its own, with the weights as they are."""
-        return [one for (one,) in self._drawn([[request] for request in requests])]
+    def complete(
+        self, requests: Sequence[Request], done: Callable[[int, Completion], None] = lambda number, completion: None
+    ) -> list[Completion]:
+        """Complete requests of token ids, each with options and a seed of its own, with the weights as they are.
+        `done` is told each request's number and completion as it ends."""
+        return self._mapped(list(enumerate(requests)), completing(done))
 
     def _drawn(self, requests: Sequence[Sequence[Request]]) -> list[list[Completion]]:
         def work(of_item: Sequence[Request], generate: Generate) -> Coroutine[Any, Any, list[Completion]]:
             return run_all([_completed(generate, request) for request in of_item])
 
+        return self._mapped(requests, work)
+
+    def _mapped(self, items: Sequence[T], work: Callable[[T, Generate], Coroutine[Any, Any, R]]) -> list[R]:
         _ = self._here  # a generator keeps the weights that a load or an update has ruined
         with self._doing("sampling"):
             self._generator.weights(self.documents_seen)
-            return self._generator.map(requests, work)
+            return self._generator.map(items, work)
 
     def _draw_options(self) -> DrawOptions:
         sampler = self.config.sampler

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from truestep.commands.tinker import rest, wire
+from truestep.commands.tinker.bodies import read_beginning, read_body, read_json
 from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, Adapted, Checkpoints, named, time_to_live
 from truestep.commands.tinker.errors import ApiError, JobError, not_served
 from truestep.commands.tinker.jobs import (
@@ -35,7 +36,6 @@ from truestep.commands.tinker.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-_LARGEST_BODY = 2**26  # bytes
 _POLL_SECONDS = 20.0  # that a request for a result is held; the client's own limit is 45
 _MOST_RANK = 512
 _PROTOBUF = "application/x-protobuf"
@@ -194,6 +194,7 @@ class _Routes:
         elif body.get("base_model") not in self._served.names:
             raise self._no_model(body.get("base_model"))
         with state.lock:
+            state.session(tenant, session.id)  # which may have finished meanwhile
             if name not in state.samplers:
                 state.samplers[name] = Sampler(name, tenant, session.id, self._served.name, path)
                 session.samplers.append(name)
@@ -237,15 +238,8 @@ class _Routes:
         return f"{session.id}:train:{_seq(body, 'model_seq_id')}"
 
     def _new(self, tenant: str, body: Body, name: str, adapted: Adapted) -> Model:
-        """Return the model of this name; a request that comes again finds that of the first."""
-        state = self._state
-        with state.lock:
-            if name not in state.models:
-                session = state.session(tenant, body.get("session_id"))
-                metadata = _metadata(body.get("user_metadata"))
-                state.models[name] = Model(name, tenant, session.id, self._served.name, adapted, metadata)
-                session.models.append(name)
-            return state.models[name]
+        session, metadata = self._state.session(tenant, body.get("session_id")), _metadata(body.get("user_metadata"))
+        return self._state.add_model(Model(name, tenant, session.id, self._served.name, adapted, metadata))
 
     async def get_info(self, tenant: str, body: Body) -> Any:
         model = self._state.model(tenant, body.get("model_id"))
@@ -267,7 +261,7 @@ class _Routes:
     async def forward_backward(self, tenant: str, request: Request) -> Response:
         if request.headers.get("content-type", "") != _PROTOBUF or request.headers.get("content-encoding"):
             raise ApiError(f"the body of forward_backward is uncompressed {_PROTOBUF}", 415)
-        body, too_large = await _read(request)
+        body, too_large = await read_beginning(request)
         head = await asyncio.to_thread(wire.read_head, body)
         model = self._state.model(tenant, head.model_id)
         known = self._state.known(tenant, f"{model.id}:{head.seq_id}")
@@ -280,13 +274,13 @@ class _Routes:
             return ForwardBackwardJob(model, batch_of(wire.read_forward_backward(body), self._served.fits))
 
         part = None if head.forward_only else GRADIENT
-        return JSONResponse(_promise(await asyncio.to_thread(self._ordered, model, head.seq_id, make, part)))
+        return JSONResponse(_promise(await asyncio.to_thread(self._ordered, model, head.seq_id, make, part, len(body))))
 
     async def optim_step(self, tenant: str, body: Body) -> Any:
         model = self._state.model(tenant, body.get("model_id"))
         return _promise(self._ordered(model, _seq(body, "seq_id"), lambda: OptimStep(model, *_adamw(body)), UPDATE))
 
-    def _ordered(self, model: Model, seq: int, make: Callable[[], Any], part: str | None = None) -> Job:
+    def _ordered(self, model: Model, seq: int, make: Callable[[], Any], part: str | None = None, size: int = 0) -> Job:
         """Take a request of a model, computed in its turn. A bad one fails by its future, in its turn too: the next
         ones of this model wait for it. `part`: what the request is of a step."""
         try:
@@ -296,7 +290,8 @@ class _Routes:
         except Exception as error:  # a fault of this server
             log.exception("a request could not be read")
             work = Refused(model, error, part)
-        return self._submit(Job(f"{model.id}:{seq}", model.tenant, model.session, work, model=model.id), model, seq)
+        job = Job(f"{model.id}:{seq}", model.tenant, model.session, work, model=model.id, size=size)
+        return self._submit(job, model, seq)
 
     async def save_external(self, tenant: str, body: Body) -> Any:
         model = self._state.model(tenant, body.get("model_id"))
@@ -343,7 +338,7 @@ class _Routes:
 
             def load() -> Load:
                 _check_own(body)
-                return Load(model, body.get("path"), optimizer)
+                return Load(model, str(body.get("path")), optimizer)
 
             return _promise(self._ordered(model, _seq(body, "seq_id"), load))
         _check_own(body)
@@ -370,7 +365,9 @@ class _Routes:
             raise ApiError("sampling_params: stop: the model has no tokenizer: give tokens, and no texts")
         work = Sample(sampler, wanted, seed_of(sampler.id, seq, wanted.seed))
         together = ("sample", sampler.path, sampler.model, sampler.version, sampler.tenant if sampler.path else "")
-        job = self._submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together))
+        size = 32 * len(wanted.prompt) + (0 if wanted.targets is None else wanted.targets.nbytes)
+        cost = wanted.count * wanted.draw.max_new_tokens
+        job = self._submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, size=size, cost=cost))
         ids = [f"{job.id}:{number}" for number in range(wanted.count)]
         return {**_promise(job), "sample_sequence_ids": ids}
 
@@ -407,33 +404,6 @@ def _answer(result: Result) -> Response:
 
 def _promise(job: Job) -> dict[str, Any]:
     return {"request_id": job.id, "model_id": job.model}
-
-
-async def read_body(request: Request) -> bytes:
-    body, too_large = await _read(request)
-    if too_large is not None:
-        raise too_large
-    return body
-
-
-async def _read(request: Request) -> tuple[bytes, ApiError | None]:
-    """Read a body, or the beginning of one that is too large, and say that it is."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _LARGEST_BODY:
-            return bytes(body[:_LARGEST_BODY]), ApiError(f"the body has more than {_LARGEST_BODY} bytes", 413)
-    return bytes(body), None
-
-
-def read_json(body: bytes) -> Body:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError("the body is not JSON") from None
-    if not isinstance(value, dict):
-        raise ApiError("the body is not an object of JSON")
-    return value
 
 
 def _seq(body: Body, name: str) -> int:

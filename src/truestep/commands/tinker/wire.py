@@ -14,7 +14,7 @@ import numpy as np
 _NUMBER, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 _FLOAT32, _INT64 = 1, 2  # the protocol's types of tensors
 _DTYPES: Mapping[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
-_MOST_NUMBERS = 2**26  # of a tensor, once it is dense
+_MOST_NUMBERS = 2**23  # of the tensors of a request, once they are dense
 
 
 class WireError(Exception):
@@ -130,12 +130,13 @@ def read_head(body: bytes) -> Head:
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Read a request for a forward pass, or for a forward and a backward pass."""
-    loss, forward_only = "", False
+    loss, forward_only, left = "", False, _MOST_NUMBERS
     data: list[Datum] = []
     config: dict[str, float | str] = {}
     for number, value in fields_of(body):
         if number == 3:
-            data.append(_datum(_bytes(value)))
+            data.append(_datum(_bytes(value), left))
+            left -= sum(one.size for one in data[-1].inputs.values())
         elif number == 4:
             loss = _text(value)
         elif number == 5:
@@ -150,7 +151,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     return ForwardBackward(data, loss, config, forward_only)
 
 
-def _datum(message: bytes) -> Datum:
+def _datum(message: bytes, left: int) -> Datum:
     tokens: list[np.ndarray] = []
     inputs: dict[str, np.ndarray] = {}
     for number, value in fields_of(message):
@@ -158,7 +159,8 @@ def _datum(message: bytes) -> Datum:
             tokens.append(_chunk(_bytes(value)))
         elif number == 2:
             name, given = _entry(value)
-            inputs[name] = read_tensor(_bytes(given if given is not None else b""))
+            inputs[name] = read_tensor(_bytes(given if given is not None else b""), left)
+            left -= inputs[name].size
     return Datum(np.concatenate([np.zeros(0, np.int64), *tokens]), inputs)
 
 
@@ -177,8 +179,8 @@ def _array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     return np.frombuffer(raw, dtype)
 
 
-def read_tensor(message: bytes) -> np.ndarray:
-    """Read a tensor. A sparse one has zeros where it lists nothing."""
+def read_tensor(message: bytes, most: int = _MOST_NUMBERS) -> np.ndarray:
+    """Read a tensor of up to `most` numbers. A sparse one has zeros where it lists nothing."""
     dense, sparse, kind = b"", None, 0
     shape: list[int] = []
     for number, value in fields_of(message):
@@ -195,11 +197,13 @@ def read_tensor(message: bytes) -> np.ndarray:
     size = 1
     for side in shape:
         size *= side
-        if side < 0 or size > _MOST_NUMBERS:
-            raise WireError(f"a tensor of shape {shape[:4]} has a negative side, or more than {_MOST_NUMBERS} numbers")
+        if side < 0 or size > most:
+            raise WireError(f"a tensor of shape {shape[:4]} has a negative side, or more than {most} numbers")
     if sparse is not None:
         return _dense(sparse, shape, _DTYPES[kind])
     values = _array(dense, _DTYPES[kind])
+    if values.size > most:
+        raise WireError(f"the tensors of a request have more than {_MOST_NUMBERS} numbers")
     if shape and values.size != size:
         raise WireError(f"a tensor of shape {shape[:4]} has {values.size} numbers")
     return values.reshape(shape) if shape else values
