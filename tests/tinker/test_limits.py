@@ -140,11 +140,12 @@ def test_a_session_frees_what_is_there(house: House, monkeypatch: pytest.MonkeyP
 
 
 def test_snapshots_without_names_are_the_last_ones(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("truestep.commands.tinker.jobs._MOST_HIDDEN", 2)
+    monkeypatch.setattr("truestep.commands.tinker.jobs._MOST_HIDDEN", 3)
+    run = house.tinker._jobs._checkpoints.place("key tml-alice", f"{house.session}:train:0", "sampler_weights", "x")
     for number in range(4):
         house.result(house.recorded("sampler", seq_id=1 + number, sampling_session_seq_id=number))
-    run = house.tinker._jobs._checkpoints.place("key tml-alice", f"{house.session}:train:0", "sampler_weights", "x")
-    assert sorted(one.name for one in run.parent.iterdir()) == ["unnamed-000003", "unnamed-000004"]
+        last = range(max(1, number - 1), number + 2)
+        assert sorted(one.name for one in run.parent.iterdir()) == [f"unnamed-{seq:06d}" for seq in last]
     assert "error" not in str(house.result(house.recorded("sample", sampling_session_id=f"{house.session}:sample:3")))
 
 

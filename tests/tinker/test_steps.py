@@ -14,7 +14,6 @@ from truestep.commands.tinker import app, bodies, wire
 from truestep.step.learner import Learner
 
 DATUM: tuple[list[int], dict[str, Any]] = ([3, 4, 5], {"target_tokens": [4, 5, 6]})
-ADAM = {"learning_rate": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +42,8 @@ def passed(house: House, seq: int, data: Sequence[Any] = (DATUM,)) -> Any:
     return sent(house, request_of(f"{house.session}:train:0", seq, data, "cross_entropy"))
 
 
-def stepped(house: House, seq: int) -> Any:
-    return house.result(house.recorded("optim_step", seq_id=seq, adam_params=ADAM))
+def stepped(house: House, seq: int, rate: float = 0.1) -> Any:
+    return house.result(house.recorded("optim_step", seq_id=seq, adam_params={"learning_rate": rate}))
 
 
 def loss(house: House, seq: int) -> float:
@@ -111,7 +110,7 @@ def test_a_request_that_cannot_be_read_keeps_its_place(house: House, monkeypatch
     monkeypatch.undo()
     with monkeypatch.context() as fault:
         fault.setattr(app, "batch_of", failing)
-        assert passed(house, seq + 1)["category"] == "server"
+        assert passed(house, seq + 1) == {"category": "server", "error": "an internal error (RuntimeError)"}
     assert loss(house, seq + 2) > 0
 
 
@@ -122,7 +121,7 @@ def failing(*_: Any, **__: Any) -> Any:
 def test_a_step_with_a_failed_part_is_not_made(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     before = loss(house, 1)
     passed(house, 2)
-    norm = stepped(house, 3)["metrics"]["grad_norm"]
+    stepped(house, 3)
     after = loss(house, 4)
     assert after != before
     for first, bad in ((5, "read"), (9, "computed")):
@@ -138,13 +137,16 @@ def test_a_step_with_a_failed_part_is_not_made(house: House, monkeypatch: pytest
     assert loss(house, 13) == after, "nothing was updated"
     assert "error" in sent(house, request_of(f"{house.session}:train:0", 14, [], "ppo") + wire.number_field(6, 1))
     passed(house, 15)
-    again = stepped(house, 16)["metrics"]
+    again = stepped(house, 16, rate=0)["metrics"]
     assert again["step"] == 2, "the next step is whole; a forward pass that failed is no part of it"
     passed(house, 17)
-    assert "dimuon" in house.result(house.recorded("dimuon", seq_id=18))["error"]
+    alone = stepped(house, 18, rate=0)["metrics"]["grad_norm"]
+    assert again["grad_norm"] == pytest.approx(alone, rel=1e-5), "and has nothing of the step that was not made"
     passed(house, 19)
-    found = stepped(house, 20)["metrics"]["grad_norm"]
-    assert found < 1.5 * norm, "an update that was refused ended its step: gradients of two steps are not one"
+    assert "dimuon" in house.result(house.recorded("dimuon", seq_id=20))["error"]
+    passed(house, 21)
+    found = stepped(house, 22, rate=0)["metrics"]["grad_norm"]
+    assert found == pytest.approx(alone, rel=1e-5), "an update that was refused has ended its step too"
 
 
 def test_a_load_begins_a_step(house: House) -> None:
@@ -160,6 +162,19 @@ def test_a_load_begins_a_step(house: House) -> None:
     bad = house.post("forward_backward", content=house.message("stable_reinforce", seq=7)).json()
     house.post("forward_backward", content=request_of(f"{house.session}:train:0", 8, [DATUM], "cross_entropy"))
     assert "of this step failed" in stepped(house, 9)["error"], "one that was refused before the load was computed"
+
+
+def test_a_load_that_fails_leaves_a_snapshot_its_weights(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed(house, 1)
+    stepped(house, 2)
+    path = house.result(house.recorded("save", seq_id=3))["path"]
+    house.result(house.recorded("sampler", seq_id=4))
+    expected = house.result(house.recorded("sample", seq_id=0))
+    with monkeypatch.context() as fault:
+        fault.setattr("truestep.commands.session.make_optimizer", failing)
+        load = house.recorded("load", seq_id=5, model_id=f"{house.session}:train:0", path=path)
+        assert house.result(load)["category"] == "server"
+    assert house.result(house.recorded("sample", seq_id=1)) == expected
 
 
 def test_an_update_that_fails_halfway(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

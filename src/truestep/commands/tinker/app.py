@@ -391,7 +391,7 @@ class _Routes:
         error = waited.exception()
         if error is not None:
             own = isinstance(error, JobError)
-            said = str(error) if own else f"an internal error ({type(error).__name__})"
+            said = str(error) if own else f"an internal error ({error})"
             return JSONResponse({"error": said, "category": "user" if own else "server"})
         return _answer(waited.result())
 

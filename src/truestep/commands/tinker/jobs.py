@@ -17,7 +17,7 @@ import torch
 
 from truestep.commands.session import Session
 from truestep.commands.tinker.checkpoints import WEIGHTS, Adapted, Checkpoints, Saved
-from truestep.commands.tinker.errors import ApiError, JobError
+from truestep.commands.tinker.errors import ApiError, JobError, ServerError
 from truestep.commands.tinker.requests import Asked, Batch
 from truestep.commands.tinker.scoring import Scored, score
 from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
@@ -151,9 +151,9 @@ class Jobs:
                 session.drop()
         if isinstance(error, TruestepError | JobError | ApiError):
             job.fail(JobError(str(error)))
-        else:  # a fault of this server, of which the client learns no more than that
+        else:
             log.error("a job failed", exc_info=error)
-            job.fail(error)
+            job.fail(ServerError(type(error).__name__))
 
     def _refuse(self, work: Refused) -> Result:
         raise work.error
@@ -169,17 +169,17 @@ class Jobs:
         """Remove the samplers without names of a model, but for the last ones."""
         try:
             found = self._checkpoints.hidden(tenant, run)
-            for saved in found[: len(found) - keep]:
+            for saved in found[: max(0, len(found) - keep)]:
                 self._samplers.pop(f"{tenant} {saved.path}", None)
                 self._checkpoints.discard(tenant, saved)
-        except OSError:
+        except Exception:  # the server goes on
             log.exception("samplers without names were not removed")
 
     def sweep(self) -> None:
         """Remove the checkpoints that have expired."""
         try:
             self._checkpoints.sweep()
-        except OSError:
+        except Exception:  # the server goes on
             log.exception("expired checkpoints were not removed")
 
     # Models
