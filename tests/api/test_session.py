@@ -32,6 +32,7 @@ from truestep.commands.session import SessionError
 from truestep.config.schema import Config
 from truestep.run.train import train
 from truestep.step.compute.runner import StepRunner
+from truestep.step.learner import Learner
 from truestep.types import StepTotals
 
 GRPO = {"loss": {"type": "grpo", "normalize_by": "labels"}}
@@ -293,6 +294,36 @@ def test_a_call_that_fails_leaves_nothing_of_its_gradient(tmp_path: Path, monkey
         session.forward_backward(records[:5])
         session.forward_backward(records[5:])
         assert session.gradient_norm() == pytest.approx(norm, rel=1e-5)
+
+
+def test_an_update_that_fails_leaves_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, records = options(tmp_path, **GRPO)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with Session(config) as session:
+        path = session.save(tmp_path / "begin")
+        session.forward_backward(records)
+        norm = session.gradient_norm()
+        session.drop()
+        for name in ("gradient_norm", "update"):
+            session.forward_backward(records)
+            with monkeypatch.context() as fault:
+                fault.setattr(Learner, name, fails)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    session.step()
+            if name == "gradient_norm":
+                with pytest.raises(SessionError, match="call forward_backward first"):
+                    session.step()
+        for call in (lambda: session.sample([[1, 2]]), lambda: session.forward_backward(records), session.step):
+            with pytest.raises(SessionError, match=r"load a checkpoint|call forward_backward first"):
+                call()
+        with pytest.raises(SessionError, match="load a checkpoint"):
+            session.sample([[1, 2]])
+        session.load(path)
+        session.forward_backward(records)
+        assert session.step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def test_a_loss_of_one_call_has_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

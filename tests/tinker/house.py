@@ -96,10 +96,8 @@ class House:
 
     def work(self) -> None:
         """Compute all jobs that are ready."""
-        while self.tinker.state.ended:
-            self.tinker._jobs.free(self.tinker.state.ended.popleft())
-        while taken := self.tinker.state.take():
-            self.tinker._jobs.run(taken)
+        while self.tinker.turn():
+            pass
 
     def result(self, promise: Mapping[str, Any]) -> Any:
         """The result of a future: JSON, or the fields of a message."""

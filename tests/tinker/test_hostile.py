@@ -82,10 +82,13 @@ def attack(house: House, cases: int, seed: int) -> None:
 
 
 def alive(house: House) -> float:
-    """The loss of a good request, in a session of its own."""
+    """The loss of a good request after an update, in a session of its own."""
     other = house.of("tml-bob")
     other.make()
-    output = other.result(other.post("forward_backward", content=other.message("cross_entropy")).json())
+    first = other.result(other.post("forward_backward", content=other.message("cross_entropy")).json())
+    other.result(other.recorded("optim_step"))
+    output = other.result(other.post("forward_backward", content=other.message("cross_entropy", seq=3)).json())
+    assert metrics_of(output) != metrics_of(first), "both matrices of the adapter are seen"
     other.get(f"sessions/{other.session}/finish", "POST")
     other.work()
     return metrics_of(output)["loss:sum"]
@@ -111,10 +114,12 @@ def test_tensors_that_claim_to_be_large(house: House) -> None:
         tensor = wire.number_field(3, 1) + b"".join(wire.number_field(4, side) for side in sides)
         return wire.bytes_field(2, wire.bytes_field(1, b"")) + tensor
 
-    for sides in ((2**40, 2), (2**33,), (-1, 3), (10**5, 10**5), (3,)):
+    seq = house.tinker.state.models[model].next_seq
+    for number, sides in enumerate(((2**40, 2), (2**33,), (-1, 3), (10**5, 10**5), (3,)), start=seq):
         datum = wire.entry(2, "weights", wire.bytes_field(2, claimed(*sides)))
-        body = wire.bytes_field(1, model) + wire.number_field(2, 1) + wire.bytes_field(3, datum)
-        assert house.post("forward_backward", content=body).status_code == 400
+        body = wire.bytes_field(1, model) + wire.number_field(2, number) + wire.bytes_field(3, datum)
+        found = house.result(house.post("forward_backward", content=body).json())
+        assert " shape" in found["error"] and found["category"] == "user"
     body = request_of(model, 1, [([3], {"target_tokens": np.zeros((1, 3))})], "cross_entropy")
     assert house.post("forward_backward", content=body, **{"content-encoding": "zstd"}).status_code == 415
     assert house.post("telemetry", content=b"[" * 10**5).status_code == 400

@@ -90,6 +90,33 @@ def test_losses_and_updates_are_the_client_s_definitions(loss: str, house: House
         assert float((values - expected).norm()) <= 1e-5 * max(1.0, float(expected.norm())), name
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "dro", "gspo"])
+def test_numbers_that_a_request_leaves_out(loss: str, house: House) -> None:
+    """Each default decides: there are tokens on both sides of each threshold, and the loss differs without it."""
+    model = house.make()
+    saved = house.result(house.recorded("save", seq_id=1))
+    own = Adapted(model_directory(house), weights_at(house, saved["path"])).logprobs(IDS, NEXT)
+    far = [0.5, -0.5, 1.8, -0.0002, 0.0003] if loss != "gspo" else [0.01, 0.01, 0.01, 0.01, 0.01]
+    defaults: dict[str, dict[str, float]] = {
+        "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dro": {"beta": 0.05},
+        "gspo": {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
+    }
+    for seq, sign in ((2, 1), (3, -1)):
+        logprobs = [float(one.detach()) - sign * gap for one, gap in zip(own, far, strict=True)]
+        given: dict[str, Any] = {"logprobs": logprobs, "advantages": [sign * one for one in (2, -1, 1, 1, -1)]}
+        if loss == "gspo":
+            given |= {"sequence_ratio_mask": [1] * 5, "advantages": [sign * 2] * 5}
+        body = request_of(model, seq, [(IDS, {"target_tokens": NEXT, **given})], loss)
+        found = metrics_of(house.result(house.post("forward_backward", content=body).json()))["loss:sum"]
+        assert found == pytest.approx(float(loss_of(loss, own, given, **defaults[loss]).detach()), rel=1e-5)
+        for name, value in defaults[loss].items():
+            other = float(loss_of(loss, own, given, **{**defaults[loss], name: 1.1 * value + 1e-9}).detach())
+            if loss == "dro" or (loss != "cispo" and (sign > 0) == ("high" in name)):
+                assert abs(other - found) > 1e-5 * abs(found), (name, sign)
+
+
 def test_a_pass_in_parts_is_the_sum_of_its_parts(house: House) -> None:
     house.make()
     sizes = []
@@ -200,7 +227,7 @@ def test_a_bad_request_fails_by_itself(house: House) -> None:
     assert "dimuon" in found["error"] and "is not served here" in found["error"]
     good = house.result(house.post("forward_backward", content=house.message("spans", seq=seq + 3)).json())
     assert metrics_of(good).keys() == {"loss:sum"}
-    assert "is not served here" in house.send("external").json()["error"]
+    assert "is not served here" in house.result(house.recorded("external", seq_id=seq + 4))["error"]
 
 
 def test_checkpoints_are_listed_loaded_and_removed(house: House) -> None:
@@ -236,6 +263,10 @@ def test_checkpoints_are_listed_loaded_and_removed(house: House) -> None:
     finally:
         store.now = now
     assert house.send("load", model_seq_id=2).status_code == 404
+    path = house.result(house.recorded("save", seq_id=8, path="again"))["path"]
+    assert house.post("weights_info", {"tinker_path": path}).status_code == 200
+    alias = path.replace(":train:", "_train_")
+    assert house.post("weights_info", {"tinker_path": alias}).status_code == 404, "one name for each"
 
 
 def test_a_server_that_begins_anew_has_the_checkpoints(house: House, tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import pytest
 from truestep.commands.tinker import state as states
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError
-from truestep.commands.tinker.state import Job, Model, Result, State
+from truestep.commands.tinker.state import ClientSession, Job, Model, Result, State
 
 
 def submitted(state: State, tenant: str, name: str, together: str | None = None) -> Job:
+    state.sessions.setdefault("s", ClientSession("s", "a", 0.0, 0.0, None, None))
     return state.submit(Job(name, tenant, "s", None, together))
 
 

@@ -21,7 +21,7 @@ from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.generator import Completion, DrawOptions, Generate, Request, run_all
+from truestep.generate.generator import Completion, DrawOptions, Generate, R, Request, T, completing, run_all
 from truestep.generate.groups import DRAWS
 from truestep.generate.read import reader, stop_ids
 from truestep.losses.label_losses import LabelLoss, LabelTerm
@@ -419,11 +419,15 @@ class Session:
         """Compute the norm of the step's gradient, before clipping. The step takes no further documents."""
         open_ = self._whole()
         if open_.norm is None:
-            with self._doing("computing the gradient's norm"):
-                if not open_.reduced:
-                    self._here.runner.reduce()
-                    open_.reduced = True
-                open_.norm = self._here.gradient_norm() * open_.scale
+            try:
+                with self._doing("computing the gradient's norm"):
+                    if not open_.reduced:
+                        self._here.runner.reduce()
+                        open_.reduced = True
+                    open_.norm = self._here.gradient_norm() * open_.scale
+            except BaseException:  # some of it may be reduced
+                self.drop()
+                raise
         return open_.norm
 
     def step(self, learning_rate: float | None = None, **options: float | None) -> dict[str, Any]:
@@ -438,15 +442,15 @@ class Session:
             self.drop()
             raise SessionError(f"{explain_useless(norm, learner.gradient_clip)}; nothing was updated")
         rate = self._learning_rate.at(self.steps + 1) if learning_rate is None else learning_rate
+        self._learner = self._gradient = None  # an update that fails leaves weights of which some are updated
         with self._doing("updating the weights"):
             learner.update(rate, norm, open_.loads, open_.scale)
             ruined = learner.update_check.ruined()
         if ruined:
-            self._learner = self._gradient = None
             raise SessionError(f"the update left weights that are not finite: {some(ruined)}. Load the last checkpoint")
         learner.runner = learner.runner.steered(open_.metrics)
         learner.runner.stopwatch.drain()
-        self._gradient, self.steps = None, self.steps + 1
+        self._learner, self.steps = learner, self.steps + 1
         self.documents_seen += open_.totals.num_documents
         return {"step": self.steps, **open_.line(), "grad_norm": norm, "learning_rate": rate}
 
@@ -465,7 +469,8 @@ class Session:
 
     def drop(self) -> None:
         """Forget the gradient of the step that is open."""
-        self._here.forget_gradient()
+        if self._learner is not None:
+            self._learner.forget_gradient()
         self._gradient = None
 
     def _whole(self) -> _Gradient:
@@ -496,17 +501,24 @@ class Session:
             for (_, ids), completions in zip(items, drawn, strict=True)
         ]
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Complete requests of token ids, each with options and a seed of its own, with the weights as they are."""
-        return [one for (one,) in self._drawn([[request] for request in requests])]
+    def complete(
+        self, requests: Sequence[Request], done: Callable[[int, Completion], None] = lambda number, completion: None
+    ) -> list[Completion]:
+        """Complete requests of token ids, each with options and a seed of its own, with the weights as they are.
+        `done` is told each request's number and completion as it ends."""
+        return self._mapped(list(enumerate(requests)), completing(done))
 
     def _drawn(self, requests: Sequence[Sequence[Request]]) -> list[list[Completion]]:
         def work(of_item: Sequence[Request], generate: Generate) -> Coroutine[Any, Any, list[Completion]]:
             return run_all([_completed(generate, request) for request in of_item])
 
+        return self._mapped(requests, work)
+
+    def _mapped(self, items: Sequence[T], work: Callable[[T, Generate], Coroutine[Any, Any, R]]) -> list[R]:
+        _ = self._here  # a generator keeps the weights that a load or an update has ruined
         with self._doing("sampling"):
             self._generator.weights(self.documents_seen)
-            return self._generator.map(requests, work)
+            return self._generator.map(items, work)
 
     def _draw_options(self) -> DrawOptions:
         sampler = self.config.sampler

@@ -114,6 +114,20 @@ def pass_on(done: "asyncio.Task[T]", future: "Future[T]") -> None:
         future.set_result(done.result())
 
 
+def completing(
+    done: Callable[[int, Completion], None],
+) -> Callable[[tuple[int, Request], Generate], Coroutine[Any, Any, Completion]]:
+    """Return what completes a numbered request, and says so at once."""
+
+    async def work(item: tuple[int, Request], generate: Generate) -> Completion:
+        number, request = item
+        completion = await generate(request)
+        done(number, completion)
+        return completion
+
+    return work
+
+
 async def run_all(works: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
     """Run coroutines at once and return their results in order. The first error cancels the others and is raised."""
     try:

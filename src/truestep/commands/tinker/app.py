@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-import math
+import logging
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +14,32 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from truestep.commands.tinker import rest, wire
+from truestep.commands.tinker.bodies import read_beginning, read_body, read_json
 from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, Adapted, Checkpoints, named, time_to_live
 from truestep.commands.tinker.errors import ApiError, JobError, not_served
-from truestep.commands.tinker.jobs import Create, ForwardBackwardJob, Load, OptimStep, Sample, Save, seed_of
+from truestep.commands.tinker.jobs import (
+    GRADIENT,
+    UPDATE,
+    Create,
+    ForwardBackwardJob,
+    Load,
+    OptimStep,
+    Refused,
+    Sample,
+    Save,
+    seed_of,
+)
 from truestep.commands.tinker.requests import Model as Fits
 from truestep.commands.tinker.requests import asked, batch_of
 from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
 from truestep.commands.tinker.tenants import Tenants
 
-_LARGEST_BODY = 2**26  # bytes
+log = logging.getLogger(__name__)
+
 _POLL_SECONDS = 20.0  # that a request for a result is held; the client's own limit is 45
 _MOST_RANK = 512
 _PROTOBUF = "application/x-protobuf"
+_LARGEST_FLOAT = sys.float_info.max
 _METADATA = 64  # entries that a tenant may attach
 
 Body = dict[str, Any]
@@ -63,6 +78,7 @@ def routes(served: Served) -> list[Route]:
         "load_weights": own.load_weights,
         "save_weights": own.save_weights,
         "save_weights_for_sampler": own.save_for_sampler,
+        "save_weights_external": own.save_external,
         "asample": own.sample,
         "cancel_future": own.cancel,
         "telemetry": own.telemetry,
@@ -80,7 +96,6 @@ def routes(served: Served) -> list[Route]:
 
 _NOT_SERVED = {
     "create_custom_loss": "a loss that runs on the server",
-    "save_weights_external": "an export by a client (`truestep export` makes one of a checkpoint)",
     "copy_weights": "a copy of weights",
     "retrieve_futures": "a poll of many futures",
     "auth/token": "an exchange of credentials",
@@ -179,6 +194,7 @@ class _Routes:
         elif body.get("base_model") not in self._served.names:
             raise self._no_model(body.get("base_model"))
         with state.lock:
+            state.session(tenant, session.id)  # which may have finished meanwhile
             if name not in state.samplers:
                 state.samplers[name] = Sampler(name, tenant, session.id, self._served.name, path)
                 session.samplers.append(name)
@@ -222,15 +238,8 @@ class _Routes:
         return f"{session.id}:train:{_seq(body, 'model_seq_id')}"
 
     def _new(self, tenant: str, body: Body, name: str, adapted: Adapted) -> Model:
-        """Return the model of this name; a request that comes again finds that of the first."""
-        state = self._state
-        with state.lock:
-            if name not in state.models:
-                session = state.session(tenant, body.get("session_id"))
-                metadata = _metadata(body.get("user_metadata"))
-                state.models[name] = Model(name, tenant, session.id, self._served.name, adapted, metadata)
-                session.models.append(name)
-            return state.models[name]
+        session, metadata = self._state.session(tenant, body.get("session_id")), _metadata(body.get("user_metadata"))
+        return self._state.add_model(Model(name, tenant, session.id, self._served.name, adapted, metadata))
 
     async def get_info(self, tenant: str, body: Body) -> Any:
         model = self._state.model(tenant, body.get("model_id"))
@@ -252,28 +261,45 @@ class _Routes:
     async def forward_backward(self, tenant: str, request: Request) -> Response:
         if request.headers.get("content-type", "") != _PROTOBUF or request.headers.get("content-encoding"):
             raise ApiError(f"the body of forward_backward is uncompressed {_PROTOBUF}", 415)
-        body = await read_body(request)
-        given = await asyncio.to_thread(wire.read_forward_backward, body)
-        model = self._state.model(tenant, given.model_id)
-        known = self._state.known(tenant, f"{model.id}:{given.seq_id}")
+        body, too_large = await read_beginning(request)
+        head = await asyncio.to_thread(wire.read_head, body)
+        model = self._state.model(tenant, head.model_id)
+        known = self._state.known(tenant, f"{model.id}:{head.seq_id}")
         if known is not None:
             return JSONResponse(_promise(known))
-        make = lambda: ForwardBackwardJob(model, batch_of(given, self._served.fits))  # noqa: E731
-        return JSONResponse(_promise(await asyncio.to_thread(self._ordered, model, given.seq_id, make)))
+
+        def make() -> ForwardBackwardJob:
+            if too_large is not None:
+                raise too_large
+            return ForwardBackwardJob(model, batch_of(wire.read_forward_backward(body), self._served.fits))
+
+        part = None if head.forward_only else GRADIENT
+        return JSONResponse(_promise(await asyncio.to_thread(self._ordered, model, head.seq_id, make, part, len(body))))
 
     async def optim_step(self, tenant: str, body: Body) -> Any:
         model = self._state.model(tenant, body.get("model_id"))
-        return _promise(self._ordered(model, _seq(body, "seq_id"), lambda: OptimStep(model, *_adamw(body))))
+        return _promise(self._ordered(model, _seq(body, "seq_id"), lambda: OptimStep(model, *_adamw(body)), UPDATE))
 
-    def _ordered(self, model: Model, seq: int, make: Callable[[], Any]) -> Job:
-        """Take a request of a model, computed in its turn. A bad one fails by its future: the next ones of this model
-        wait for it."""
-        job = Job(f"{model.id}:{seq}", model.tenant, model.session, None, model=model.id)
+    def _ordered(self, model: Model, seq: int, make: Callable[[], Any], part: str | None = None, size: int = 0) -> Job:
+        """Take a request of a model, computed in its turn. A bad one fails by its future, in its turn too: the next
+        ones of this model wait for it. `part`: what the request is of a step."""
         try:
-            job.work = make()
-        except ApiError as error:
-            job.fail(JobError(str(error)))
+            work = make()
+        except (ApiError, wire.WireError) as error:
+            work = Refused(model, JobError(str(error)), part)
+        except Exception as error:  # a fault of this server
+            log.exception("a request could not be read")
+            work = Refused(model, error, part)
+        job = Job(f"{model.id}:{seq}", model.tenant, model.session, work, model=model.id, size=size)
         return self._submit(job, model, seq)
+
+    async def save_external(self, tenant: str, body: Body) -> Any:
+        model = self._state.model(tenant, body.get("model_id"))
+
+        def make() -> Any:
+            raise not_served("an export by a client (`truestep export` makes one of a checkpoint)")
+
+        return _promise(self._ordered(model, _seq(body, "seq_id"), make))
 
     def _submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
         return self._state.submit(job, model, seq)
@@ -306,15 +332,18 @@ class _Routes:
         return _promise(self._ordered(model, seq, make))
 
     async def load_weights(self, tenant: str, body: Body) -> Any:
-        if body.get("weights_access_token") is not None:
-            raise not_served("a checkpoint of another account")
-        optimizer, find = body.get("optimizer") is True, self._served.checkpoints.find
+        optimizer = body.get("optimizer") is True
         if body.get("model_id") is not None:
             model = self._state.model(tenant, body.get("model_id"))
-            load = lambda: Load(model, find(tenant, body.get("path"))[0].path, optimizer)  # noqa: E731
+
+            def load() -> Load:
+                _check_own(body)
+                return Load(model, str(body.get("path")), optimizer)
+
             return _promise(self._ordered(model, _seq(body, "seq_id"), load))
+        _check_own(body)
         _check_optimizer(body.get("optimizer_config"))
-        saved, _ = find(tenant, body.get("path"))
+        saved, _ = self._served.checkpoints.find(tenant, body.get("path"))
         if body.get("base_model") is not None and body["base_model"] not in self._served.names:
             raise self._no_model(body.get("base_model"))
         name = self._model_name(tenant, body)
@@ -336,7 +365,9 @@ class _Routes:
             raise ApiError("sampling_params: stop: the model has no tokenizer: give tokens, and no texts")
         work = Sample(sampler, wanted, seed_of(sampler.id, seq, wanted.seed))
         together = ("sample", sampler.path, sampler.model, sampler.version, sampler.tenant if sampler.path else "")
-        job = self._submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together))
+        size = 32 * len(wanted.prompt) + (0 if wanted.targets is None else wanted.targets.nbytes)
+        cost = wanted.count * wanted.draw.max_new_tokens
+        job = self._submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, size=size, cost=cost))
         ids = [f"{job.id}:{number}" for number in range(wanted.count)]
         return {**_promise(job), "sample_sequence_ids": ids}
 
@@ -360,7 +391,7 @@ class _Routes:
         error = waited.exception()
         if error is not None:
             own = isinstance(error, JobError)
-            said = str(error) if own else f"an internal error ({type(error).__name__})"
+            said = str(error) if own else f"an internal error ({error})"
             return JSONResponse({"error": said, "category": "user" if own else "server"})
         return _answer(waited.result())
 
@@ -373,29 +404,6 @@ def _answer(result: Result) -> Response:
 
 def _promise(job: Job) -> dict[str, Any]:
     return {"request_id": job.id, "model_id": job.model}
-
-
-async def read_body(request: Request) -> bytes:
-    too_large = ApiError(f"the body has more than {_LARGEST_BODY} bytes", 413)
-    said = request.headers.get("content-length", "")
-    if said.isascii() and said.isdigit() and int(said[:20]) > _LARGEST_BODY:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _LARGEST_BODY:
-            raise too_large
-    return bytes(body)
-
-
-def read_json(body: bytes) -> Body:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError("the body is not JSON") from None
-    if not isinstance(value, dict):
-        raise ApiError("the body is not an object of JSON")
-    return value
 
 
 def _seq(body: Body, name: str) -> int:
@@ -418,6 +426,11 @@ def _metadata(given: Any) -> dict[str, str] | None:
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
 
 
+def _check_own(body: Body) -> None:
+    if body.get("weights_access_token") is not None:
+        raise not_served("a checkpoint of another account")
+
+
 def _check_optimizer(given: Any) -> None:
     if given is not None and (not isinstance(given, dict) or given.get("type", "adamw") != "adamw"):
         kind = re.sub(r"[^ -~]", "?", str(given.get("type") if isinstance(given, dict) else given))[:60]
@@ -435,7 +448,7 @@ def _adamw(body: Body) -> tuple[float, dict[str, float | None]]:
     if odd := sorted(set(given) - set(own)):
         raise ApiError(f"adam_params: {odd[0][:60]} is unknown: there are {', '.join(own)}")
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST_FLOAT:
             raise ApiError(f"adam_params: {name} is {value!r:.60}: a finite number of 0 or more is expected")
         if name in ("beta1", "beta2") and value >= 1:
             raise ApiError(f"adam_params: {name} must be below 1")

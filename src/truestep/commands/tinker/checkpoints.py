@@ -23,6 +23,7 @@ _TYPES = {WEIGHTS: "training", SAMPLER: "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,199}")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
+_TENANT = re.compile(r"[0-9a-f]{32}")
 _SHORTEST, _LONGEST = 3600, 10 * 366 * 86400  # seconds of a time to live
 
 
@@ -90,7 +91,7 @@ def time_to_live(seconds: Any) -> float | None:
 
 
 class Checkpoints:
-    """The checkpoints of all tenants. Expired ones are removed when anyone looks."""
+    """The checkpoints of all tenants. Expired ones are removed when anyone looks, and by `sweep`."""
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time):
         self._directory, self.now = directory, now
@@ -120,6 +121,31 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         return saved
 
+    def recover(self) -> None:
+        """Remove what a process has left that was ended: the checkpoints of samplers without names, and what was being
+        written. A checkpoint that was written and not moved to its place yet is moved."""
+        for kind in self._kinds():
+            for partial in sorted(kind.glob(".*")):
+                saved = self.find_here(partial)
+                if saved is not None and saved.kind == kind.name and not (kind / saved.name).exists():
+                    partial.rename(kind / saved.name)
+                else:
+                    shutil.rmtree(partial, ignore_errors=True)
+            for place in sorted(kind.glob("[!.]*")):
+                if (saved := self.find_here(place)) is not None and saved.hidden:
+                    shutil.rmtree(place, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove the checkpoints that have expired."""
+        for kind in self._kinds():
+            for place in sorted(kind.glob("[!.]*")):
+                self.find_here(place)
+
+    def _kinds(self) -> list[Path]:
+        """Return the directories that checkpoints lie in."""
+        tenants = [one for one in self._directory.glob("*") if _TENANT.fullmatch(one.name)]
+        return [kind for one in tenants for name in (WEIGHTS, SAMPLER) for kind in sorted(one.glob(f"*/{name}"))]
+
     def find_here(self, place: Path) -> Saved | None:
         """Return the checkpoint at a place; None if there is none. An expired one is removed."""
         try:
@@ -141,7 +167,7 @@ class Checkpoints:
             raise unknown("checkpoint")
         place = self.place(tenant, run, kind, name)
         saved = self.find_here(place)
-        if saved is None:
+        if saved is None or saved.path != path:  # a run's colons are no colons in the name of its directory
             raise unknown("checkpoint")
         return saved, place / saved.checkpoint
 
@@ -157,8 +183,9 @@ class Checkpoints:
         return self._sorted(saved for run in runs for saved in self._all(run))
 
     def hidden(self, tenant: str, run: str) -> list[Saved]:
-        """Return the checkpoints of a run that have no names of their own."""
-        return list(self._all(self._of(tenant) / run.replace(":", "_"), hidden=True))
+        """Return the checkpoints of a run that have no names of their own, the oldest first."""
+        found = self._all(self._of(tenant) / run.replace(":", "_"), hidden=True)
+        return sorted(found, key=lambda saved: (saved.time, saved.name))
 
     def _all(self, run: Path, *, hidden: bool = False) -> Iterator[Saved]:
         for kind in (WEIGHTS, SAMPLER):
@@ -171,10 +198,11 @@ class Checkpoints:
         return sorted(found, key=lambda saved: (-saved.time, saved.path))
 
     def remove(self, tenant: str, path: str) -> None:
-        self.find(tenant, path)
-        met = _PATH.fullmatch(path)
-        assert met is not None
-        shutil.rmtree(self.place(tenant, *met.groups()), ignore_errors=True)
+        self.discard(tenant, self.find(tenant, path)[0])
+
+    def discard(self, tenant: str, saved: Saved) -> None:
+        """Remove a checkpoint, which may be gone already."""
+        shutil.rmtree(self.place(tenant, saved.run, saved.kind, saved.name), ignore_errors=True)
 
     def set_expiry(self, tenant: str, path: str, seconds: float | None) -> Saved:
         saved, directory = self.find(tenant, path)

@@ -13,6 +13,10 @@ class JobError(Exception):
     """A request that was taken and cannot be computed, by a fault of its own."""
 
 
+class ServerError(Exception):
+    """A fault of this server, of which a client learns the name alone. It keeps nothing of the request alive."""
+
+
 def not_served(what: str) -> ApiError:
     return ApiError(f"{what} is not served here")
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from truestep.commands.session import Session
 from truestep.commands.tinker.checkpoints import WEIGHTS, Adapted, Checkpoints, Saved
-from truestep.commands.tinker.errors import ApiError, JobError
+from truestep.commands.tinker.errors import ApiError, JobError, ServerError
 from truestep.commands.tinker.requests import Asked, Batch
 from truestep.commands.tinker.scoring import Scored, score
 from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
@@ -26,7 +26,7 @@ from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.generator import Completion, Generate, Request
+from truestep.generate.generator import Completion, Request, completing
 from truestep.losses.client import FIELDS, PLAIN, PREFIX, loss_of
 from truestep.model.adapter import ALL_LINEAR, target_modules
 from truestep.model.loading.read import read_model
@@ -38,7 +38,20 @@ log = logging.getLogger(__name__)
 
 _SUM = StepTotals(num_documents=1, num_labels=1, num_tokens=1)  # a loss divided by these is the sum over its labels
 _MOST_SAMPLERS = 8  # that are held beside the models' own weights
+_MOST_HIDDEN = 16  # samplers without names that each model keeps
 _NO_TOP = -99999.0  # the client's log-prob of a place without a token
+
+
+GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request of a model that fails in its turn."""
+
+    model: Model
+    error: Exception
+    part: str | None = None  # of a step
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,17 @@ class ForwardBackwardJob:
     model: Model
     batch: Batch
 
+    @property
+    def part(self) -> str | None:
+        return None if self.batch.request.forward_only else GRADIENT
+
 
 @dataclass(frozen=True)
 class OptimStep:
     model: Model
     learning_rate: float
     options: Mapping[str, float | None]
+    part: ClassVar[str] = UPDATE
 
 
 @dataclass(frozen=True)
@@ -99,12 +117,17 @@ class Jobs:
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Compute jobs that were taken together. A job that fails says so to its own client."""
+        works = [(job, job.work) for job in jobs]  # which a job lets go of when it ends
+        works = [(job, work) for job, work in works if work is not None]
+        if not works:
+            return
+        (job, work), *_ = works
         try:
-            work = jobs[0].work
             if isinstance(work, Sample):
-                self._sample(jobs)
+                self._sample(works)
                 return
             do: Mapping[type, Callable[[Any], Result]] = {
+                Refused: self._refuse,
                 Create: self._create,
                 ForwardBackwardJob: self._forward_backward,
                 OptimStep: self._optim_step,
@@ -112,22 +135,52 @@ class Jobs:
                 Load: self._load,
             }
             with torch.enable_grad():
-                jobs[0].end(do[type(work)](work))
-        except (TruestepError, JobError, ApiError) as error:
-            for job in jobs:
-                job.fail(JobError(str(error)))
-        except Exception as error:  # a fault of this server, of which the client learns no more than that
-            log.exception("a job failed")
-            for job in jobs:
-                job.fail(error)
+                job.end(do[type(work)](work))
+        except Exception as error:
+            for job, work in works:
+                self._fail(job, work, error)
+
+    def _fail(self, job: Job, work: Any, error: Exception) -> None:
+        """Fail a job. A gradient that fails spoils its step; an update that fails ends it, without its gradient."""
+        part = getattr(work, "part", None)
+        if part == GRADIENT:
+            work.model.spoiled = True
+        elif part == UPDATE:
+            work.model.spoiled = False
+            if (session := self._sessions.get(work.model.id)) is not None:
+                session.drop()
+        if isinstance(error, TruestepError | JobError | ApiError):
+            job.fail(JobError(str(error)))
+        else:
+            log.error("a job failed", exc_info=error)
+            job.fail(ServerError(type(error).__name__))
+
+    def _refuse(self, work: Refused) -> Result:
+        raise work.error
 
     def free(self, session: ClientSession) -> None:
         """Free what a session had that has ended, and remove its samplers without names."""
         for name in session.models:
             self._sessions.pop(name, None)
-            for saved in self._checkpoints.hidden(session.tenant, name):
-                self._samplers.pop(f"{session.tenant} {saved.path}", None)
-                self._checkpoints.remove(session.tenant, saved.path)
+        for name in session.models:
+            self._forget_hidden(session.tenant, name, keep=0)
+
+    def _forget_hidden(self, tenant: str, run: str, keep: int) -> None:
+        """Remove the samplers without names of a model, but for the last ones."""
+        try:
+            found = self._checkpoints.hidden(tenant, run)
+            for saved in found[: max(0, len(found) - keep)]:
+                self._samplers.pop(f"{tenant} {saved.path}", None)
+                self._checkpoints.discard(tenant, saved)
+        except Exception:  # the server goes on
+            log.exception("samplers without names were not removed")
+
+    def sweep(self) -> None:
+        """Remove the checkpoints that have expired."""
+        try:
+            self._checkpoints.sweep()
+        except Exception:  # the server goes on
+            log.exception("expired checkpoints were not removed")
 
     # Models
 
@@ -160,10 +213,19 @@ class Jobs:
         if not model.adapted.targets:
             how = {"mlp": model.adapted.train_mlp, "attention": model.adapted.train_attn}
             model.adapted.targets.extend(self.targets(**how))
-        self._sessions[model.id] = Session(self._config_of(model.adapted), base=self._policy)
+        made = Result({"model_id": model.id, "type": "create_model"})
         if work.checkpoint is not None:
+            made = Result({"path": work.checkpoint, "model_id": model.id, "type": "load_weights"})
+        if model.id in self._sessions:  # the request came again when its result was kept no longer
+            return made
+        self._sessions[model.id] = Session(self._config_of(model.adapted), base=self._policy)
+        if work.checkpoint is None:
+            return made
+        try:
             return self._load(Load(model, work.checkpoint, work.optimizer))
-        return Result({"model_id": model.id, "type": "create_model"})
+        except BaseException:
+            del self._sessions[model.id]
+            raise
 
     def _of(self, model: Model) -> Session:
         session = self._sessions.get(model.id)
@@ -182,8 +244,11 @@ class Jobs:
         return Result(message=forward_backward_output(outputs, metrics))
 
     def _optim_step(self, work: OptimStep) -> Result:
-        made = self._of(work.model).step(work.learning_rate, **work.options)
-        work.model.version += 1
+        session = self._of(work.model)
+        if work.model.spoiled:
+            raise JobError("a forward_backward of this step failed: its gradient is dropped, and nothing was updated")
+        work.model.version += 1  # a step that fails may have changed the weights
+        made = session.step(work.learning_rate, **work.options)
         names = {"grad_norm": "grad_norm", "learning_rate": "learning_rate", "step": "step"}
         return Result({"metrics": {name: float(made[of]) for name, of in names.items()}, "type": "optim_step"})
 
@@ -216,6 +281,7 @@ class Jobs:
             return Result(
                 {"path": saved.path, "type": f"save_{work.kind}".replace("sampler_weights", "weights_for_sampler")}
             )
+        self._forget_hidden(model.tenant, model.id, keep=_MOST_HIDDEN)
         with self._state.lock:
             if (owner := self._state.sessions.get(model.session)) is not None and not owner.finished:
                 self._state.samplers[work.sampler] = Sampler(
@@ -238,28 +304,50 @@ class Jobs:
         own, theirs = asdict(work.model.adapted), {**saved.adapted}
         if (own["rank"], own["targets"]) != (theirs["rank"], theirs["targets"]):
             raise JobError(f"{saved.path} has an adapter of rank {theirs['rank']} on other layers than this model's")
-        self._of(work.model).load(directory, optimizer=work.optimizer)
+        session = self._of(work.model)
         work.model.version += 1
+        session.load(directory, optimizer=work.optimizer)
+        work.model.spoiled = False
         return Result({"path": saved.path, "model_id": work.model.id, "type": "load_weights"})
 
     # Samples
 
-    def _sample(self, jobs: Sequence[Job]) -> None:
-        sampler: Sampler = jobs[0].work.sampler
-        session = self._sampled_from(sampler)
-        works: list[Sample] = [job.work for job in jobs]
-        requests = [
-            Request(work.asked.prompt, work.asked.draw, (work.seed, member))
-            for work in works
-            for member in range(work.asked.count)
-        ]
-        drawn = self._base.map(requests, _completed) if session is None else session.complete(requests)
+    def _sample(self, works: Sequence[tuple[Job, Sample]]) -> None:
+        """Draw for all jobs at once. Each ends when its own samples are there, or when it fails alone."""
+        session = self._sampled_from(works[0][1].sampler)
         policy = self._policy if session is None else session.policy
-        at = 0
-        for job, work in zip(jobs, works, strict=True):
-            own = drawn[at : at + work.asked.count]
-            at += work.asked.count
+        owners = [(job, work) for job, work in works for _ in range(work.asked.count)]
+        members = [(work, member) for _, work in works for member in range(work.asked.count)]
+        requests = [Request(work.asked.prompt, work.asked.draw, (work.seed, member)) for work, member in members]
+        drawn: dict[Job, list[tuple[int, Completion]]] = {job: [] for job, _ in works}
+
+        def done(number: int, completion: Completion) -> None:
+            job, work = owners[number]
+            drawn[job].append((number, completion))
+            if len(drawn[job]) == work.asked.count and not work.asked.scores:
+                self._answer(policy, job, work, drawn[job])
+
+        try:
+            if session is None:
+                self._base.map(list(enumerate(requests)), completing(done))
+            else:
+                session.complete(requests, done)
+        except Exception:
+            if len(works) == 1:
+                raise
+            for job, _ in works:
+                self.run([job])
+            return
+        for job, work in works:
+            if work.asked.scores:
+                self._answer(policy, job, work, drawn[job])
+
+    def _answer(self, policy: Policy, job: Job, work: Sample, drawn: list[tuple[int, Completion]]) -> None:
+        own = [completion for _, completion in sorted(drawn, key=lambda one: one[0])]
+        try:
             job.end(Result(message=sample_response(_answer(policy, work, own))))
+        except Exception as error:
+            self._fail(job, work, error)
 
     def _sampled_from(self, sampler: Sampler) -> Session | None:
         """Return the session with a sampler's weights; None: the base model."""
@@ -268,8 +356,8 @@ class Jobs:
         model = self._state.models.get(sampler.model or "")
         if model is not None and (sampler.inflight or model.version == sampler.version) and model.id in self._sessions:
             return self._sessions[model.id]
-        key = f"{sampler.tenant} {sampler.path}"
         saved, directory = self._checkpoints.find(sampler.tenant, sampler.path)
+        key = f"{sampler.tenant} {saved.path}"
         if key not in self._samplers:
             adapted = Adapted(**saved.adapted)
             self._samplers[key] = Session(self._config_of(adapted), weights=directory, base=self._policy)
@@ -283,10 +371,6 @@ def _attends(layer: str) -> bool:
     return "attn" in layer or "attention" in layer
 
 
-async def _completed(request: Request, generate: Generate) -> Completion:
-    return await generate(request)
-
-
 def seed_of(sampling_session: str, seq_id: int, given: int | None) -> int:
     """Return the seed of a request: what it gives, or one of its own."""
     if given is not None:
@@ -297,7 +381,7 @@ def seed_of(sampling_session: str, seq_id: int, given: int | None) -> int:
 def _answer(policy: Policy, work: Sample, drawn: Sequence[Completion]) -> Sampled:
     asked = work.asked
     scored = None
-    if asked.prompt_logprobs or asked.top_prompt or asked.targets is not None or asked.alternatives:
+    if asked.scores_prompt:
         scored = score(
             policy,
             asked.prompt,

@@ -13,6 +13,9 @@ from truestep.generate.generator import DrawOptions
 from truestep.losses.client import ELEMENTWISE, FIELDS, INPUTS, NUMBERS, PREFIX, ClientLossError, loss_of, terms
 from truestep.types import Rollout
 
+_MOST_DATA = 1024  # of a request
+_MOST_TARGETS = 1024  # at a position
+_MOST_DOCUMENTS = 2**16  # of a request: each target at a position is one
 _MOST_SAMPLES = 1024
 _MOST_STOPS = 64
 _MOST_ALTERNATIVES = 1024
@@ -83,9 +86,13 @@ def batch_of(request: ForwardBackward, model: Model) -> Batch:
         raise ApiError("there are no data")
     documents: list[Rollout] = []
     columns = []
+    if len(request.data) > _MOST_DATA:
+        raise ApiError(f"{len(request.data)} data are more than {_MOST_DATA}")
     for number, datum in enumerate(request.data):
         made, count = _documents(datum, f"datum {number}", request.loss, numbers, model)
         documents += made
+        if len(documents) > _MOST_DOCUMENTS:
+            raise ApiError(f"the data have more than {_MOST_DOCUMENTS} targets side by side")
         columns.append(count)
     return Batch(request, tuple(documents), tuple(columns))
 
@@ -103,6 +110,8 @@ def _documents(
     _check_ids(targets, f"{where}: target_tokens", model)
     if targets.ndim not in (1, 2) or targets.shape[0] != len(tokens) or not targets.size:
         raise ApiError(f"{where}: target_tokens have the shape {list(targets.shape)} for {len(tokens)} tokens of input")
+    if targets.ndim == 2 and targets.shape[1] > _MOST_TARGETS:
+        raise ApiError(f"{where}: {targets.shape[1]} targets at a position are more than {_MOST_TARGETS}")
     if targets.ndim == 2 and loss not in ELEMENTWISE:
         raise ApiError(f"{where}: {loss} takes one target for each position, [N]")
     allowed = {*INPUTS[loss], *numbers, "target_tokens"}
@@ -178,6 +187,15 @@ class Asked:
     targets: np.ndarray | None = None  # [prompt - 1, K]; -1: nothing is asked
     alternatives: int = 0
 
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs or bool(self.top_prompt or self.alternatives) or self.targets is not None
+
+    @property
+    def scores(self) -> bool:
+        """Tell whether log-probs are computed beside those of the draw."""
+        return self.scores_prompt or bool(self.top_sampled)
+
 
 def asked(body: Mapping[str, Any], model: Model) -> Asked:
     """Read a request for samples."""
@@ -231,7 +249,8 @@ def _prompt(given: Any, model: Model) -> tuple[int, ...]:
 
 
 def _draw(given: Mapping[str, Any], prompt: int, model: Model) -> DrawOptions:
-    room = model.longest - prompt
+    # One token is kept free, so that what is drawn can be scored by a request that draws one token behind it.
+    room = max(1, model.longest - prompt - 1)
     most = given.get("max_tokens")
     most = room if most is None else min(room, _whole(given, "max_tokens", 1, 1, 2**31))
     numbers = {"temperature": 1.0, "top_p": 1.0}

@@ -1,6 +1,6 @@
 """The routes that look at what there is: runs, checkpoints, sessions and samplers."""
 
-import json
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from truestep.commands.tinker.bodies import read_body, read_json
 from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoints, Saved, stamp, time_to_live
 from truestep.commands.tinker.errors import ApiError, not_served, unknown
 from truestep.commands.tinker.state import Model, State
@@ -42,22 +43,29 @@ class _Rest:
 
     async def runs(self, tenant: str, request: Request) -> Response:
         """List the runs of a tenant that live, and those that left checkpoints."""
-        shown = {model.id: self._shown(model) for model in self._state.models.values() if model.tenant == tenant}
-        for saved in self._checkpoints.of_tenant(tenant):
-            shown.setdefault(saved.run, self._of_checkpoints(tenant, saved.run))
-        page, cursor = _page(request, sorted(shown.values(), key=lambda one: one["last_request_time"], reverse=True))
+        shown = await asyncio.to_thread(self._runs, tenant)
+        page, cursor = _page(request, sorted(shown, key=lambda one: one["last_request_time"], reverse=True))
         return JSONResponse({"training_runs": page, "cursor": cursor})
+
+    def _runs(self, tenant: str) -> list[dict[str, Any]]:
+        with self._state.lock:
+            models = [model for model in self._state.models.values() if model.tenant == tenant]
+        found: dict[str, list[Saved]] = {}
+        for saved in self._checkpoints.of_tenant(tenant):
+            found.setdefault(saved.run, []).append(saved)
+        shown = [self._shown(model, found.pop(model.id, [])) for model in models]
+        return shown + [self._of_checkpoints(run, own) for run, own in found.items()]
 
     async def run(self, tenant: str, request: Request) -> Response:
         name = request.path_params["run"]
         model = self._state.models.get(name)
         if model is not None and model.tenant == tenant:
-            return JSONResponse(self._shown(model))
-        if not self._checkpoints.of_run(tenant, name):
+            return JSONResponse(self._shown(model, self._checkpoints.of_run(tenant, name)))
+        if not (found := self._checkpoints.of_run(tenant, name)):
             raise unknown("training run")
-        return JSONResponse(self._of_checkpoints(tenant, name))
+        return JSONResponse(self._of_checkpoints(name, found))
 
-    def _shown(self, model: Model) -> dict[str, Any]:
+    def _shown(self, model: Model, found: list[Saved]) -> dict[str, Any]:
         return {
             "training_run_id": model.id,
             "base_model": model.base,
@@ -66,12 +74,11 @@ class _Rest:
             "lora_rank": model.adapted.rank,
             "last_request_time": stamp(model.last_request),
             "user_metadata": model.user_metadata,
-            **self._last(self._checkpoints.of_run(model.tenant, model.id)),
+            **self._last(found),
         }
 
-    def _of_checkpoints(self, tenant: str, run: str) -> dict[str, Any]:
+    def _of_checkpoints(self, run: str, found: list[Saved]) -> dict[str, Any]:
         """Describe a run of an earlier session by what it saved."""
-        found = self._checkpoints.of_run(tenant, run)
         return {
             "training_run_id": run,
             "base_model": self._base,
@@ -104,7 +111,7 @@ class _Rest:
         return JSONResponse({})
 
     async def set_ttl(self, tenant: str, request: Request) -> Response:
-        seconds = time_to_live((await _body(request)).get("ttl_seconds"))
+        seconds = time_to_live((read_json(await read_body(request))).get("ttl_seconds"))
         self._checkpoints.set_expiry(tenant, _path(request), seconds)
         return JSONResponse({})
 
@@ -112,7 +119,7 @@ class _Rest:
         raise not_served("a checkpoint that others may read")
 
     async def weights_info(self, tenant: str, request: Request) -> Response:
-        saved, _ = self._checkpoints.find(tenant, (await _body(request)).get("tinker_path"))
+        saved, _ = self._checkpoints.find(tenant, (read_json(await read_body(request))).get("tinker_path"))
         adapted = saved.adapted
         return JSONResponse(
             {
@@ -152,21 +159,6 @@ class _Rest:
 def _path(request: Request) -> str:
     named = request.path_params
     return f"tinker://{named['run']}/{named['kind']}/{named['name']}"
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > 2**20:
-            raise ApiError("the body has more than a MiB", 413)
-    try:
-        value = json.loads(bytes(body))
-    except (ValueError, RecursionError):
-        raise ApiError("the body is not JSON") from None
-    if not isinstance(value, dict):
-        raise ApiError("the body is not an object of JSON")
-    return value
 
 
 def _page(request: Request, every: list[Any]) -> tuple[list[Any], dict[str, int]]:

@@ -37,6 +37,10 @@ def score(
 ) -> Scored:
     """Compute log-probs of the tokens behind the first. `draws`: so many tokens are drawn at each position, at the
     temperature."""
+    if len(ids) == 1:  # nothing is behind the first
+        none, wide = np.zeros(0, np.float32), [np.zeros((0, k), np.float32) for k in (top, draws)]
+        tops, drawn_ = ((np.zeros(each.shape, np.int64), each) if each.shape[1] else None for each in wide)
+        return Scored(none, tops, None if targets is None else np.zeros(targets.shape, np.float32), drawn_)
     generator = torch.Generator(policy.device).manual_seed(seed % 2**63)
     found: list[list[torch.Tensor]] = []
     for first, z in _logits(policy, ids):

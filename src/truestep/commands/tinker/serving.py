@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
 from truestep.run.assemble.policy import make_policy
 
-_IDLE_SECONDS = 30.0  # between looks for sessions that nobody was heard of
+_LOOK_SECONDS = 30.0  # between looks for sessions whose clients are silent
+_SWEEP_SECONDS = 600.0  # between looks for checkpoints that have expired
 
 
 class TinkerError(TruestepError):
@@ -32,9 +35,11 @@ class Tinker:
     keys: Path | None = None
     name: str | None = None  # of the base model; None: the last part of its path
     state: State = field(default_factory=State)
+    now: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.tenants = Tenants(self.keys)
+        self._looked = self._swept = self.now()
 
     def begin(self, config: Config, policy: Policy, longest: int) -> list[Any]:
         """Return the routes that the server adds. `policy`: the base model, which others sample from meanwhile."""
@@ -48,6 +53,7 @@ class Tinker:
         path = Path(config.model.path)
         name = self.name or path.name
         checkpoints = Checkpoints(self.directory)
+        checkpoints.recover()
         base = make_policy(config, policy.weights.ranks, frozen=True, base=policy)
         self._jobs = Jobs(config, base, checkpoints, self.state)
         served = Served(
@@ -73,12 +79,23 @@ class Tinker:
         self.state.wake = wake
         while True:
             changed.clear()
-            while self.state.ended:
-                self._jobs.free(self.state.ended.popleft())
-            if taken := self.state.take():
-                self._jobs.run(taken)
+            if self.turn():
                 await asyncio.sleep(0)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), _IDLE_SECONDS)
+                await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
+
+    def turn(self) -> bool:
+        """Compute the jobs whose turn it is. Return whether there were any."""
+        now = self.now()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
             self.state.end_silent()
+        while self.state.ended:
+            self._jobs.free(self.state.ended.popleft())
+        if taken := self.state.take():
+            self._jobs.run(taken)
+        elif now - self._swept >= _SWEEP_SECONDS:
+            self._swept = now
+            self._jobs.sweep()
+        return bool(taken)

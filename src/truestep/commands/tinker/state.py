@@ -9,7 +9,8 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,9 @@ from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError, JobError, unknown
 
 _MOST_WAITING = 4096  # requests of a tenant that are not done
+_MOST_WAITING_BYTES = 2**29  # of such requests
+_MOST_DRAWN = 2**20  # tokens that jobs may draw which are computed at once
+_MOST_MODELS = 256  # of a tenant
 _MOST_KEPT = 8192  # results of a tenant
 _MOST_KEPT_BYTES = 2**29
 _MOST_REMEMBERED = 2**16  # ids of requests whose results are kept no longer
@@ -40,20 +44,26 @@ class Job:
     id: str
     tenant: str
     session: str
-    work: Any  # for `jobs`
+    work: Any  # for `jobs`; None when the job has ended
     together: Hashable = None  # jobs that may be computed at once have the same; None: alone
     model: str | None = None
+    size: int = 0  # bytes of the request, about
+    cost: int = 1  # tokens that it may draw
     future: "Future[Result]" = field(default_factory=Future)
     running: bool = False
     retrieved: bool = False
 
     def fail(self, error: Exception) -> None:
-        if not self.future.done():
+        """End without a result, if the job has not ended."""
+        with suppress(InvalidStateError):
             self.future.set_exception(error)
+        self.work = None
 
     def end(self, result: Result) -> None:
-        if not self.future.done():
+        """End with a result, if the job has not ended."""
+        with suppress(InvalidStateError):
             self.future.set_result(result)
+        self.work = None
 
 
 @dataclass(eq=False)
@@ -68,6 +78,7 @@ class Model:
     early: dict[int, Job] = field(default_factory=dict)  # jobs whose predecessors are not there
     last_request: float = field(default_factory=time.time)
     version: int = 0  # changes of its weights
+    spoiled: bool = False  # a part of the step that is open failed
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ class Own:
 
     jobs: dict[str, Job] = field(default_factory=dict)
     waiting: int = 0
+    waiting_bytes: int = 0
     done: deque[Job] = field(default_factory=deque)  # in the order in which they ended
     kept: int = 0  # bytes of their results
     forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -109,6 +121,7 @@ class Own:
     def ended(self, job: Job) -> None:
         """Keep a result, and forget the oldest where there are too many: those that were retrieved, if there are."""
         self.waiting -= 1
+        self.waiting_bytes -= job.size
         self.done.append(job)
         self.kept += _size(job)
         while len(self.done) > _MOST_KEPT or self.kept > _MOST_KEPT_BYTES:
@@ -162,6 +175,7 @@ class State:
             if session.finished:
                 return
             session.finished = True
+            self.ended.append(session)
             for name in session.models:
                 self.models.pop(name, None)
             for name in session.samplers:
@@ -170,7 +184,6 @@ class State:
                 if job.session == session.id:
                     job.fail(JobError("the session has finished"))
                     self._drop(job)
-            self.ended.append(session)
             self.wake()
 
     def end_silent(self) -> None:
@@ -200,6 +213,17 @@ class State:
         self.session(tenant, model.session)
         model.last_request = time.time()
         return model
+
+    def add_model(self, model: Model) -> Model:
+        """Return the model of this name; a request that comes again finds that of the first."""
+        with self.lock:
+            if model.id not in self.models:
+                session = self.session(model.tenant, model.session)
+                if sum(one.tenant == model.tenant for one in self.models.values()) >= _MOST_MODELS:
+                    raise ApiError(f"there are {_MOST_MODELS} models of yours: finish a session, which frees its own")
+                self.models[model.id] = model
+                session.models.append(model.id)
+            return self.models[model.id]
 
     def sampler(self, tenant: str, name: Any) -> Sampler:
         sampler: Sampler = self._of(self.samplers, tenant, name, "sampling session")
@@ -236,8 +260,11 @@ class State:
             own = self._of_tenant(job.tenant)
             if job.id in own.jobs:
                 return own.jobs[job.id]
-            if own.waiting >= _MOST_WAITING:
-                raise ApiError(f"{_MOST_WAITING} requests of yours are waiting", 429)
+            session = self.sessions.get(job.session)
+            if session is None or session.finished:
+                raise ApiError("the session has finished", 410)
+            if own.waiting >= _MOST_WAITING or (own.waiting and own.waiting_bytes + job.size > _MOST_WAITING_BYTES):
+                raise ApiError(f"{own.waiting} requests of yours are waiting, with {own.waiting_bytes} bytes", 429)
             if model is None or seq is None:
                 ready = [job]
             else:
@@ -250,6 +277,7 @@ class State:
                     model.next_seq += 1
             own.jobs[job.id] = job
             own.waiting += 1
+            own.waiting_bytes += job.size
             job.future.add_done_callback(lambda _: self._ended(own, job))
             self._ready.setdefault(job.tenant, deque()).extend(ready)
             self.wake()
@@ -270,9 +298,9 @@ class State:
                 ready.remove(job)
 
     def cancel(self, job: Job) -> None:
-        """Let a job that has not begun end without a result."""
+        """Let a request for samples that has not begun end without a result. What changes a model is computed."""
         with self.lock:
-            if not job.running and not job.future.done():
+            if job.together is not None and not job.running and not job.future.done():
                 job.fail(JobError("the request was cancelled"))
 
     def queue_state(self, job: Job) -> tuple[str, str | None]:
@@ -305,11 +333,16 @@ class State:
 
     def _alike(self, job: Job, most: int) -> list[Job]:
         found: list[Job] = []
+        left = _MOST_DRAWN - job.cost
         for ready in self._ready.values():
             for other in list(ready):
-                if len(found) < most and other.together == job.together and not other.future.done():
-                    found.append(other)
-                    ready.remove(other)
+                if other.together != job.together or other.future.done():
+                    continue
+                if len(found) == most or other.cost > left:
+                    return found
+                left -= other.cost
+                found.append(other)
+                ready.remove(other)
         return found
 
 

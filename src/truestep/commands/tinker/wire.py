@@ -5,6 +5,7 @@ A message is a sequence of fields: a key (number and wire type), and a number or
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 _NUMBER, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 _FLOAT32, _INT64 = 1, 2  # the protocol's types of tensors
 _DTYPES: Mapping[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
-_MOST_NUMBERS = 2**26  # of a tensor, once it is dense
+_MOST_NUMBERS = 2**23  # of the tensors of a request, once they are dense
 
 
 class WireError(Exception):
@@ -27,9 +28,16 @@ class Datum:
 
 
 @dataclass(frozen=True)
+class Head:
+    """Whose turn a request is, which is known of one that is bad too."""
+
+    model_id: str = ""
+    seq_id: int = 0
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
 class ForwardBackward:
-    model_id: str
-    seq_id: int
     data: Sequence[Datum]
     loss: str
     config: Mapping[str, float | str] = field(default_factory=dict)
@@ -93,37 +101,57 @@ def _number(value: Any) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
+def _double(value: Any) -> float:
+    """Return a number of a field; 0 where the field is not there."""
+    if not isinstance(value, float | int | None):
+        raise WireError("there are bytes where a number is expected")
+    return float(value or 0.0)
+
+
 def _entry(message: Any) -> tuple[str, Any]:
     """Read an entry of a map."""
     found = dict(fields_of(_bytes(message)))
     return _text(found.get(1, b"")), found.get(2)
 
 
+def read_head(body: bytes) -> Head:
+    """Read the head of a request for a pass, as far as its bytes make sense."""
+    found: dict[str, Any] = {}
+    with suppress(WireError):
+        for number, value in fields_of(body):
+            if number == 1:
+                found["model_id"] = _text(value)
+            elif number == 2:
+                found["seq_id"] = _number(value)
+            elif number == 6:
+                found["forward_only"] = bool(_number(value))
+    return Head(**found)
+
+
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Read a request for a forward pass, or for a forward and a backward pass."""
-    named: dict[str, Any] = {"model_id": "", "seq_id": 0, "loss": ""}
+    loss, forward_only, left = "", False, _MOST_NUMBERS
     data: list[Datum] = []
     config: dict[str, float | str] = {}
     for number, value in fields_of(body):
-        if number in (1, 4):
-            named["model_id" if number == 1 else "loss"] = _text(value)
-        elif number == 2:
-            named["seq_id"] = _number(value)
-        elif number == 3:
-            data.append(_datum(_bytes(value)))
+        if number == 3:
+            data.append(_datum(_bytes(value), left))
+            left -= sum(one.size for one in data[-1].inputs.values())
+        elif number == 4:
+            loss = _text(value)
         elif number == 5:
             name, given = _entry(value)
-            config.setdefault(name, 0.0 if given is None else float(given))
+            config.setdefault(name, _double(given))
         elif number == 6:
-            named["forward_only"] = bool(_number(value))
+            forward_only = bool(_number(value))
         elif number == 7:
             name, given = _entry(value)
             inner = dict(fields_of(_bytes(given if given is not None else b"")))
-            config[name] = _text(inner[2]) if 2 in inner else float(inner.get(1, 0.0))
-    return ForwardBackward(data=data, config=config, **named)
+            config[name] = _text(inner[2]) if 2 in inner else _double(inner.get(1))
+    return ForwardBackward(data, loss, config, forward_only)
 
 
-def _datum(message: bytes) -> Datum:
+def _datum(message: bytes, left: int) -> Datum:
     tokens: list[np.ndarray] = []
     inputs: dict[str, np.ndarray] = {}
     for number, value in fields_of(message):
@@ -131,7 +159,8 @@ def _datum(message: bytes) -> Datum:
             tokens.append(_chunk(_bytes(value)))
         elif number == 2:
             name, given = _entry(value)
-            inputs[name] = read_tensor(_bytes(given if given is not None else b""))
+            inputs[name] = read_tensor(_bytes(given if given is not None else b""), left)
+            left -= inputs[name].size
     return Datum(np.concatenate([np.zeros(0, np.int64), *tokens]), inputs)
 
 
@@ -150,8 +179,8 @@ def _array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     return np.frombuffer(raw, dtype)
 
 
-def read_tensor(message: bytes) -> np.ndarray:
-    """Read a tensor. A sparse one has zeros where it lists nothing."""
+def read_tensor(message: bytes, most: int = _MOST_NUMBERS) -> np.ndarray:
+    """Read a tensor of up to `most` numbers. A sparse one has zeros where it lists nothing."""
     dense, sparse, kind = b"", None, 0
     shape: list[int] = []
     for number, value in fields_of(message):
@@ -168,11 +197,13 @@ def read_tensor(message: bytes) -> np.ndarray:
     size = 1
     for side in shape:
         size *= side
-        if side < 0 or size > _MOST_NUMBERS:
-            raise WireError(f"a tensor of shape {shape[:4]} has a negative side, or more than {_MOST_NUMBERS} numbers")
+        if side < 0 or size > most:
+            raise WireError(f"a tensor of shape {shape[:4]} has a negative side, or more than {most} numbers")
     if sparse is not None:
         return _dense(sparse, shape, _DTYPES[kind])
     values = _array(dense, _DTYPES[kind])
+    if values.size > most:
+        raise WireError(f"the tensors of a request have more than {_MOST_NUMBERS} numbers")
     if shape and values.size != size:
         raise WireError(f"a tensor of shape {shape[:4]} has {values.size} numbers")
     return values.reshape(shape) if shape else values
