@@ -53,13 +53,13 @@ def run(directory: Path, plans: Sequence[Plan], *, in_time: bool = False, **sect
         left: list[Weights] = [_weights(trainer)]
         record_step = trainer.directory.record_step
 
-        def recorded(number: int, plan: Any, put_aside: Any) -> None:
+        def recorded(number: int, plan: Any, *others: Any) -> None:
             trained.extend(
                 told(document.input_ids.tolist(), document.logprobs[document.loss_mask].tolist())
                 for document in plan.documents
             )
             left.append(_weights(trainer))
-            record_step(number, plan, put_aside)
+            record_step(number, plan, *others)
 
         trainer.directory.record_step = recorded  # type: ignore[method-assign]
         error, ended = None, None
