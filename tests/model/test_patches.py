@@ -47,7 +47,7 @@ def found() -> set[tuple[str, str]]:
         for path in [*(path for room in ROOMS for path in (ROOT / room).rglob("*.py")), ROOT / "files/tensors.py"]
         if "servers" not in path.parts and knows_torch(path.read_text(encoding="utf-8"))
         for what in written(path.read_text(encoding="utf-8"))
-        if what not in ("_stored", "frozen")  # of our own tensors without values, and of our own weights
+        if what not in ("_stored", "frozen", "shared")  # of our own tensors without values, and of our own weights
     }
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -380,6 +381,7 @@ class CtrlC(truestep.Callback):
     def on_step(self, run: truestep.Run, metrics: Mapping[str, Any]) -> None:
         for _ in range(self.times):
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)  # two that are pending together are one
 
 
 def test_ctrl_c_in_a_program(config: truestep.Config) -> None:
