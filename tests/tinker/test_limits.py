@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import shutil
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tinker.house import House, request_of, served_in
+from tinker.house import House, request_of
 from tinker.test_state import submitted
 from truestep.commands.tinker import requests, serving, wire
 from truestep.commands.tinker import state as states
 from truestep.commands.tinker.checkpoints import Adapted, Checkpoints
 from truestep.commands.tinker.errors import ApiError, JobError
 from truestep.commands.tinker.state import Job, Model, Result, State
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> House:
-    folder = tmp_path_factory.mktemp("limits")
-    return served_in(folder, folder / "checkpoints")
-
-
-@pytest.fixture
-def house(shared: House) -> Iterator[House]:
-    house = shared.of("tml-alice")
-    house.make()
-    yield house
-    house.get(f"sessions/{house.session}/finish", "POST")
-    house.work()
-    shutil.rmtree(house.tinker.directory, ignore_errors=True)
 
 
 def sparse(model: str, seq: int, columns: int, data: int = 1) -> bytes:

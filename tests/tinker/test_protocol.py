@@ -40,12 +40,6 @@ NUMBERS: dict[str, dict[str, float]] = {
 ADAM = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 0.5, "weight_decay": 0.1, "grad_clip_norm": 2.0}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> House:
-    folder = tmp_path_factory.mktemp("tinker")
-    return served_in(folder, folder / "checkpoints")
-
-
 @pytest.fixture
 def house(shared: House) -> Iterator[House]:
     house = shared.of("tml-alice")

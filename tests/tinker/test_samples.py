@@ -9,16 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinker.house import House, served_in
+from tinker.house import House
 from truestep.commands.tinker import jobs, wire
 from truestep.commands.tinker.jobs import Jobs
 from truestep.generate.engine.service import EngineGenerator
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> House:
-    folder = tmp_path_factory.mktemp("samples")
-    return served_in(folder, folder / "checkpoints")
 
 
 @pytest.fixture

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from tinker.house import House, metrics_of, request_of, served_in
+from tinker.house import House, metrics_of, request_of
 from truestep.commands.session import Session
 from truestep.commands.tinker import app, bodies, wire
 from truestep.step.learner import Learner
 
 DATUM: tuple[list[int], dict[str, Any]] = ([3, 4, 5], {"target_tokens": [4, 5, 6]})
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> House:
-    folder = tmp_path_factory.mktemp("steps")
-    return served_in(folder, folder / "checkpoints")
-
-
-@pytest.fixture
-def house(shared: House) -> Iterator[House]:
-    house = shared.of("tml-alice")
-    house.make()
-    yield house
-    house.get(f"sessions/{house.session}/finish", "POST")
-    house.work()
-    shutil.rmtree(house.tinker.directory, ignore_errors=True)
 
 
 def sent(house: House, body: bytes) -> Any:

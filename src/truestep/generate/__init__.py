@@ -17,5 +17,6 @@ in_process        a source whose documents are sampled in process
 evaluate          evaluation on held-out prompts, greedy and sampled
 sticky            the place that has a conversation's past
 read              the text of completions, and the tokens that end them
+hosts             names of this machine
 errors            errors of servers, by what is done about them
 """

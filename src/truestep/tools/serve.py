@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import threading
 from collections import OrderedDict
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from truestep.config.schema import Config
 from truestep.config.sections import InProcessSampler
@@ -22,6 +20,7 @@ from truestep.generate.endpoint.server import Endpoint
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.generator import DrawOptions, Generate
+from truestep.generate.hosts import is_loopback, leads_to_loopback
 from truestep.generate.play import EpisodeLimits, played_sequences
 from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
@@ -73,9 +72,9 @@ def serve(
     file = None if documents is None else Path(documents)
     if file is not None and file.is_dir():
         raise ServeError(f"--documents: {file} is a directory")
-    if secret is None and not _is_loopback(host):
+    if secret is None and not is_loopback(host):
         raise ServeError(f"--host {host} may be reached by others: give --key-env, the variable that holds a secret")
-    if beside is not None and beside.keys is None and not _is_loopback(host):
+    if beside is not None and beside.keys is None and not is_loopback(host):
         raise ServeError(f"--host {host} may be reached by others: give --tinker-keys, the file with tenants' keys")
     ranks = join_ranks(config)
     policy = make_policy(config, ranks, None if weights is None else str(weights), frozen=weights is None)
@@ -94,7 +93,7 @@ def serve(
         keys = _Documents(policy, generate, draw, EpisodeLimits(_MOST_TURNS, longest), secret, file)
         routes = () if beside is None else beside.begin(config, policy, longest)
         # A web page whose name leads to this machine could ask where any key is a document's name.
-        accepts = _of_this_machine if secret is None else lambda host: True
+        accepts = leads_to_loopback if secret is None else lambda host: True
         endpoint = Endpoint(keys, Path(config.model.path).name, host, port, accepts, routes)
         ready(endpoint.url)
         try:
@@ -103,21 +102,6 @@ def serve(
             endpoint.close()
 
     generator.map([None], work)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _of_this_machine(host: str) -> bool:
-    """Tell whether a request's host, with or without a port, is a name of the loopback."""
-    try:
-        return _is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
 
 
 class _Documents:

@@ -12,6 +12,7 @@ import httpx
 
 from truestep.files.bounded import MIB, RECORD, TooLargeError, load_json, too_long
 from truestep.generate.errors import BadAnswerError, ServerError, UnreachableError
+from truestep.generate.hosts import leads_to_loopback
 from truestep.generate.servers.protocol import Description, InferenceServer
 from truestep.generate.servers.routed import bytes_of_routes
 from truestep.text import printable
@@ -25,11 +26,6 @@ _SMALL = 4 * MIB  # bytes of an answer without tokens
 _TOKEN = 512  # bytes of a token: its id, log-prob and text, which an answer contains up to four times
 _SHOWN = 64 * 1024  # bytes of an error message that are read
 _KEY_HINT = "; set sampler.api_key_env to the variable that holds its key"
-
-
-def is_of_this_machine(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def answers(url: str) -> bool:
@@ -55,7 +51,7 @@ class HttpClient:
             headers=_IDENTITY | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             follow_redirects=False,
-            trust_env=not is_of_this_machine(self.url),  # a proxy of the environment leads elsewhere
+            trust_env=not leads_to_loopback(urlsplit(self.url).netloc),  # a proxy of the environment leads elsewhere
             timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
