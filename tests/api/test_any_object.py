@@ -441,7 +441,8 @@ REWARDS = {"closure": closure(1.0), "object": Longer(), "partial": functools.par
 TRAINING = """
 for name, reward in REWARDS.items():
     result = train(options(name), reward=reward)
-    print("result", name, result.ended, result.metrics()[-1]["reward"])
+    line = " ".join(["result", name, result.ended, str(result.metrics()[-1]["reward"])])
+    print(line + "\\n", end="")  # ranks share the output: one write a line
 """
 
 
