@@ -102,7 +102,7 @@ class _Supervisor:
         poll = select.poll()
         for descriptor in (self._control.fileno(), self._output, woken):
             poll.register(descriptor, select.POLLIN)
-        breach, wanted = None, self._hear()  # the end may have come with the start
+        breach, wanted = None, self._hear()  # a request to end may have arrived together with the settings
         while wanted and breach is None and self._status is None:
             self._relay.register(poll)
             ready = {descriptor for descriptor, _ in poll.poll(_TICK * 1000)}
@@ -130,7 +130,8 @@ class _Supervisor:
         return True
 
     def _answered(self) -> None:
-        """Before the run gets the answer to a completion: end what its code left behind, and send what it printed."""
+        """Kill the processes that a completion's code left behind, and send what it printed. This is called before the
+        run gets the answer to the completion."""
         self._end_orphans()
         self._read_output()
         self._say_printed()
