@@ -117,7 +117,7 @@ class InProcessSource(StillSource):
         for rejected, tokens in self.generator.policy.weights.ranks.gather((list(maker.rejected), maker.tokens)):
             self._rejected += rejected
             self._tokens += tokens
-        self._rejected.sort(key=place_of)  # whichever reward came first
+        self._rejected.sort(key=place_of)  # so that the order does not depend on which reward came first
         return {group.number: rated for group, rated in zip(groups, made, strict=True) if rated is not None}
 
     def state(self) -> dict[str, Any]:

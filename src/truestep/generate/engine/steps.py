@@ -31,7 +31,7 @@ class Prompt:
     place: int = -1  # index of its last hidden state in the session's buffer; -1: none
     joinable: bool = False  # new jobs with the same prompt may share it
     digests: list[bytes] | None = None  # of its full pages; None: not computed yet
-    state: int = 0  # the slot of the state behind the tokens prefilled so far; 0: it has none
+    state: int = 0  # the slot of the state after the tokens prefilled so far; 0: it has none
 
     @property
     def ready(self) -> bool:
@@ -53,7 +53,7 @@ class PromptChunk:
     tokens: tuple[int, ...]
     start: int  # position of the first token in the prompt
     pages: tuple[int, ...]  # pages of the prompt up to the end of the chunk
-    place: int | None  # where the last hidden state is kept; None: the prompt is longer
+    place: int | None  # where the last hidden state is kept; None: the prompt does not end with this chunk
     state: int  # the slot of the prompt's state
 
 

@@ -46,14 +46,14 @@ async def stream(
     try:
         choices = await server.stream(request, n, arrived)
     except BadAnswerError:
-        if errors:  # it was taken for an answer that cannot be read
+        if errors:  # an error of `on_tokens`, which was mistaken for an unreadable answer
             raise errors[0] from None
         raise
     return _with_routes(server, check_choices(choices, request, n, vocabulary_size, versions), request)
 
 
 def _with_routes(server: InferenceServer, choices: list[Completion], request: Request) -> list[Completion]:
-    """Check the experts that completions name. Those that were not asked for are dropped."""
+    """Check the experts that came with completions. Drop experts that were not requested."""
     if server.routes is None:
         return [replace(choice, routes=None) for choice in choices]
     for choice in choices:
