@@ -82,7 +82,7 @@ def _all_agree(labels: PackedLabels, logprobs: torch.Tensor, documents_seen: int
 def _sums_of_agreeing(
     labels: PackedLabels, logprobs: torch.Tensor, entropy: torch.Tensor, tolerance: float
 ) -> np.ndarray:  # [D, K]
-    """Compute the sums of `compare` if `_all_agree`: no difference is beyond a level, and every bet loses by the slack.
+    """Compute the sums of `compare` if `_all_agree`: no difference is beyond a level, and every bet loses the slack.
     The number of calls sets the time here, not the number of values, so this makes few calls."""
     counts, document = labels.num_labels.numpy(), labels.document.numpy()
     own, random = (np.bincount(document, of.detach().numpy(), len(counts)) for of in (logprobs, entropy))
