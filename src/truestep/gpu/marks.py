@@ -24,7 +24,7 @@ _inside = 0  # how many `layers_report` blocks are open
 
 
 class Listener(Protocol):
-    """An object that is notified of a pass's progress, to queue other work beside it."""
+    """An object that is notified of a pass's progress, so that it can queue other work on the GPU meanwhile."""
 
     def layer_ended(self) -> None:
         """Called when the host has queued a layer's forward or backward pass."""
