@@ -50,7 +50,7 @@ class Trend:
 
     first: float
     last: float
-    rose: bool  # by more than the noise
+    rose: bool  # rose by more than the noise
     fell: bool
     spans: tuple[int, int]  # how many steps `first` and `last` are means over
 
