@@ -68,7 +68,7 @@ def enter(room: dict[str, Any]) -> None:
     """Isolate this process, which must have one thread.
 
     Returns in a child, the first process of the new namespaces. The calling process only waits: it exits when the child
-    does, and kills the child when the run is gone.
+    does, and kills the child when the run exits.
     """
     if sys.platform != "linux":
         raise IsolationError("it needs Linux")

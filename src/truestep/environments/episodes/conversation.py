@@ -73,7 +73,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)  # 0 for tokens of others
     # The version of the weights that sampled each token; 0 for tokens of others. Empty: unknown.
     versions: list[int] = field(default_factory=list)
-    turns: tuple[Turn, ...] = ()  # of the policy and of others; the first tokens, the prompt, belong to no turn
+    turns: tuple[Turn, ...] = ()  # turns of the policy and of others; the prompt's tokens belong to no turn
     # [first tokens, layers, k] each token's experts in the pass that first computed it.
     routes: np.ndarray | None = None
 

@@ -50,7 +50,7 @@ class Answer:
 class End:
     """The end of an episode."""
 
-    reward: float | Mapping[str, float]  # or its parts, as a reward function may return them
+    reward: float | Mapping[str, float]  # a number, or parts as a reward function may return them
     turn_rewards: Sequence[float | None] = ()  # optional rewards of the policy's turns; they are only logged
 
 

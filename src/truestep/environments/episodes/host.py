@@ -35,7 +35,7 @@ _GRACE = 1.0  # extra seconds for a call while answers are still being read
 
 
 class EpisodeError(RewardError):
-    """An error because of which an episode has no reward."""
+    """An error that leaves an episode without a reward."""
 
 
 class LateEpisodeError(EpisodeError):
