@@ -2,7 +2,7 @@
 
 Labels are the tokens of the assistant's turns: the content and the token that ends the turn. If the template marks them
 ({% generation %}), those marks are used. Otherwise the conversation is rendered up to each turn and through the turn,
-and each rendering must be a prefix of the next; a record where it is not is refused.
+and each rendering must be a prefix of the next; other records are refused.
 """
 
 import json

@@ -155,5 +155,5 @@ def _declare(name: str, given: Mapping[str, Any], taken: Collection[str]) -> Fie
 
 
 def optional(fields: Iterable[Field]) -> tuple[Field, ...]:
-    """Return the fields, none of them required and all without a default."""
+    """Return copies of the fields that are not required and have no default."""
     return tuple(dataclasses.replace(field, required=False, default=None) for field in fields)

@@ -45,7 +45,7 @@ def check_membership(rollout: Rollout) -> None:
 class Unfinished:
     """A document whose sequences have not all arrived."""
 
-    expected: int | None = None  # the number of sequences; None: no record so far said how many
+    expected: int | None = None  # the number of sequences; None: no record has stated it yet
     come: int = 0  # the number of sequences that have arrived, including bad ones
     members: list[tuple[Rollout, Any]] = field(default_factory=list)  # good sequences, each with the reader's note
     problem: str | None = None  # why the document is rejected
