@@ -24,7 +24,7 @@ class Evaluator:
     generator: Generator
     prompts: Sequence[Prompt]
     plays: Plays
-    options: DrawOptions  # of the sampled completions
+    options: DrawOptions  # sampling options of the sampled completions
     samples_per_prompt: int
     seed: int
     pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k

@@ -25,7 +25,7 @@ class OrderOptions:
 
 
 class Place(NamedTuple):
-    """Where a group's prompt comes from."""
+    """The place of a group's prompt in the data."""
 
     source: str
     prompt: int  # index in its source

@@ -52,8 +52,8 @@ class PlayedSequence:
 
     input_ids: Sequence[int]
     loss_mask: Sequence[bool]  # true: the policy sampled the token
-    logprobs: Sequence[float]  # of the sampled tokens; other entries have no meaning
-    versions: Sequence[int]  # of the weights that sampled the tokens; other entries have no meaning. Empty: unknown
+    logprobs: Sequence[float]  # log-probs of the sampled tokens; other entries have no meaning
+    versions: Sequence[int]  # weight versions that sampled the tokens; other entries have no meaning. Empty: unknown
     turns: tuple[Turn, ...] = ()
     # [tokens, layers, k] the experts of the tokens that the model processed; None: unknown.
     routes: np.ndarray | None = None

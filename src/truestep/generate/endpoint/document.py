@@ -71,7 +71,7 @@ class Document:
         self.cut_by: str | None = None  # the limit that was reached
         self.rating: Rating | None = None  # the reward that was posted
         self.turn_rewards: list[float | None] = []
-        self.group_id: str | None = None  # that its advantages come from; where it is no run's group
+        self.group_id: str | None = None  # the group id that was posted, for `truestep serve`
         self.differs: str | None = None  # sampling options that a request asked for and did not get
         self.temperatures: set[float] = set()  # the temperatures of its completions
         self.is_closed = False

@@ -1,6 +1,6 @@
 """Sampling in process: continuous batching over a paged KV cache.
 
-service           takes requests at any time, from tasks, threads and other ranks; sampling and their work alternate
+service           takes requests at any time from tasks, threads and other ranks; alternates sampling with their work
 dispatch, rounds  which rank samples which request, and how ranks exchange requests
 phase             a rank's phase of sampling: opens a session when requests are there
 engine            the loop of engine steps: prefill, decode, draw

@@ -80,7 +80,7 @@ class PromptChunks:
     offsets: torch.Tensor  # [T] offset in the page
     whole: list[ChunkSpan]  # chunks that begin their prompt: they come first, and attend only to themselves
     later: list[ChunkSpan]  # chunks that attend to earlier tokens in the cache, too
-    layout: PackedLayout | None  # of the chunks in `whole`; None: there are none
+    layout: PackedLayout | None  # the layout of the chunks in `whole`; None: no chunks
     store: Callable[..., None] = store
     # For the chunks in `later`, or for all chunks if both lists are empty. None: chunks attend one by one, in plain
     # torch.

@@ -27,7 +27,7 @@ class LayerShape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    states: tuple[LayerState, ...] = ()  # of its recurrent operations, in the order of their calls
+    states: tuple[LayerState, ...] = ()  # one for each recurrent operation, in the order of their calls
 
     @property
     def numbers(self) -> int:

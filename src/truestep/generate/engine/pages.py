@@ -27,7 +27,7 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
         self._kept: OrderedDict[int, None] = OrderedDict()  # registered pages without references, the oldest first
-        self._digests: dict[int, bytes] = {}  # of registered pages
+        self._digests: dict[int, bytes] = {}  # digests of registered pages
         self._registered: dict[bytes, int] = {}  # the page of each digest
 
     @property

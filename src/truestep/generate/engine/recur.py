@@ -51,7 +51,7 @@ class PassStates:
 class RowStates(PassStates):
     """The states of a decode pass."""
 
-    advance: Callable[..., Any] = in_torch  # as `in_torch` does
+    advance: Callable[..., Any] = in_torch  # same signature as `in_torch`
 
     def recur(self, module: torch.nn.Module, recurrence: Recurrence, call: Call) -> Any:
         """Compute one token of each row. This is captured in a CUDA graph, so it must not read host memory."""

@@ -49,8 +49,8 @@ class Spent:
     sampling: float = 0.0  # until the last completion ended
     rating: float = 0.0  # after that, until the work was done
     cache_use: float = 0.0  # peak fraction of this rank's KV cache in use
-    prompt_tokens: int = 0  # of prompts, computed by this rank
-    cached_tokens: int = 0  # of prompts, found in this rank's cache
+    prompt_tokens: int = 0  # prompt tokens that this rank computed
+    cached_tokens: int = 0  # prompt tokens found in this rank's cache
 
     def add(self, sampling: float, rating: float, phase: Phase) -> None:
         self.sampling += sampling
@@ -209,7 +209,7 @@ class _Mapping:
             self._note_spent()
 
     async def _settle(self) -> None:
-        """Let all tasks run that can, so that requests that can begin together do."""
+        """Let other tasks run until no more requests arrive, so that these requests begin together."""
         before = -1
         while before != len(self._news.asked):
             before = len(self._news.asked)

@@ -17,7 +17,7 @@ from truestep.generate.engine.pages import digests_of
 class KeptState:
     """The state after some tokens."""
 
-    digests: tuple[bytes, ...]  # of the full pages of these tokens, and of `rest` if there is any
+    digests: tuple[bytes, ...]  # digests of the full pages of these tokens, and of `rest` if not empty
     rest: tuple[int, ...]  # the tokens after the last full page
     slot: int
 

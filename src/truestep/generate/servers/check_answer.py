@@ -31,7 +31,7 @@ async def stream(
 ) -> list[Completion]:
     """Request completions as a stream. Each token gets the version that `version()` returns when the token arrives."""
     versions: defaultdict[int, list[int]] = defaultdict(list)
-    errors: list[Exception] = []  # of `on_tokens`
+    errors: list[Exception] = []  # errors raised by `on_tokens`
 
     def arrived(index: int, tokens: Sequence[int]) -> None:
         _check_ids(tokens, vocabulary_size)

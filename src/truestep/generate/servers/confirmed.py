@@ -20,7 +20,7 @@ async def confirmed_results(
     fleet: Fleet,
     items: Sequence[T],
     work: Callable[[T, Generate], Coroutine[Any, Any, R]],
-    places: asyncio.Semaphore,  # for requests in flight
+    places: asyncio.Semaphore,  # limits the requests in flight
 ) -> list[R]:
     """Run `work` for all items. If a later probe does not confirm the completions of a result, its work is repeated."""
     results: dict[int, R] = {}

@@ -53,7 +53,7 @@ class Server:
     """The state of one server."""
 
     remote: InferenceServer
-    version: int | None = None  # of the weights that it loaded last
+    version: int | None = None  # version of the weights that it loaded last
     is_open: bool = False  # takes requests
     epoch: int = 0  # increases when the version of the completions in flight becomes unknown
     in_flight: int = 0  # completions

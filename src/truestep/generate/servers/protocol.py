@@ -18,7 +18,7 @@ from truestep.types import RouteShape
 
 
 def most_tokens(request: Request, n: int) -> int:
-    """Return the most tokens of an answer; some servers repeat the prompt beside each completion."""
+    """Return the most tokens of an answer; some servers repeat the prompt for each completion."""
     return n * (len(request.token_ids) + request.options.max_new_tokens)
 
 
@@ -35,7 +35,7 @@ def check_size(request: Request, n: int, index: object, tokens: int) -> None:
 class Description:
     """A server's description of itself. None: the server does not say."""
 
-    names: tuple[str, ...] | None = None  # of the models that it serves
+    names: tuple[str, ...] | None = None  # the models that it serves
     longest_text: int | None = None  # tokens of a prompt and its completion
     vocabulary_size: int | None = None
 

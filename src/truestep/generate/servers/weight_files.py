@@ -87,7 +87,7 @@ class Publisher:
     def __init__(self, directory: WeightsDirectory, dtype: torch.dtype, *, sends: bool = False):
         """Publish in `dtype`. `sends`: write to host memory, for sending by NCCL, and not to the directory."""
         self._directory, self._dtype, self._sends = directory, dtype, sends
-        self._stream: TensorStream | None = None  # of the policy that was copied last
+        self._stream: TensorStream | None = None  # stream of the policy that was copied last
         self._copies: HostCopies | None = None  # filled on the first rank
 
     def write(self, policy: Policy, version: int) -> Path | HostWeights | None:
