@@ -35,7 +35,8 @@ class LabelLoss:
     """The base class of losses. Other packages look only at these traits, never at a loss's name."""
 
     whole_documents: ClassVar[bool] = False  # a label's slope depends on other labels of its document
-    # Needs no advantages and no old log-probs. Built-in losses declare this in `config.losses`, which imports no torch.
+    # True if the loss needs no advantages and no old log-probs. Built-in losses declare this in `config.losses`, which
+    # imports no torch.
     supervised: ClassVar[bool] = False
 
     @property
