@@ -41,7 +41,7 @@ NOBODY = 65534
 PRIVATE = "/dev/shm"
 """A directory of the private in-memory file system of an isolated reward; `/tmp` is on the same file system."""
 _TEMPORARY = ("/tmp", "/var/tmp")
-# Contain sockets through which a process could escape, such as those of docker, systemd and sessions.
+# Directories with sockets through which a process could escape, such as those of docker, systemd and sessions.
 _SERVICES = ("/run", "/var/run")
 _MOST_FILES = 100_000
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "kfd", "dri", "nvidia*")

@@ -225,7 +225,7 @@ class Supervised:
             self._control.send(frames.encode({"end": True}), time.monotonic() + 1.0)
 
     def end(self) -> None:
-        """End the worker, its supervisor and all descendants, and wait until they are gone."""
+        """End the worker, its supervisor and all descendants, and wait until they have exited."""
         if self._supervisor.returncode is not None:
             return
         self.ask_to_end()
