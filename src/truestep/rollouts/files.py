@@ -49,7 +49,7 @@ def expand_paths(path: str | list[str]) -> list[Path]:
     found: dict[str, Path] = {}  # by resolved path: `a.jsonl` and `./a.jsonl` are one file
     for pattern in patterns:
         for file in _matches(pattern):
-            found.setdefault(os.path.realpath(file), file)  # a link to itself is no error here; opening it will be one
+            found.setdefault(os.path.realpath(file), file)  # accepts a link to itself; opening it raises later
     return list(found.values())
 
 

@@ -27,8 +27,9 @@ _MOST_MEMORY = 4096 * MIB  # memory limit of the subprocess
 _MOST_SECONDS = 3600  # CPU-time limit of the subprocess
 _MOST_VALUES, _MOST_ROWS = (2**24, 4096), (2**20, 64)  # each limit is a constant plus this many per stored byte
 _HEADER = MIB  # largest page header in bytes; a header may hold the page's minimum and maximum values
-_WIDTHS = {"BOOLEAN": 8, "INT32": 8, "INT64": 8, "FLOAT": 8, "DOUBLE": 8, "INT96": 16}  # decoded bytes, with levels
-_TEXT = 16  # bytes of a text's offset, with levels
+# Decoded bytes of a value, including its repetition and definition levels.
+_WIDTHS = {"BOOLEAN": 8, "INT32": 8, "INT64": 8, "FLOAT": 8, "DOUBLE": 8, "INT96": 16}
+_TEXT = 16  # bytes of a text's offset, including its levels
 _DICTIONARY = 16 * MIB  # dictionaries above this size are not decompressed to find their longest text
 # Encoding numbers. 0 (plain) and 6 (delta length) store each text whole; 2 and 8 store indices into a dictionary.
 _PLAIN, _BY_DICTIONARY = (0, 6), (2, 8)
