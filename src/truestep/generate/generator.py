@@ -52,7 +52,7 @@ class Request:
 @dataclass(frozen=True)
 class Completion:
     token_ids: list[int]  # the stop token included
-    logprobs: list[float]  # of each token at the request's temperature, given the tokens before it
+    logprobs: list[float]  # log-prob of each token at the request's temperature, given the tokens before it
     stopped: bool  # a stop token or a stop text ended it, not the length limit
     truncated_logprobs: list[float] | None = None  # after top_p, top_k and min_p; None: none of them is used
     versions: Sequence[int] = ()  # versions of the weights that drew each token

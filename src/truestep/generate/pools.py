@@ -16,9 +16,9 @@ EASY, HOPELESS = "easy", "hopeless"  # why a prompt rests
 class Curriculum:
     """When prompts rest."""
 
-    easy: float  # a prompt rests if the mean reward of its group is at least this,
-    hopeless: float  # or at most this
-    rest: int  # passes from which a resting prompt is left out
+    easy: float  # a prompt rests if the mean reward of its group is at least this
+    hopeless: float  # a prompt rests if the mean reward of its group is at most this
+    rest: int  # the number of passes that leave out a resting prompt
 
     def verdict(self, reward: float) -> str | None:
         """Return why a prompt rests if its group has this mean reward; None: it does not rest."""

@@ -90,7 +90,7 @@ class Limits:
 class Counts:
     """Counters of one session."""
 
-    prompt_tokens: int = 0  # computed
+    prompt_tokens: int = 0  # prompt tokens that were computed
     cached_tokens: int = 0  # tokens of prompts that were found in the cache
     drawn_tokens: int = 0
     preemptions: int = 0

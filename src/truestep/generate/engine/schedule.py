@@ -70,7 +70,7 @@ class Scheduler:
         self._released_states: list[int] = []
         self._kept: list[KeptState] = []  # states that the step planned last computes
         self._lost: list[tuple[int, list[int], int]] = []  # see `take_lost`
-        self.prompt_tokens = 0  # computed so far
+        self.prompt_tokens = 0  # prompt tokens computed so far
         self.cached_tokens = 0  # tokens of prompts whose keys and values were found in the cache
         self.preemptions = 0
 

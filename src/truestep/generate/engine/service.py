@@ -46,8 +46,8 @@ _STEPS = 8  # engine steps between the times at which computing tensor ranks loo
 class Spent:
     """Seconds and use of one or several calls of `map`, for the step's metrics."""
 
-    sampling: float = 0.0  # until the last completion ended
-    rating: float = 0.0  # after that, until the work was done
+    sampling: float = 0.0  # seconds until the last completion ended
+    rating: float = 0.0  # seconds from then until the work was done
     cache_use: float = 0.0  # peak fraction of this rank's KV cache in use
     prompt_tokens: int = 0  # prompt tokens that this rank computed
     cached_tokens: int = 0  # prompt tokens found in this rank's cache

@@ -23,7 +23,7 @@ class KeptState:
 
     @staticmethod
     def of(tokens: tuple[int, ...], digests: Sequence[bytes], page_size: int, slot: int) -> "KeptState":
-        """`digests`: of the full pages of `tokens`."""
+        """`digests` are those of the full pages of `tokens`."""
         rest = tokens[len(digests) * page_size :]
         last = digests_of(rest, len(rest), _last(digests)) if rest else []
         return KeptState((*digests, *last), rest, slot)

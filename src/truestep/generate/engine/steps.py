@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A prompt that starts from a kept state. Both copies come before all else in its step."""
+    """A prompt that starts from a kept state. Its step makes both copies first."""
 
     state: tuple[int, int]  # source and target
     page: tuple[int, int] | None  # source and target of the page that is partly filled; None: there is none

@@ -61,7 +61,7 @@ class Server:
     unconfirmed: list["ServedCompletions"] = field(default_factory=list)
     lost_at: float | None = None  # on the loop's clock; None: it is not lost
     trouble: str = ""  # the last error
-    attempts: int = 0  # to recover it
+    attempts: int = 0  # attempts to recover it
     control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one publication, probe or recovery at a time
 
     @property

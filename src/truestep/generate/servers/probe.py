@@ -40,8 +40,8 @@ class Expected:
 class Gap:
     """A server's distance from the trainer's log-probs, in nats: the mean over likely tokens, maximum over probes."""
 
-    expected: float  # from log-probs at TEMPERATURE
-    raw: float  # from log-probs at temperature 1
+    expected: float  # distance from the trainer's log-probs at TEMPERATURE
+    raw: float  # distance from the trainer's log-probs at temperature 1
 
 
 def make_probes(prompts: Sequence[Prompt], seed: int, longest: int) -> tuple[tuple[int, ...], ...]:

@@ -22,8 +22,8 @@ from truestep.text import keep_secret, printable
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
-_STARTS, _WITHIN = 5, 900.0  # a server that was started this often within this many seconds is not started again,
-_FAILED = 3  # nor is one that ended this often in a row before it answered
+_STARTS, _WITHIN = 5, 900.0  # a server that was started this often within this many seconds is not started again
+_FAILED = 3  # a server that ended this often in a row before it answered is not started again
 # Seconds for a server to end by itself, and the most seconds that the run waits for that.
 _GRACE_SECONDS, _CLOSE_SECONDS = 10.0, 20.0
 _SHOWN = 15  # last lines of a log
