@@ -4,7 +4,7 @@ them.
 lp is the log-prob of a target, q that of the sampler, A the advantage, w the weight, r = exp(lp - q).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,13 +51,9 @@ class ClientLoss(LabelLoss):
 
     def __call__(self, labels: Labels) -> LabelTerm:
         values = {name: labels.fields[PREFIX + name] for name in FIELDS}
-        ratio = None
-        if self.whole_documents:
-            marked = (values["sequence_ratio_mask"] != 0).to(labels.logprobs.dtype)
-            sums = labels.document_sums((labels.logprobs - values["logprobs"]) * marked)
-            means = sums / labels.document_sums(marked).clamp(min=1)
-            ratio = means[labels.document].exp().to(labels.logprobs.dtype)
-        return LabelTerm(*terms(self.name, labels.logprobs, values, ratio))
+        return LabelTerm(
+            *terms(self.name, labels.logprobs, values, lambda each: labels.document_sums(each)[labels.document])
+        )
 
 
 @dataclass(frozen=True)
@@ -82,17 +78,20 @@ def loss_of(name: str) -> ClientLoss:
 
 
 def terms(
-    name: str, logprobs: torch.Tensor, values: Values, ratio: torch.Tensor | None = None
+    name: str, logprobs: torch.Tensor, values: Values, datum_sums: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss of each token, and its slope in the token's log-prob. `ratio` is the ratio of the token's whole
-    datum, if the loss uses one."""
+    """Compute the loss of each token, and its slope in the token's log-prob. `datum_sums` takes a
+    value for each token, and returns for each token the sum over its datum."""
     if name == "cross_entropy":
         return -values["weights"] * logprobs, -values["weights"]
     advantages, log_ratio = values["advantages"], logprobs - values["logprobs"]
     if name == "dro":
         beta = values["beta"]
         return -(logprobs * advantages - 0.5 * beta * log_ratio.square()), -(advantages - beta * log_ratio)
-    ratio = log_ratio.exp() if ratio is None else ratio
+    if name == "gspo":  # one ratio for each datum
+        marked = (values["sequence_ratio_mask"] != 0).to(logprobs.dtype)
+        log_ratio = datum_sums(log_ratio * marked) / datum_sums(marked).clamp(min=1)
+    ratio = log_ratio.exp().to(logprobs.dtype)
     if name == "importance_sampling":
         return -ratio * advantages, -ratio * advantages
     held = torch.minimum(torch.maximum(ratio, values[_CLIPPED[0]]), values[_CLIPPED[1]])

@@ -61,12 +61,8 @@ class Batch:
 def _losses(name: str, document: Rollout, logprobs: np.ndarray) -> np.ndarray:
     """Compute the losses of a document's tokens in float64."""
     values = {each: torch.from_numpy(document.fields[PREFIX + each][1:].astype(np.float64)) for each in FIELDS}
-    own, ratio = torch.from_numpy(logprobs.astype(np.float64)), None
-    if loss_of(name).whole_documents:
-        marked = values["sequence_ratio_mask"] != 0
-        ratio = (own - values["logprobs"])[marked].mean().exp() if marked.any() else own.new_ones(())
-        ratio = ratio.expand_as(own)
-    return terms(name, own, values, ratio)[0].numpy()
+    own = torch.from_numpy(logprobs.astype(np.float64))
+    return terms(name, own, values, lambda each: each.sum().expand_as(each))[0].numpy()
 
 
 def batch_of(request: ForwardBackward, model: Model) -> Batch:
