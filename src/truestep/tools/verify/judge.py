@@ -158,7 +158,9 @@ class Judge:
             if failure is None:
                 break
             if waiting:
-                yield LayoutResult(waiting.pop(0)[0], {}, failure)
+                layout, task, _ = waiting.pop(0)
+                shutil.rmtree(task.output)
+                yield LayoutResult(layout, {}, failure)
         if waiting:
             raise AssertionError(f"ranks ended without a result for {[layout.name for layout, _, _ in waiting]}")
 
