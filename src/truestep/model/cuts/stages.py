@@ -77,7 +77,7 @@ class Stages:
     pipeline: Pipeline
     cut: tuple[range, ...]  # the layers of each stage
     layers: _Layers
-    behind: tuple[str, ...]  # the names of modules with weights between the last layer and the head
+    behind: tuple[str, ...]  # modules with weights that run after the last layer and before the head, by name
     width: int  # H
 
     @contextmanager
