@@ -116,12 +116,12 @@ class LoadOptions:
 
     @property
     def rounds(self) -> bool:
-        """Whether embedding gradients would be summed in half precision, as torch does on a CPU."""
+        """True if embedding gradients would be summed in half precision, as torch does on a CPU."""
         return self.dtype != "float32" and self.place.type == "cpu"
 
     @property
     def whole(self) -> bool:
-        """Whether this rank has its layers' whole weights, not slices or shards."""
+        """True if this rank has its layers' whole weights, not slices or shards."""
         return self.ranks.tensor == self.ranks.shards == 1
 
 
