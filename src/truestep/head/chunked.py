@@ -176,8 +176,7 @@ def _chunk(
     logits_gradient = head.backward(rows, kept, statistics, coefficients)
     hidden, out = head.hidden[rows], gradient[rows]
     if count <= _WORTH_GATHERING * len(active):
-        # unlike `nonzero`, this needs no second host-device sync
-        index = active.logical_not().argsort(stable=True)[:count]
+        index = active.logical_not().argsort(stable=True)[:count]  # unlike `nonzero`, needs no second synchronisation
         logits_gradient, hidden = logits_gradient.select_(index), hidden[index]
         some = out.new_empty(hidden.shape)
         logits_gradient.of_hidden_(head.weight, some)
