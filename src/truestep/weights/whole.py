@@ -108,8 +108,8 @@ class WholeWeights(Weights):
     def add_grouped(
         self, parameter: torch.nn.Parameter, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor
     ) -> None:
-        """For each matrix [N, K] of a parameter's gradient buffer, add the product of its rows of `first` [R, N] and
-        `second` [R, K]."""
+        """Add products to the matrices [N, K] of a parameter's gradient buffer: for each, its rows of `first` [R, N]
+        times its rows of `second` [R, K]."""
         buffer, fresh = self._buffers[parameter], self._is_first(parameter)
         if buffer.is_cuda and first.dtype == second.dtype == torch.bfloat16 and aligned(first, second):
             from truestep.weights.grouped_kernel import add_gradients  # needs Triton
