@@ -1,7 +1,7 @@
 """Chooses the documents of each step, on the host, from their order.
 
-exact the next `docs_per_step` documents, packed afterwards: the set does not depend on the token budget
-packed the next micro-batches, packed in order until a rule says stop: the set depends on the token budget
+exact    the next `docs_per_step` documents, packed afterwards: the set does not depend on the token budget
+packed   the next micro-batches, packed in order until a rule says stop: the set depends on the token budget
 """
 
 import math
