@@ -32,8 +32,7 @@ def step_metrics(
     loss_config: dict[str, Any],
     documents_seen_before_step: int,
 ) -> dict[str, Metric]:
-    """Compute the metrics of level `full`, except percentiles, times and the gradient norm. Metrics without input are
-    absent."""
+    """Compute the metrics of level `full`, except percentiles, times and gradient norm. Absent without input."""
     metrics = term_metrics(terms, loss_config)
     sequences, values_of_sequences = documents, values
     wholes = whole_documents(sequences)
