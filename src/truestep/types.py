@@ -222,7 +222,7 @@ class Sharing:
 class StepPlan:
     """The documents of one step, and their packing into micro-batches. Made on the host, without the model."""
 
-    documents: tuple[Rollout, ...]  # in the global order
+    documents: tuple[Rollout, ...]  # in the order of the data
     # Indices into `sequences`. A micro-batch is one forward pass, and may be empty. Micro-batch k · ranks + r is the
     # k-th micro-batch of rank r.
     micro_batches: tuple[tuple[int, ...], ...]

@@ -104,7 +104,7 @@ def _join_kernel(highest_pointer, total_pointer, out_pointer, parts, BLOCK: tl.c
     tl.store(out_pointer + row, top + tl.log(total))
 
 
-_WIDE = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}  # in float32
+_WIDE = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}  # tile for float32
 _COMMON = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
 # Tiles from large to small, each with the smallest number of rows that it is used for.
 _TILES: tuple[tuple[int, dict[str, int]], ...] = (

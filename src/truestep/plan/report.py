@@ -37,7 +37,7 @@ _RECORD_BYTES = 4.0  # compressed bytes per token of a kept record: half of an i
 class PlanReport:
     """The planned memory and time of a configuration on a number of ranks."""
 
-    config: Config  # with the chosen values of options that say `auto`
+    config: Config  # the configuration, with chosen values for options that say `auto`
     shape: ModelShape
     layout: RankLayout
     ranks: int

@@ -143,7 +143,7 @@ class State:
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
-        self._own: dict[str, Own] = {}  # by tenant
+        self._own: dict[str, Own] = {}  # requests and results by tenant
         self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # waiting jobs by tenant; tenants take turns
         self.ended: deque[ClientSession] = deque()  # sessions whose memory must be freed
         self.wake: Callable[[], None] = lambda: None  # wakes the compute thread

@@ -33,8 +33,8 @@ class FusedAttention(torch.nn.Module):
     o_proj: torch.nn.Linear
     config: Any
     head_dim: int
-    constants: dict[str, Any]  # what the module passes to its attention function, such as the scale
-    head_norms: list[Any]  # of queries and of keys; empty without norms
+    constants: dict[str, Any]  # the options that the module passes to its attention function, such as the scale
+    head_norms: list[Any]  # norms of queries and of keys; empty without norms
     norm_form: int | None  # the norms' index in `rms_norm.FORMS`; None: no norms, or no such form
     epsilons: list[float]
     joins: bool  # the three products have no bias and can be joined

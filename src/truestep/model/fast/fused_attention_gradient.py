@@ -30,10 +30,10 @@ _HEADS = (1, 1, 32), (900, 3, 128), (70, 16, 96)  # (tokens, heads, head size) i
 )
 @torch.no_grad()
 def heads_backward(
-    gradients: list[torch.Tensor],  # of queries, keys and values, each [1, A, S, E]
+    gradients: list[torch.Tensor],  # gradients of queries, keys and values, each [1, A, S, E]
     x: torch.Tensor,  # [1, S, H]
     rows: list[torch.Tensor],  # the products that make queries and keys, each [1, S, N]
-    weights: list[torch.Tensor],  # of queries, keys and values
+    weights: list[torch.Tensor],  # weights of the products for queries, keys and values
     norms: list[torch.Tensor],  # the weights of the norms of queries and of keys, each [E]
     cosine: torch.Tensor,  # [1, S, E]
     sine: torch.Tensor,

@@ -135,10 +135,10 @@ class Judge:
         return float(excess**2 / (2 * (variance + largest * excess / 3))) if excess > 0 else 0.0
 
     def _repeated(self, documents: Sequence[Rollout], table: np.ndarray, bound: float) -> Fault | None:
-        """Find a completion that occurs more often than its probability allows, for any prompts.
+        """Find a completion that occurs more often than its probability allows, whatever the prompts.
 
-        Among N draws, n of them agree on something of probability at most u with a probability of at most C(N, n)
-        u^(n-1).
+        If n of N draws are the same completion, and its probability is at most u, then this has a probability of at
+        most C(N, n) u^(n-1).
         """
         labels = table[:, COLUMN["standing"]] + table[:, COLUMN["older"]]
         own = (table[:, COLUMN["logprobs"]] + self.tolerance * labels).tolist()

@@ -33,7 +33,7 @@ class LabelShare:
     micro-batch."""
 
     num_labels: int  # T
-    own: slice  # of T: this share
+    own: slice  # this rank's share of T
     predicted: torch.Tensor | None = None  # indices into T: the labels predicted from this rank's tokens
     first_token: int = 0
     send: tuple[int, ...] = ()  # rows to send to each rank

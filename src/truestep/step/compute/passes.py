@@ -32,7 +32,7 @@ class _Activations:
 
     input: torch.Tensor | None  # [S, H], an autograd leaf; None in the first stage
     output: torch.Tensor  # [S, H]; in the last stage, the hidden states for the labels [T, H]
-    gradient: torch.Tensor | None  # of the output, in the last stage
+    gradient: torch.Tensor | None  # gradient of the output, in the last stage
 
 
 class Passes:
@@ -60,7 +60,7 @@ class Passes:
         self._wires = _Wires(policy.weights.ranks, self._schedule, self._like)
         self._batches: dict[int, MicroBatch] = {}
         self._activations: dict[tuple[int, int], _Activations] = {}
-        self._tokens: dict[int, OwnTokens] = {}  # by micro-batch
+        self._tokens: dict[int, OwnTokens] = {}  # this rank's tokens, by micro-batch
 
     def run(self) -> None:
         name = "training" if self._backward else "scoring"

@@ -44,7 +44,7 @@ class Accumulated:
     """The results of a plan, reduced over all ranks. The gradient itself is in the policy's float32 buffers."""
 
     metrics: dict[str, Metric]
-    scores: tuple[DocumentScore, ...]  # of the documents whose scores are kept, in the plan's order
+    scores: tuple[DocumentScore, ...]  # scores of the documents whose scores are kept, in the plan's order
     compared: np.ndarray | None = None  # [documents, COLUMNS] float64, from `compare`; None: not compared
     # How often the policy's routers chose each expert in the step, by layer; None: `balance: bias` is off.
     loads: Counts | None = None

@@ -40,7 +40,7 @@ class Sample:
     answer: str | None = None  # the expected answer, if the reward compares the completion with one
     mean_entropy: float | None = None  # mean over the labels, if there is no entropy per token
     conversation: str | None = None  # the same for all turns of a conversation, which are in order
-    lengths: tuple[int, int] | None = None  # of prompt and completion, if there are no tokens
+    lengths: tuple[int, int] | None = None  # lengths of prompt and completion, if there are no tokens
     # for each list of a wrong length: its name, its length, and the expected length
     misfits: tuple[tuple[str, int, int], ...] = ()
 

@@ -164,7 +164,8 @@ class Trial:
             )
             tried = self._tried("routing", f"experts moved by {by:+d}", advice, self._scored(moved))
             yield tried
-            if tried.gap < _FEW * self.base.gap:  # with the same weights, the routers' own choice would fit too
+            # do not try the routers' own choice: with the same weights it would fit too
+            if tried.gap < _FEW * self.base.gap:
                 return
         advice = (
             "the sampler did not use the experts that the records name: they are of other tokens, layers or weights. "

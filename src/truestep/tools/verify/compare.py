@@ -46,7 +46,7 @@ class Comparer:
     def __init__(self, case: Case, loss: dict[str, Any]):
         self._case, self._loss = case, loss
         self._custom_metrics = bool(case.options["logging"]["custom_metrics"])
-        self._references: dict[str, OracleResult] = {}  # by a hash of weights and documents
+        self._references: dict[str, OracleResult] = {}  # results by a hash of weights and documents
         self._first: dict[tuple[int, str], float] = {}  # the first layout's custom metrics, by step and name
 
     def differences(self, output: Path, options: dict[str, Any], records: Sequence[Record]) -> Iterator[Difference]:

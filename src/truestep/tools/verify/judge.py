@@ -28,8 +28,8 @@ from truestep.tools.verify.oracle.records import Record
 from truestep.tools.verify.worker import DONE, Task, run_layouts
 
 HALF_PRECISION_FACTOR = 1.5
-# Documents are chosen so that bfloat16 rounding does not move log-probs across the loss's clipping bounds. With larger
-# learning rates the update itself would move them across.
+# Sampler log-probs are drawn so far from the loss's clipping bounds that bfloat16 rounding does not cross them. With a
+# larger learning rate, the update itself could cross them.
 _HALF_PRECISION_RATE = 1e-6
 
 

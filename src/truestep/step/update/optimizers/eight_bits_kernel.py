@@ -139,12 +139,12 @@ def update_(
     first: tuple[torch.Tensor, torch.Tensor],  # codes [R, C], and the largest number of each block [R, B]
     root: tuple[torch.Tensor, torch.Tensor],
     blocks: ScaleBlocks,
-    levels: tuple[torch.Tensor, torch.Tensor],  # of both moments
+    levels: tuple[torch.Tensor, torch.Tensor],  # tables of levels for both moments
     # parts of thresholds: for rows of both moments, and for columns
     along: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     decades: float,
     betas: tuple[float, float],
-    scale: float,  # of the gradient
+    scale: float,  # factor of the gradient
     rounded: torch.Tensor | None,  # [R, C] the model's rounded weight
     decay: float,
     step_size: float,
