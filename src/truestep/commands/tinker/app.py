@@ -254,7 +254,7 @@ class _Routes:
         }
 
     async def unload_model(self, tenant: str, body: Body) -> Any:
-        raise not_served("unload_model: finish the session, which frees its models,")
+        raise not_served("unload_model (finish the session instead, which frees its models)")
 
     # Training
 
