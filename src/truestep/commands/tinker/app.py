@@ -435,7 +435,7 @@ def _check_own(body: Body) -> None:
 def _check_optimizer(given: Any) -> None:
     if given is not None and (not isinstance(given, dict) or given.get("type", "adamw") != "adamw"):
         kind = re.sub(r"[^ -~]", "?", str(given.get("type") if isinstance(given, dict) else given))[:60]
-        raise not_served(f"an optimizer of type {kind}; adamw is, and it alone:")
+        raise not_served(f"an optimizer of type {kind} (only adamw is)")
 
 
 def _adamw(body: Body) -> tuple[float, dict[str, float | None]]:
