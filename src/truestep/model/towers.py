@@ -110,7 +110,7 @@ def take_text(model: Any, directory: Path) -> Any:
         with weights_without_values():
             text = loader.from_config(body.config, dtype=torch.float32)
     except ValueError as error:
-        raise ModelError(f"{kind}: transformers has no model of its text alone: {error}") from error
+        raise ModelError(f"{kind}: transformers has no class for its text model: {error}") from error
     if type(text.base_model) is not type(body):
         raise ModelError(f"{kind}: its text model is a {type(body).__name__}, not a {type(text.base_model).__name__}")
     names = {module: name for name, module in model.named_modules()}
