@@ -149,9 +149,7 @@ def set_adamw(optimizer: torch.optim.Optimizer, options: AdamWOptions) -> None:
     """Set AdamW's options for its next updates. Vectors have no weight decay."""
     groups = optimizer.param_groups if isinstance(optimizer, ByWeight) else []
     if not groups or not all(isinstance(group["rule"], AdamW) for group in groups):
-        raise OptimizerError(
-            "the betas, epsilon and weight decay of an update are those of optimizer.type: adamw alone"
-        )
+        raise OptimizerError("betas, epsilon and weight decay of an update can be set only with optimizer.type: adamw")
     for group in groups:
         rule = replace(group["rule"], options=options)
         group["rule"] = rule if any(weight.ndim >= 2 for weight in group["params"]) else rule.without_decay()
