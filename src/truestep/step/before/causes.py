@@ -51,10 +51,7 @@ def likely_cause(given: Sequence[np.ndarray], own: Sequence[np.ndarray]) -> str:
             return f"They are {words}"
     below = np.concatenate([their - our for their, our in zip(given, own, strict=True)])
     if (below > -1e-3).all():
-        return (
-            "They are all too high, as those of a distribution that top_p, top_k or min_p has cut, or of a lower "
-            "temperature"
-        )
+        return "They are all too high, as after truncation by top_p, top_k or min_p, or at a lower temperature"
     return (
         "They may be of another temperature, of older weights, of another prompt or of another arithmetic: "
         "`truestep parity` looks for the cause"
