@@ -174,7 +174,9 @@ class Judge:
         for (server, _), places in groups.items():
             total = _total_where_they_part([documents[place] for place in places])
             if total > _MOST_IN_ALL * math.exp(5 * self.tolerance):
-                problem = f"the probabilities that it names for different tokens behind one text add up to {total:.3g}"
+                problem = (
+                    f"the probabilities that it reports for different tokens after the same text add up to {total:.3g}"
+                )
                 return Fault(server, tuple(places), problem)
         return None
 
