@@ -154,7 +154,7 @@ def _measured(measure: Callable[[], Rates]) -> tuple[Rates | None, bool, list[st
 
 def _keep(file: Path, rates: Rates, idle: bool) -> list[str]:
     if not idle:
-        return ["note: others use this GPU: its rates were measured beside them, and are not kept"]
+        return ["note: other processes use this GPU, so its measured rates are not kept"]
     try:
         write_whole(file, json.dumps(asdict(rates), indent=1).encode())
     except (OSError, TruestepError) as error:
