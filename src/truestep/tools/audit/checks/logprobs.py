@@ -160,6 +160,6 @@ def surprise(dump: Dump) -> Iterator[Evidence]:
         how = "sharper" if mean < 0 else "flatter"
         text = (
             f"the drawn tokens' mean surprisal is {relative:+.0%} from the mean entropy ({abs(mean) / error:.0f} "
-            f"standard errors): they were drawn from a {how} distribution than the log-probs are of"
+            f"standard errors): they were drawn from a {how} distribution than that of the log-probs"
         )
         yield Evidence(int(owners[difference.argmin() if mean < 0 else difference.argmax()]), text, len(set(owners)))
