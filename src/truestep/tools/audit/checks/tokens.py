@@ -76,7 +76,7 @@ def _rewritten(past: np.ndarray, prompt: np.ndarray) -> tuple[str, int, str] | N
         for new in range(min(lost + 16, max(len(prompt) - at - len(tail) + 1, 0))):
             if len(tail) >= min(4, len(rest)) and np.array_equal(prompt[at + new : at + new + len(tail)], tail):
                 if new and lost:
-                    text = f"{lost} tokens that were drawn stand here as {new} other ones"
+                    text = f"{lost} drawn tokens appear here as {new} other ones"
                     return "retokenised", at, text
                 text = f"{lost} tokens of the turns before are gone" if lost else f"{new} tokens were put in"
                 return "template-rewrites", at, text
