@@ -82,7 +82,7 @@ def copied_groups(dump: Dump) -> Iterator[Evidence]:
     if again:
         index, before = again[0]
         other = dump.samples[before]
-        text = f"all completions of its group stand at {other.file}:{other.line} too; {len(again):,} groups are copies"
+        text = f"all completions of its group are also at {other.file}:{other.line}; {len(again):,} groups are copies"
         yield Evidence(index, text, len(again))
 
 
