@@ -101,7 +101,7 @@ class Trial:
     def _truncation(self) -> Iterator[Tried]:
         for value, logprobs in self._wide.by_top_p.items():
             advice = (
-                f"the sampler reports log-probs of what top-p {value:g} left: set top_p to 1, or report those of the "
+                f"the sampler reports log-probs after truncation by top-p {value:g}: set top_p to 1, or report those of the "
                 "whole distribution"
             )
             yield self._tried("top-p", f"renormalised after top-p {value:g}", advice, logprobs)
