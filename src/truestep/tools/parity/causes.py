@@ -106,7 +106,7 @@ class Trial:
             )
             yield self._tried("top-p", f"renormalised after top-p {value:g}", advice, logprobs)
         for count, logprobs in self._wide.by_top_k.items():
-            advice = f"the sampler reports log-probs of what top-k {count} left: set top_k off, or report those of all"
+            advice = f"the sampler reports log-probs after truncation by top-k {count}: set top_k off, or report those of all"
             yield self._tried("top-k", f"renormalised after top-k {count}", advice, logprobs)
 
     def _tokens(self) -> Iterator[Tried]:
