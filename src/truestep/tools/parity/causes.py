@@ -101,12 +101,12 @@ class Trial:
     def _truncation(self) -> Iterator[Tried]:
         for value, logprobs in self._wide.by_top_p.items():
             advice = (
-                f"the sampler reports log-probs after truncation by top-p {value:g}: set top_p to 1, or report those of the "
-                "whole distribution"
+                f"the sampler reports log-probs after truncation by top-p {value:g}: set top_p to 1, or report those "
+                "of the whole distribution"
             )
             yield self._tried("top-p", f"renormalised after top-p {value:g}", advice, logprobs)
         for count, logprobs in self._wide.by_top_k.items():
-            advice = f"the sampler reports log-probs after truncation by top-k {count}: set top_k off, or report those of all"
+            advice = f"the sampler reports log-probs after truncation by top-k {count}: set top_k off, or report all"
             yield self._tried("top-k", f"renormalised after top-k {count}", advice, logprobs)
 
     def _tokens(self) -> Iterator[Tried]:
