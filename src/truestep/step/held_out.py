@@ -13,7 +13,7 @@ from truestep.types import Rollout
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    runner: StepRunner  # with the run's loss, without optional terms, over labels
+    runner: StepRunner  # computes the run's loss without optional terms, averaged over labels
     rule: StepRule
     documents: Sequence[Rollout]
     num_rejected: int

@@ -25,7 +25,7 @@ ours = torch.ops.truestep
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight matrix of all experts: [E, N, K] if `by_rows`, else [E, K, N]."""
+    """The stacked weight matrices of all experts: [E, N, K] if `by_rows`, else [E, K, N]."""
 
     values: torch.Tensor
     by_rows: bool

@@ -272,7 +272,7 @@ def _along_paths(recurrence: Recurrence, call: Call, paths: Paths) -> Any:
     for level in paths.levels:
         initial = None
         if level.parents is not None:
-            # A state gets one gradient from each child. In float32, these are summed exactly enough.
+            # A state gets one gradient from each child. This conversion makes autograd sum them in float32.
             assert final is not None
             wide = final.to(torch.promote_types(final.dtype, torch.float32))
             initial = wide.index_select(0, level.parents).to(final.dtype)

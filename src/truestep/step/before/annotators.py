@@ -18,7 +18,7 @@ class Annotator:
     """A base for annotators. Every rank has them, and calls them in the same order."""
 
     fields: tuple[Field, ...] = ()  # fields added once for all updates on the same documents; kept in checkpoints
-    part: str | None = None  # name of the step's time that its work is counted in
+    part: str | None = None  # name under which its time is reported in the step's times
     needs_scores = False  # `computed` needs the scores of all documents
 
     def annotate(self, plan: StepPlan) -> StepPlan:
