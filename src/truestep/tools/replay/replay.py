@@ -57,18 +57,40 @@ class Replay:
         return "\n".join(self.lines)
 
 
+@dataclass(frozen=True)
+class Again:
+    """A step that is about to be made again."""
+
+    past: Past
+    original: Config
+    config: Config
+    folder: Path
+    ranks: Ranks
+    made: Made
+
+    def run(self) -> Replay:
+        """Make the step, and compare it with the original. Every rank calls this."""
+        self.made.trainer.run()
+        return self.ranks.share(lambda: _judge(self.past, self.made, self.original, self.config, self.folder))
+
+
 def replay(run: Path, step: int, output: Path | None = None, overrides: Sequence[str] = ()) -> Replay:
     """Make a step again. Its files (metrics, ledger, digests) are written to `output`, if given. Every rank calls
     this."""
+    with making_again(run, step, output, overrides) as again:
+        return again.run()
+
+
+@contextmanager
+def making_again(run: Path, step: int, output: Path | None, overrides: Sequence[str]) -> Iterator[Again]:
+    """Yield a step that is about to be made again. Every rank calls this."""
     past = Past.of(run, step)
     original = load_config(past.directory.options_of(step))
     ranks = join_ranks(_changed(past, original, overrides))
     watch = Watch(ranks, original.schedule.stall_timeout)
     with _folder(output, ranks) as folder, watch.watching():
         config = _changed(past, original, overrides)
-        made = make_again(past, original, config, folder, ranks, watch)
-        made.trainer.run()
-        return ranks.share(lambda: _judge(past, made, original, config, folder))
+        yield Again(past, original, config, folder, ranks, make_again(past, original, config, folder, ranks, watch))
 
 
 @contextmanager
