@@ -27,7 +27,8 @@ from truestep.tools.replay.search import MOST_MEASURED, Part, Searched, search
 from truestep.types import StepPlan
 
 GRADIENT_NORM = "grad_norm"
-_OVER_OTHERS = 5.0  # a document stands out if its part is so many times the mean of the others'
+_OVER_OTHERS = 10.0  # a document stands out if its part is so many times the mean of the others'
+_FEW = 0.1  # of a step's documents are few
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ class _Finder(Observer):
         plan, jump = self.plan, self.jump
         together = [plan.documents[number] for number in self.together]
         found = describe(self.config, self.trainer.policy, jump, plan, self.documents, together, self.without)
-        lines = [*wrapped(jump.text), *wrapped(replayed.lines[0]), *found]
+        verdict = next((line for line in replayed.lines if line.startswith(f"step {jump.step}")), replayed.lines[0])
+        lines = [*wrapped(jump.text), *wrapped(verdict), *found]
         counted = f"computed: {self.replays} times the step or a part of it, {self.computed:.1f} steps in all"
         if self.of_documents:
             counted += f"; and {self.of_documents} times a single document"
@@ -256,7 +258,7 @@ def _few_together(searched: Searched, wanted: float) -> list[int]:
         if total >= wanted:
             break
         total, chosen = total + one.part, [*chosen, *one.members]
-    return sorted(chosen) if total >= wanted > 0 and 4 * len(chosen) <= count else []
+    return sorted(chosen) if total >= wanted > 0 and len(chosen) <= _FEW * count else []
 
 
 def _densest(others: Sequence[Part], total: float) -> tuple[int, int, float] | None:

@@ -27,6 +27,7 @@ _WIDTH = 80
 _MOST_LABELS = 8  # of a document that are shown
 _MOST_TEXT = 320  # characters of a prompt or a completion that are shown
 _MOST_IDS = 5
+_MOST_OF_IT = 0.5  # of a jump, from which documents are said to make it
 _LARGEST_FILE = 1 << 30  # bytes of a file of records in which a line is looked for
 
 
@@ -128,10 +129,10 @@ def describe(
             else "nothing stands out"
         )
         return wrapped(f"no document and no few of {total} make much more of it than the others: {whole}")
-    makes = "makes" if len(found) == 1 else "make"
-    lines = wrapped(
-        f"{len(found)} of {total} documents {makes} it{rest % ('it' if len(found) == 1 else 'them') if rest else ''}"
-    )
+    share = sum(one.share for one in found)
+    what = "it" if jump.jumped and share >= _MOST_OF_IT else f"{share:.0%} of it"
+    makes, them = ("makes", "it") if len(found) == 1 else ("make", "them")
+    lines = wrapped(f"{len(found)} of {total} documents {makes} {what}{rest % them if rest else ''}")
     for one in found:
         lines += ["", *_document(config, policy, jump, one)]
     return lines
@@ -149,7 +150,7 @@ def _document(config: Config, policy: Policy, jump: Jump, one: FoundDocument) ->
         named.append(f"group {printable(document.group_id, 30)}")
     if (where := _where(config, document)) is not None:
         named.append(where)
-    facts = [f"{number(one.part)} of {jump.metric} {number(jump.value)}"]
+    facts = [f"its part of {jump.metric} is {number(one.part)}, of {number(jump.value)} in all"]
     if document.reward is not None:
         facts.append(f"reward {number(document.reward)}")
     if document.advantages is not None and document.num_labels:
@@ -182,7 +183,7 @@ def _of_labels(one: FoundDocument, reader: Reader | None) -> list[str]:
             f"{'' if value is None else number(value):>{width}}"
             for value, width in zip(values, (9, 9, 10, 10), strict=True)
         ]
-        part = "" if label.share is None else f"{label.share:.0%}"
+        part = "" if label.share is None else f"{min(label.share, 1.0):.0%}"
         line = f"  {label.place:>5}  {label.token:<6} {' '.join(shown)} {part:>6}  {pieces.get(label.place, '')!r:.16}"
         lines.append(line.removesuffix("  ''").rstrip())
     return lines
