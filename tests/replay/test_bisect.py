@@ -266,7 +266,7 @@ def test_a_sampled_document_is_shown_with_its_prompt_and_texts(tmp_path: Path) -
     (document,) = found.documents
     shown = CliRunner().invoke(main, ["report", str(tmp_path / "found")])
     assert shown.exit_code == 0, "the report shows it"
-    assert payload((tmp_path / "found" / "report.html").read_text(), "rollouts")["id"] == [document.id]
+    assert payload((tmp_path / "found" / "report.html").read_text(), "texts")["rows"][0][1] == document.id
     assert found.step == 5 and document.document.advantages is not None
     assert document.document.advantages.max() == 500.0
     number = int(str(document.document.metadata["prompt_id"]).rpartition(":")[2])
