@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,21 @@ def kept(run: Path) -> list[Rollout]:
     return [document for block in blocks_of(run / "records") for document in block.read()]
 
 
+class SlowSglang(FakeSglang):
+    """Its completions take longer than the trainer's steps, so that they go on under new weights."""
+
+    async def _generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async for answer in super()._generate(body):
+            yield answer
+            await asyncio.sleep(0.05)
+
+
 def test_asynchronous_servers_with_staleness_and_partial_completions(tmp_path: Path) -> None:
     model = make_model(tmp_path / "served", seed=2)
-    fake = FakeSglang(model, NAME)
-    sampler = {"protocol": "sglang", "pause": "keep", "max_staleness": 32}
+    fake = SlowSglang(model, NAME)
+    sampler = {"protocol": "sglang", "pause": "keep", "max_staleness": 16}
     with serving(fake) as url:
-        sections = {**KEEP, "schedule": {"docs_per_step": 8, "steps": 4}, "optimizer": {"learning_rate": 1e-2}}
+        sections = {**KEEP, "schedule": {"docs_per_step": 8, "steps": 5}, "optimizer": {"learning_rate": 1e-2}}
         quiet_trainer(server_config(tmp_path, [url], sampler=sampler, **sections)).run()
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert any(line["max_staleness"] > 0 for line in lines)
@@ -102,7 +112,8 @@ def in_two(record: dict[str, Any], number: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
+    (tmp_path / "redis").mkdir()
+    server = RedisServer(tmp_path / "redis")
     yield server
     server.close()
 
