@@ -177,9 +177,7 @@ def _make_trainer(
         checkpoints=store,
         saves=Saves(store, ranks),
         save_rule=_save_rule(config),
-        observers=make_observers(
-            config, directory, policy, sinks, told, supply.publication, display.say, trace, progress.step == 0
-        ),
+        observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
