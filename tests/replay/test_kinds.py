@@ -131,7 +131,11 @@ def test_a_stream(tiny_model: Model, tmp_path: Path, redis_server: RedisServer) 
 def test_episodes_of_several_turns_and_sequences(tmp_path: Path) -> None:
     """A template that leaves out the past, so that an episode is several sequences."""
     prompts = write_lines(tmp_path / "p.jsonl", [{"id": f"p{number}", "prompt": "what is 1+2"} for number in range(4)])
-    sampler = {"reward": None, "environment": {"class": "turn_environments:Tooled"}, "stop": list(STOPS)}
+    sampler: dict[str, Any] = {
+        "reward": None,
+        "environment": {"class": "turn_environments:Tooled"},
+        "stop": list(STOPS),
+    }
     sampler |= {"max_episode_tokens": 64, "max_turns": 3, "max_new_tokens": 12}
     model = tool_model(tmp_path / "model", shown="[-3:]")
     quiet_trainer(sampled_config(model, prompts, tmp_path / "run", sampler=sampler, **KEEP)).run()
