@@ -279,7 +279,7 @@ def test_a_sampled_document_is_shown_with_its_prompt_and_texts(tmp_path: Path) -
 
 def looked_into(
     tiny_model: Model, tmp_path: Path, look: Callable[[StepRunner, StepPlan, float], None], **sections: Any
-):
+) -> None:
     """Call `look` with the first step of a run, when its gradient is there."""
     rollouts = write_lines(tmp_path / "r.jsonl", records(14))
     trainer = quiet_trainer(run_config(tiny_model("llama"), rollouts, tmp_path / "run", **sections))

@@ -136,7 +136,7 @@ def test_episodes_of_several_turns_and_sequences(tmp_path: Path) -> None:
         "environment": {"class": "turn_environments:Tooled"},
         "stop": list(STOPS),
     }
-    sampler |= {"max_episode_tokens": 64, "max_turns": 3, "max_new_tokens": 12}
+    sampler |= {"stop": list(STOPS), "max_episode_tokens": 64, "max_turns": 3, "max_new_tokens": 12}
     model = tool_model(tmp_path / "model", shown="[-3:]")
     quiet_trainer(sampled_config(model, prompts, tmp_path / "run", sampler=sampler, **KEEP)).run()
     documents = kept(tmp_path / "run")
