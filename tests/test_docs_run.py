@@ -55,6 +55,7 @@ COMMANDS = {
     r"python benchmarks/": "it measures a GPU",
     r"export TINKER_|python -m tinker_cookbook": "tests/tinker/test_client.py",
     r"truestep replay runs/example": "tests/replay/test_replay.py makes steps again, and with these options",
+    r"truestep bisect runs/example": "tests/replay/test_bisect.py",
     r"truestep compare runs/example runs/other": "tests/replay/test_compare.py",
     r"truestep serve": "tests/generate/endpoint/test_serve.py",
     r"curl -X POST \$OPENAI_BASE_URL": "tests/generate/endpoint/test_app.py posts the same",

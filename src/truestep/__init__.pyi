@@ -1,6 +1,7 @@
 from truestep.commands.looking import MemoryPlan as MemoryPlan
 from truestep.commands.looking import Verification as Verification
 from truestep.commands.looking import audit as audit
+from truestep.commands.looking import bisect as bisect
 from truestep.commands.looking import compare as compare
 from truestep.commands.looking import convert as convert
 from truestep.commands.looking import export as export
@@ -39,6 +40,7 @@ from truestep.tools.audit.finding import Finding as Finding
 from truestep.tools.audit.run import Audit as Audit
 from truestep.tools.init.make import init as init
 from truestep.tools.parity.gap import Parity as Parity
+from truestep.tools.replay.bisect import Bisection as Bisection
 from truestep.tools.replay.compare import Comparison as Comparison
 from truestep.tools.replay.replay import Replay as Replay
 from truestep.tools.score import Score as Score

@@ -16,7 +16,7 @@ FAULTS = read_faults()
 ROOMS = (
     *("types", "config", "rollouts", "bounded", "step", "optimizers", "losses", "head", "kernels", "policy", "sampler"),
     *("server", "transfer", "environments", "checkpoint", "stream", "ranks", "metrics", "report", "verify", "plan"),
-    *("export", "kept", "run", "exact", "audit", "tinker"),
+    *("export", "kept", "run", "exact", "audit", "tinker", "replay"),
 )
 
 RIGHT = "def least(a, b):\n    return a if a < b else b\n"

@@ -107,6 +107,7 @@ def test_the_page_of_python_has_every_public_name_as_it_is_called() -> None:
         "MemoryPlan",
         "DataSummary",
         "Replay",
+        "Bisection",
         "Comparison",
     }
     assert set(truestep.__all__) - {"__version__"} <= called.keys() | results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from small_runs import change_plans, file_config, quiet_trainer, read_lines, tell, write_lines, write_rollouts
 from truestep.commands.cli import main
@@ -97,6 +99,19 @@ def test_an_option_is_named_with_the_difference_that_it_makes(run: Callable[...,
     found = compare(run("c"), run("d", optimizer={"weight_decay": 0.5}))
     assert (found.step, found.cause) == (1, "option")
     assert "optimizer.weight_decay is 0.0 and 0.5" in found.text
+
+
+def test_other_first_weights_are_named(run: Callable[..., Path], tmp_path: Path, tiny_model: Model) -> None:
+    changed = shutil.copytree(tiny_model("llama"), tmp_path / "changed")
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.norm.weight"].view(torch.int32)[3] ^= 1 << 18
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    first = run("a")
+    sections: dict[str, Any] = {"logging": {"rollouts": {"documents": "all"}}, "deterministic": True}
+    quiet_trainer(file_config(changed, tmp_path / "r.jsonl", tmp_path / "b", **sections)).run()
+    found = compare(first, tmp_path / "b")
+    assert (found.step, found.cause) == (1, "option")
+    assert "the runs began with other weights (model.path): the bits of model.norm.weight differ" in found.text
 
 
 def test_numerics_of_another_layout_and_of_a_flipped_bit(run: Callable[..., Path]) -> None:

@@ -21,7 +21,7 @@ from truestep.rollouts.digests import digest_of
 from truestep.run.directory import RunDirectory
 from truestep.run.weight_lines import WeightLines, read_weight_lines
 from truestep.types import Rollout, Turn
-from truestep.weights.digests import Answer, Trace, digest, run_of
+from truestep.weights.digests import Answer, Trace, digest, digest_of_box, run_of
 from truestep.weights.tensor_parts import Box
 
 SHAPES = ((5,), (4, 6), (3, 4, 5), (2, 3, 4, 2), ())
@@ -40,12 +40,14 @@ def plain_digest(values: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parts_of_a_weight_add_up_to_the_digest_of_the_whole(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Every way to cut a weight along one dimension, and along its first and last."""
+    """Every way to cut a weight along one dimension, along its first and last, and along two inner ones."""
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = plain_digest(whole)
     cuts = [{d: at} for d in range(len(shape)) for at in range(shape[d] + 1)]
     if len(shape) == 2:
         cuts += [{0: first, 1: last} for first in range(1, shape[0]) for last in range(1, shape[1])]
+    if len(shape) > 2:
+        cuts += [{1: 1, 2: at} for at in range(1, shape[2])] + [{0: 1, 1: 2, len(shape) - 1: 1}]
     for cut in cuts or [{}]:
         total = 0
         for sides in itertools.product(*((0, 1) for _ in cut)):
@@ -53,9 +55,7 @@ def test_parts_of_a_weight_add_up_to_the_digest_of_the_whole(shape: tuple[int, .
             for (dimension, at), side in zip(cut.items(), sides, strict=True):
                 spans[dimension] = (0, at) if side == 0 else (at, shape[dimension])
             part = whole[tuple(slice(*span) for span in spans)]
-            run = run_of(Box(tuple(a for a, _ in spans), tuple(part.shape)), shape)
-            assert run is not None
-            total += int(digest(part.contiguous(), run))
+            total += int(digest_of_box(part, Box(tuple(a for a, _ in spans), tuple(part.shape)), shape))
         assert total % 2**64 == expected, cut
 
 

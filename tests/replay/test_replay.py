@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from checkpoints import latest, read_weights
 from ranks.cases import on_ranks
@@ -25,6 +26,7 @@ from small_runs import (
     write_lines,
     write_rollouts,
 )
+from truestep.config.load import load_config
 from truestep.config.schema import Config
 from truestep.rollouts.kept.records import RecordFiles, RecordsError, blocks_of, encode
 from truestep.run.again import ReplayError
@@ -182,6 +184,27 @@ def test_a_flipped_weight_of_the_checkpoint_is_named(of_files: Callable[..., Pat
     found = replay(run, 3)
     assert not found.exact and not found.lawful
     assert f"are not those that step 2 left: the bits of {weight} differ" in found.text
+
+
+def test_other_first_weights_are_named(of_files: Callable[..., Path], tmp_path: Path) -> None:
+    """A run that is replayed from its beginning checks the weights that it began with, if it noted them."""
+    run = of_files(checkpoint={"every": 0})
+    shutil.rmtree(run / "checkpoints")
+    exactly(replay(run, 2))
+    model = Path(load_config(run / "config.yaml").model.path)
+    changed = shutil.copytree(model, tmp_path / "changed")
+    weight = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(changed / "model.safetensors")
+    tensors[weight].view(torch.int32)[3, 2] ^= 1
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    found = replay(run, 2, overrides=["--model.path", str(changed)])
+    assert not found.lawful and f"(model.path: {changed}) are not those that the run began with" in found.text
+    assert f"the bits of {weight} differ" in found.text
+    lines = read_lines(run / "weights.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    write_lines(run / "weights.jsonl", lines[1:])
+    found = replay(run, 2)
+    assert found.exact and "the run noted no digest of its first weights" in found.text
 
 
 def test_what_is_missing_is_said(of_files: Callable[..., Path], tmp_path: Path) -> None:

@@ -545,6 +545,26 @@ def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None
         sys.exit(1)
 
 
+@main.command(context_settings=_FREE_OPTIONS)
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
+@click.option("--metric", required=True, help="A metric of metrics.jsonl, such as grad_norm or loss.")
+@click.option("--step", type=click.IntRange(min=1), help="The step to look into. Without it, that of the largest jump.")
+@click.option("--output", type=click.Path(path_type=Path), help="A new directory for what is found.")
+@_guarded
+def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None, output: Path | None) -> None:
+    """Find the documents and labels of RUN that made a metric jump. By replays of the step with parts of its documents
+    left out, while denominators and advantages stay the whole step's."""
+    with _display():
+        from truestep.ranks.group import leave
+        from truestep.tools.replay.bisect import bisect as find
+
+        found = find(run, metric, step, output, list(overrides))
+    leave()
+    if not int(os.environ.get("RANK", "0")):  # only the first rank prints
+        _print(found.text)
+
+
 @main.command()
 @click.argument("first", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))

@@ -1,5 +1,4 @@
-"""The commands other than `train` as Python functions: score, verify, parity, audit, replay, compare, serve, plan and
-export."""
+"""The commands other than `train` as Python functions, from score and verify to bisect, serve and export."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from truestep.tools.audit.run import audit as audit_here
 from truestep.tools.export import export as export_here
 from truestep.tools.parity.gap import Parity
 from truestep.tools.parity.gap import parity as parity_here
+from truestep.tools.replay.bisect import Bisection
+from truestep.tools.replay.bisect import bisect as bisect_here
 from truestep.tools.replay.compare import Comparison
 from truestep.tools.replay.compare import compare as compare_here
 from truestep.tools.replay.replay import Replay
@@ -160,6 +161,23 @@ def replay(run: str | Path, step: int, output: str | Path | None = None, *, opti
     `["--loss.type", "gspo"]`.
     """
     result = replay_here(Path(run), step, None if output is None else Path(output), list(options))
+    leave()
+    return result
+
+
+def bisect(
+    run: str | Path,
+    metric: str,
+    step: int | None = None,
+    output: str | Path | None = None,
+    *,
+    options: Sequence[str] = (),
+) -> Bisection:
+    """Find the documents and labels that made a metric of a run jump, by replays of the step with parts left out.
+
+    `step`: the step to look into; None: that of the largest jump. `output` and `options` as for `replay`.
+    """
+    result = bisect_here(Path(run), metric, step, None if output is None else Path(output), list(options))
     leave()
     return result
 

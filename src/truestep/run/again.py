@@ -186,6 +186,7 @@ class Made:
 
     trainer: Trainer
     digests: Mapping[str, int]  # of the weights before the first of these steps
+    digests_of: str  # which they are of, as `made_by` says it
 
 
 def make_again(past: Past, original: Config, changed: Config, output: Path, ranks: Ranks, watch: Watch) -> Made:
@@ -236,7 +237,7 @@ def make_again(past: Past, original: Config, changed: Config, output: Path, rank
         state=RunState(progress.step, queue.documents_seen),
         callbacks=told,
     )
-    return Made(trainer, trace.now())
+    return Made(trainer, trace.now(), made_by(config, policy)["digests_of"])
 
 
 def _observers(

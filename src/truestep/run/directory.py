@@ -143,6 +143,10 @@ class RunDirectory:
             cut_file(self.rejected, rejected_bytes)
         return faults + kept_files.roll_back(self.rollouts, step) + records.roll_back(self.records, step)
 
+    def has_no_step(self) -> bool:
+        """Tell whether the run is at its beginning."""
+        return not self.ledger.is_file() or self.ledger.stat().st_size == 0
+
     def _append(self, file: Path, line: dict[str, Any]) -> None:
         if self.writes:
             append_json_line(file, line)

@@ -1,4 +1,5 @@
-"""The file weights.jsonl: digests and norms of the weights after each step, by which runs are compared.
+"""The file weights.jsonl: digests and norms of the weights after each step, by which runs are compared. Step 0 has the
+weights that the run began with.
 
 A line has the step, and under `weights` all weights packed as base64 of little-endian numbers, in the order of the list
 that `names` says (weight_names-NAMES.json): 8 bytes of each digest, 4 of each weight's norm, and 4 of each gradient's
@@ -37,13 +38,17 @@ def _key(names: Sequence[str]) -> str:
 class WeightLines(Observer):
     """Writes a step's line when the next step has been made: its numbers are on the host by then."""
 
-    def __init__(self, directory: RunDirectory, trace: Trace, made_by: Mapping[str, Any]):
-        self._directory, self._trace, self._made_by = directory, trace, made_by
+    def __init__(self, directory: RunDirectory, trace: Trace, made_by: Mapping[str, Any], begins: bool = False):
+        """`begins`: the weights are the run's first ones, and get a line."""
+        self._directory, self._trace, self._made_by, self._begins = directory, trace, made_by, begins
         self._waiting: tuple[int, Answer] | None = None
 
     def started(self) -> None:
         if self._directory.writes:
             write_json(_names_file(self._directory, _key(self._trace.names)), self._trace.names)
+        if self._begins:
+            self._trace.ask({})
+            self.updated(0, 0)
 
     def updated(self, step: int, documents_seen: int) -> None:
         self._write()

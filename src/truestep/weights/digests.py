@@ -46,6 +46,19 @@ def run_of(box: Box, whole: Sequence[int]) -> Run | None:
     return Run(start, math.prod(box.shape[:last]), math.prod(box.shape[last:]), strides[last - 1])
 
 
+def digest_of_box(part: torch.Tensor, box: Box, whole: Sequence[int]) -> torch.Tensor:  # [] int64
+    """Add up the numbers of a box, whatever dimensions it is cut in."""
+    if (run := run_of(box, whole)) is not None:
+        return digest(part.contiguous(), run)
+    stride = math.prod(whole[1:])
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for place, own in enumerate(part.reshape(box.shape), start=box.start[0]):
+        # The number of element i of this slice is 2 (place · stride + i) + 1.
+        bits = own.detach().contiguous().view(-1).view(_BITS[own.element_size()]).sum(dtype=torch.int64)
+        total += digest_of_box(own, Box(box.start[1:], box.shape[1:]), whole[1:]) + 2 * place * stride * bits
+    return total
+
+
 def digest(part: torch.Tensor, run: Run) -> torch.Tensor:  # [] int64
     """Compute the digest of a part of a weight in plain torch. Digests of parts add up to the weight's digest."""
     bits = part.detach().reshape(-1).view(_BITS[part.element_size()])
@@ -111,16 +124,24 @@ class Trace:
         return self.latest.read().digests
 
     def _added_up(self, own: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the digests of parts, and the sums of their squares."""
-        runs = {name: self._run(name) for name in own}
-        parts = {name: part.contiguous() for name, part in own.items() if runs[name] is not None}
+        """Return the digests of parts and the sums of their squares."""
+        simple = {name: part.contiguous() for name, part in own.items() if self._run(name) is not None}
+        odd = {name: part for name, part in own.items() if name not in simple}  # cut in two inner dimensions
         if self.weights.device.type == "cuda" and not self._kernel_fails:
             try:
-                return self._by_kernel(parts)
-            except Exception:  # no Triton, or no compiler: this record must not end the run
+                (digests, squares), others = self._by_kernel(simple), self._plainly(odd)
+                return {**digests, **others[0]}, {**squares, **others[1]}
+            except Exception:  # no Triton, or no compiler: a record of the step must not end the run
                 self._kernel_fails = True
                 log.warning("digests of weights by a Triton kernel fail; plain torch makes them", exc_info=True)
-        digests = {name: digest(part, run) for name, part in parts.items() if (run := runs[name]) is not None}
+        return self._plainly({**simple, **odd})
+
+    def _plainly(self, own: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        shapes = {name: self.weights.pieces[name].shape for name in own}
+        digests = {
+            name: digest_of_box(part, own_box(self.weights, name, shapes[name]), shapes[name])
+            for name, part in own.items()
+        }
         norms = torch._foreach_norm(list(own.values()), dtype=torch.float32) if own else []
         return digests, {name: norm.double().square() for name, norm in zip(own, norms, strict=True)}
 

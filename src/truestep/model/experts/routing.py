@@ -163,7 +163,7 @@ class Routing:
     @property
     def counts(self) -> dict[str, torch.Tensor]:
         """How often each expert was computed, [E] int64 on the host, by layer of this rank."""
-        return {name: layer.counts.cpu() for name, layer in self.layers.items()}
+        return {name: layer.counts.to("cpu", copy=True) for name, layer in self.layers.items()}
 
     @property
     def own_counts(self) -> dict[str, torch.Tensor]:

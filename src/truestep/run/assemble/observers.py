@@ -31,7 +31,10 @@ def make_observers(
     publication of a checkpoint or of the end."""
     recorder = make_recorder(config, directory, policy, say)
     shown = Sinks(sinks) if recorder is None else Sinks(sinks, lambda: recorder.latest)
-    lines = None if trace is None else WeightLines(directory, trace, made_by(config, policy))
+    lines = None
+    if trace is not None:
+        begins = policy.weights.ranks.share(directory.has_no_step)
+        lines = WeightLines(directory, trace, made_by(config, policy), begins)
     observers = (lines, recorder, make_keeper(config, directory, say), shown, callbacks, publication)
     return Observers([observer for observer in observers if observer is not None])
 

@@ -137,6 +137,10 @@ def _of_numbers(first: RunFiles, second: RunFiles, step: int) -> tuple[Cause, li
         return None
     changed = Changed.of(first.options(step), second.options(step))
     lines = [_what_differs(metrics, weights), *table([*metrics, *_norms(weights)], ("first", "second"))]
+    first_weights = compare_weights(first.weights.get(0), second.weights.get(0))
+    if first_weights is not None and first_weights.weights:
+        odd = named_weights(first_weights)
+        return "option", [*lines, f"the runs began with other weights (model.path): the bits of {odd} differ"]
     if changed.of_numbers:
         return "option", [*lines, f"the documents are the same, and options differ: {changed.said(changed.of_numbers)}"]
     made = [dict(line.made_by) if (line := run.weights.get(step)) else {} for run in (first, second)]

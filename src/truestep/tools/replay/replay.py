@@ -57,18 +57,40 @@ class Replay:
         return "\n".join(self.lines)
 
 
+@dataclass(frozen=True)
+class Again:
+    """A step that is about to be made again."""
+
+    past: Past
+    original: Config
+    config: Config
+    folder: Path
+    ranks: Ranks
+    made: Made
+
+    def run(self) -> Replay:
+        """Make the step, and compare it with the original. Every rank calls this."""
+        self.made.trainer.run()
+        return self.ranks.share(lambda: _judge(self.past, self.made, self.original, self.config, self.folder))
+
+
 def replay(run: Path, step: int, output: Path | None = None, overrides: Sequence[str] = ()) -> Replay:
     """Make a step again. Its files (metrics, ledger, digests) are written to `output`, if given. Every rank calls
     this."""
+    with making_again(run, step, output, overrides) as again:
+        return again.run()
+
+
+@contextmanager
+def making_again(run: Path, step: int, output: Path | None, overrides: Sequence[str]) -> Iterator[Again]:
+    """Yield a step that is about to be made again. Every rank calls this."""
     past = Past.of(run, step)
     original = load_config(past.directory.options_of(step))
     ranks = join_ranks(_changed(past, original, overrides))
     watch = Watch(ranks, original.schedule.stall_timeout)
     with _folder(output, ranks) as folder, watch.watching():
         config = _changed(past, original, overrides)
-        made = make_again(past, original, config, folder, ranks, watch)
-        made.trainer.run()
-        return ranks.share(lambda: _judge(past, made, original, config, folder))
+        yield Again(past, original, config, folder, ranks, make_again(past, original, config, folder, ranks, watch))
 
 
 @contextmanager
@@ -136,8 +158,11 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
     judged, _ = compare_metrics(was.metrics.get(first, {}), now.metrics[first])
     bound = BOUND.get(config.model.dtype, HALF_BOUND)
     beyond = [one for one in judged if not one.size <= bound]
-    lines = _at_the_beginning(past, made, was)
+    lines = _at_the_beginning(past, made, was, config)
     damaged = bool(lines)
+    if was.weights and past.begins not in was.weights:
+        what = "its first weights" if past.checkpoint is None else f"the weights after step {past.begins}"
+        lines.append(f"the run noted no digest of {what}, so those that the replay began with were not checked")
     if len(past.steps) > 1:
         lines.append(f"steps {first} to {past.step} were made again, from {past.checkpoint or 'the first weights'}")
     if changed.of_numbers:
@@ -172,20 +197,23 @@ def _what_if(changed: Changed) -> str:
     return "; ".join(f"{name} is {now} (it was {before})" for name, before, now in said)
 
 
-def _at_the_beginning(past: Past, made: Made, was: RunFiles) -> list[str]:
-    """Compare the checkpoint's weights with those that its step left."""
+def _at_the_beginning(past: Past, made: Made, was: RunFiles, config: Config) -> list[str]:
+    """Compare the weights that the replay begins with to those that the run noted: of the checkpoint's step, or its
+    first ones."""
     line = was.weights.get(past.begins)
-    if line is None:
+    if line is None or line.made_by.get("digests_of") != made.digests_of:
         return []
     noted = line.measured.digests
     odd = [name for name, digest in made.digests.items() if noted.get(name, digest) != digest]
     if not odd:
         return []
     more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
-    return [
-        f"the weights of {past.checkpoint} are not those that step {past.begins} left: the bits of {', '.join(odd[:5])}"
-        f"{more} differ"
-    ]
+    which = (
+        f"the first weights (model.path: {config.model.path}) are not those that the run began with"
+        if past.checkpoint is None
+        else f"the weights of {past.checkpoint} are not those that step {past.begins} left"
+    )
+    return [f"{which}: the bits of {', '.join(odd[:5])}{more} differ"]
 
 
 def _beside_the_step_before(step: int, made: RunFiles, was: RunFiles) -> list[str]:

@@ -1,0 +1,263 @@
+"""The documents that `bisect` found: as text, and as files that the report and `data check` read."""
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from truestep.config.schema import Config
+from truestep.files.whole import write_json_lines
+from truestep.losses.labels import Labels
+from truestep.model.policy import Policy
+from truestep.rollouts.documents import record_lines
+from truestep.rollouts.kept import files as kept_files
+from truestep.rollouts.kept.reader import Reader
+from truestep.rollouts.kept.rows import row_of
+from truestep.text import printable
+from truestep.tools.replay.jumps import Jump, number
+from truestep.tools.replay.parts import places_of
+from truestep.types import DocumentScore, Rollout, StepPlan
+
+FOUND = "found.jsonl"
+_WIDTH = 80
+_MOST_LABELS = 8  # of a document that are shown
+_MOST_TEXT = 320  # characters of a prompt or a completion that are shown
+_MOST_IDS = 5
+_MOST_OF_IT = 0.5  # of a jump, from which documents are said to make it
+_LARGEST_FILE = 1 << 30  # bytes of a file of records in which a line is looked for
+
+
+@dataclass(frozen=True)
+class FoundLabel:
+    """A label of a found document."""
+
+    place: int
+    """Its place among the document's tokens, from 0."""
+    token: int
+    logprob: float
+    old_logprob: float | None
+    advantage: float | None
+    share: float | None
+    """Its share of the document's part; None: less than a tenth, or not known."""
+
+    @property
+    def log_ratio(self) -> float | None:
+        return None if self.old_logprob is None else self.logprob - self.old_logprob
+
+
+@dataclass(frozen=True)
+class FoundDocument:
+    """A document that makes a metric what it is."""
+
+    document: Rollout
+    part: float
+    """What it makes of the metric."""
+    share: float
+    """Its share of the jump, or if the step did not jump of the metric."""
+    labels: tuple[FoundLabel, ...]
+    """Those with a tenth or more of its part, and that with the largest log-ratio, in the document's order."""
+    spread: tuple[int, int, float] | None
+    """The first and last place and the share of the labels that have most, where no label alone has."""
+    score: DocumentScore
+
+    @property
+    def id(self) -> str:
+        return self.document.id
+
+    @staticmethod
+    def of(
+        document: Rollout,
+        part: float,
+        share: float,
+        labels: Sequence[Labels],
+        shares: Mapping[int, float],
+        spread: tuple[int, int, float] | None,
+    ) -> "FoundDocument":
+        """Make it of its labels; `shares`: of single labels, by their places."""
+        every = [label for sequence in labels for label in _labels(sequence, shares)]
+        chosen = sorted(shares, key=lambda place: -shares[place])[:_MOST_LABELS]
+        if far := [label for label in every if label.log_ratio is not None]:
+            chosen.append(max(far, key=lambda label: abs(label.log_ratio or 0.0)).place)
+        joined = [np.concatenate([getattr(one, name).float().numpy() for one in labels]) for name in _SCORES]
+        score = DocumentScore(document.id, *joined)
+        return FoundDocument(document, part, share, tuple(one for one in every if one.place in chosen), spread, score)
+
+
+_SCORES = ("logprobs", "entropy")
+
+
+def _labels(labels: Labels, shares: Mapping[int, float]) -> Iterator[FoundLabel]:
+    old, advantages = (bool(labels.has[name].all()) for name in ("logprobs", "advantages"))
+    for at, place in enumerate(places_of(labels).tolist()):
+        yield FoundLabel(
+            place,
+            int(labels.ids[at]),
+            float(labels.logprobs[at]),
+            float(labels.old_logprobs[at]) if old else None,
+            float(labels.advantages[at]) if advantages else None,
+            shares.get(place),
+        )
+
+
+def describe(
+    config: Config,
+    policy: Policy,
+    jump: Jump,
+    plan: StepPlan,
+    found: Sequence[FoundDocument],
+    together: Sequence[Rollout],
+    without: float | None,
+) -> list[str]:
+    """Say which documents made a jump, and which of their labels, in lines of a terminal's width."""
+    total, rest = len(plan.documents), "" if without is None else f"; without %s {jump.metric} is {number(without)}"
+    if together:
+        ids = ", ".join(printable(one.id, 40) for one in together[:_MOST_IDS])
+        more = f" and {len(together) - _MOST_IDS} more" if len(together) > _MOST_IDS else ""
+        groups = {one.group_id for one in together}
+        group = f", all of group {printable(together[0].group_id, 40)}" if groups != {None} and len(groups) == 1 else ""
+        rest = rest % "them" if rest else ""
+        said = f"no document alone makes it; {len(together)} of {total} together do{rest}{group}: {ids}{more}"
+        return wrapped(said)
+    if not found:
+        whole = (
+            "the whole step does (its documents in common, the weights, an option)"
+            if jump.jumped
+            else "nothing stands out"
+        )
+        return wrapped(f"no document and no few of {total} make much more of it than the others: {whole}")
+    share = sum(one.share for one in found)
+    what = "it" if jump.jumped and share >= _MOST_OF_IT else f"{share:.0%} of it"
+    makes, them = ("makes", "it") if len(found) == 1 else ("make", "them")
+    lines = wrapped(f"{len(found)} of {total} documents {makes} {what}{rest % them if rest else ''}")
+    for one in found:
+        lines += ["", *_document(config, policy, jump, one)]
+    return lines
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Return text in lines of a terminal's width."""
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ") or [indent]
+
+
+def _document(config: Config, policy: Policy, jump: Jump, one: FoundDocument) -> list[str]:
+    document = one.document
+    named = [f"document {printable(document.id, 60)}"]
+    if document.group_id is not None:
+        named.append(f"group {printable(document.group_id, 30)}")
+    if (where := _where(config, document)) is not None:
+        named.append(where)
+    facts = [f"its part of {jump.metric} is {number(one.part)}, of {number(jump.value)} in all"]
+    if document.reward is not None:
+        facts.append(f"reward {number(document.reward)}")
+    if document.advantages is not None and document.num_labels:
+        advantages = document.advantages[document.loss_mask]
+        low, high = number(float(advantages.min())), number(float(advantages.max()))
+        facts.append(f"advantage {low}" if low == high else f"advantages {low} to {high}")
+    facts.append(f"{document.num_labels} labels of {document.num_tokens} tokens")
+    lines = [*wrapped(", ".join(named)), *wrapped("; ".join(facts), "  ")]
+    if (reader := _reader(policy)) is not None:
+        row = row_of(document, None, reader, jump.step, 0, False)
+        for name in ("prompt", "completion"):
+            lines += wrapped(f"{name}: {printable(row[name], _MOST_TEXT)}", "  ")
+    return lines + _of_labels(one, reader)
+
+
+def _of_labels(one: FoundDocument, reader: Reader | None) -> list[str]:
+    lines = []
+    if one.spread is not None and not any(label.share for label in one.labels):
+        first, last, share = one.spread
+        lines += wrapped(f"no label alone: those of tokens {first} to {last} have {share:.0%} of its part", "  ")
+    if not one.labels:
+        return lines
+    pieces = {}
+    if reader is not None:
+        pieces = {label.place: printable(reader.pieces(np.array([label.token]))[0], 14) for label in one.labels}
+    lines.append("  token  id      log-prob       old  log-ratio  advantage   part  text")
+    for label in one.labels:
+        values = [label.logprob, label.old_logprob, label.log_ratio, label.advantage]
+        shown = [
+            f"{'' if value is None else number(value):>{width}}"
+            for value, width in zip(values, (9, 9, 10, 10), strict=True)
+        ]
+        part = "" if label.share is None else f"{min(label.share, 1.0):.0%}"
+        line = f"  {label.place:>5}  {label.token:<6} {' '.join(shown)} {part:>6}  {pieces.get(label.place, '')!r:.16}"
+        lines.append(line.removesuffix("  ''").rstrip())
+    return lines
+
+
+def _reader(policy: Policy) -> Reader | None:
+    tokenizer = policy.tokenizer
+    if tokenizer is None:
+        return None
+
+    def decode(ids: Sequence[int], plain: bool) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=plain))
+
+    return Reader(decode, 20_000)
+
+
+def _where(config: Config, document: Rollout) -> str | None:
+    """Return the file and the line of a document's prompt, or of its record."""
+    asked = document.metadata.get("prompt_id")
+    wanted = (str(asked),) if asked is not None else (document.id, *document.record_ids)
+    sampler = config.sampler.model_dump() if config.sampler is not None else {}
+    given = sampler.get("prompts") if asked is not None else config.data.path
+    for file in _files(given):
+        if f"{file.name}:" in wanted[0] and wanted[0].rpartition(":")[2].isdigit():
+            return f"{file}:{wanted[0].rpartition(':')[2]}"  # the id of a prompt that has none of its own
+        if (line := _line_of(file, wanted)) is not None:
+            return f"{file}:{line}"
+    return None if asked is None else f"prompt {printable(asked, 60)}"
+
+
+def _files(given: Any) -> list[Path]:
+    """Return the JSONL files that an option names: a path, a pattern, a list of these, or objects with a path."""
+    if isinstance(given, Mapping):
+        return _files(given.get("path"))
+    if isinstance(given, list | tuple):
+        return [file for one in given for file in _files(one)]
+    if not isinstance(given, str | Path):
+        return []
+    path = Path(given)
+    try:
+        found = [path] if path.is_file() else sorted(path.parent.glob(path.name))
+        return [file for file in found if file.suffix == ".jsonl" and file.stat().st_size <= _LARGEST_FILE]
+    except (OSError, ValueError):
+        return []
+
+
+def _line_of(file: Path, wanted: Sequence[str]) -> int | None:
+    quoted = tuple(json.dumps(name)[1:-1].encode() for name in wanted)
+    try:
+        with file.open("rb") as lines:
+            for place, line in enumerate(lines, 1):
+                if any(name in line for name in quoted):
+                    try:
+                        record = json.loads(line)
+                    except ValueError:
+                        continue
+                    if isinstance(record, dict) and str(record.get("id")) in wanted:
+                        return place
+    except OSError:
+        return None
+    return None
+
+
+def write_found(policy: Policy, output: Path, jump: Jump, plan: StepPlan, found: Sequence[FoundDocument]) -> str:
+    """Write the found documents as a rollout file, and as kept rollouts, which the report shows."""
+    lines = []
+    for one in found:
+        shares = {label.place: label.share for label in one.labels if label.share is not None}
+        said = {"metric": jump.metric, "step": jump.step, "part": one.part, "label_shares": shares}
+        for line in record_lines(one.document, one.score):
+            line["metadata"] = {**line.get("metadata", {}), "bisect": said}
+            lines.append(line)
+    write_json_lines(output / FOUND, lines)
+    reader = _reader(policy)
+    rows = [row_of(one.document, one.score, reader, jump.step, plan.documents_seen, True) for one in found]
+    kept_files.write_rows(output / kept_files.FOLDER, rows)
+    return f"written to {output / FOUND}; truestep report {output} shows them"

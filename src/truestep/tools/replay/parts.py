@@ -1,0 +1,273 @@
+"""Each document's part of a metric, and each label's, from the labels of one forward pass.
+
+A document that is left out adds nothing to the metric, and all else stays the whole step's: totals, the counts that
+means divide by, advantages.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+
+from truestep.losses.labels import Labels, no_reduction
+from truestep.losses.measure import BUILT_IN, Measure, StepFacts
+from truestep.losses.objective import Objective
+from truestep.metrics.types import Derived, Histogram, Max, Mean, Metric, Min, Sum
+from truestep.rollouts.fields import Field
+from truestep.step.compute.episodes import measure_episodes
+from truestep.step.compute.groups import measure_answers
+from truestep.step.compute.runner import StepRunner
+from truestep.types import Rollout, StepPlan, StepTotals
+
+_NUMBER, _PLACE = "bisect_number", "bisect_place"  # a document's place in the plan, and a label's in its document
+_FIELDS = (Field(_NUMBER, "document", np.int64, has=False), Field(_PLACE, "label", np.int64, has=False))
+KEPT = "bisect_kept"  # a field of labels
+_NAME = "bisect"  # of the metric that carries what was found
+
+
+@dataclass(frozen=True)
+class ByDocument:
+    """Something of each document, by its number in the plan: one for each of its sequences."""
+
+    found: Mapping[int, tuple[Any, ...]]
+
+    def merge(self, other: "ByDocument") -> "ByDocument":
+        both = dict(self.found)
+        for number, some in other.found.items():
+            both[number] = (*both.get(number, ()), *some)
+        return ByDocument(both)
+
+    def value(self) -> None:
+        return None
+
+
+def document_metrics(runner: StepRunner, plan: StepPlan, metric: str) -> dict[int, Metric] | None:
+    """Return each document's own metric, by one forward pass. None if the metric is made of no single documents. Every
+    rank calls this."""
+    for measure in (measure_answers, measure_episodes):
+        if metric in measure(plan.documents):
+            alone = {number: measure([document]) for number, document in enumerate(plan.documents)}
+            return {number: found[metric] for number, found in alone.items() if metric in found}
+    measures = tuple(measure for _, measure in BUILT_IN) + tuple(runner.custom_metrics.values())
+
+    def each(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+        known = [measure for measure in measures if metric in measure(labels, step)]
+        if not known:
+            return {}
+        found: dict[int, tuple[Metric, ...]] = {}
+        for number, own in by_document(labels):
+            if (measured := known[0](own, step).get(metric)) is not None:
+                found[number] = (*found.get(number, ()), measured)
+        return {_NAME: ByDocument(found)}
+
+    found = _carried(runner, plan, each)
+    return {number: merged(some) for number, some in sorted(found.items())} or None
+
+
+def labels_of(runner: StepRunner, plan: StepPlan) -> dict[int, list[Labels]]:
+    """Return the labels of each document, one `Labels` for each of its sequences, by one forward pass. Every rank calls
+    this."""
+
+    def capture(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+        found: dict[int, tuple[Labels, ...]] = {}
+        for number, own in by_document(labels):
+            found[number] = (*found.get(number, ()), own)
+        return {_NAME: ByDocument(found)}
+
+    found = _carried(runner, plan, capture)
+    return {number: sorted(some, key=_first_place) for number, some in sorted(found.items())}
+
+
+def _first_place(labels: Labels) -> int:
+    return int(places_of(labels)[0]) if len(labels) else -1
+
+
+def places_of(labels: Labels) -> torch.Tensor:  # [T]
+    """Return the place of each label among the tokens of its document."""
+    return labels.fields[_PLACE]
+
+
+def _carried(runner: StepRunner, plan: StepPlan, measure: Measure) -> Mapping[int, tuple[Any, ...]]:
+    measuring = replace(
+        runner,
+        metrics_level="none",
+        custom_metrics={_NAME: measure},
+        keep_scores=False,
+        compares=None,
+        fields=(*runner.fields, *_FIELDS),
+    )
+    carried = measuring.accumulate(numbered(plan), backward=False).metrics.get(_NAME)
+    return carried.found if isinstance(carried, ByDocument) else {}
+
+
+def numbered(plan: StepPlan) -> StepPlan:
+    """Return the plan with documents that have their number, and each label its place."""
+
+    def named(number: int, document: Rollout) -> Rollout:
+        place = np.arange(document.num_tokens)
+        return replace(
+            document,
+            document_fields={**document.document_fields, _NUMBER: np.array(number)},
+            fields={**document.fields, _PLACE: place},
+        )
+
+    return replace(plan, documents=tuple(named(*pair) for pair in enumerate(plan.documents)))
+
+
+def by_document(labels: Labels) -> Iterable[tuple[int, Labels]]:
+    """Divide the labels of a micro-batch by sequence, on the host."""
+    labels = _mapped(labels, lambda tensor: tensor.detach().cpu())
+    numbers, counts = labels.document_fields[_NUMBER].tolist(), labels.num_labels.tolist()
+    names = {item.name for item in Labels.label_fields()}
+    start = 0
+    for place, (number, count) in enumerate(zip(numbers, counts, strict=True)):
+        span, one = slice(start, start + count), slice(place, place + 1)
+        start += count
+        own = {
+            item.name: _cut(getattr(labels, item.name), span if item.name in names else one)
+            for item in fields(labels)
+            if item.name not in ("recomputed", "reduce_documents", "fields")
+        }
+        own["fields"] = _cut(labels.fields, span)
+        own["document"] = torch.zeros(count, dtype=torch.int64)
+        yield number, Labels(**own, recomputed=labels.recomputed)
+
+
+def _mapped(labels: Labels, change: Callable[[torch.Tensor], torch.Tensor]) -> Labels:
+    def changed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: changed(item) for name, item in value.items()}
+        return change(value) if isinstance(value, torch.Tensor) else value
+
+    own = {item.name: changed(getattr(labels, item.name)) for item in fields(labels)}
+    return replace(labels, **{**own, "reduce_documents": no_reduction})
+
+
+def _cut(value: Any, span: slice) -> Any:
+    return {name: item[span] for name, item in value.items()} if isinstance(value, Mapping) else value[span]
+
+
+@dataclass(frozen=True, eq=False)
+class SomeLabels(Labels):
+    """Labels of which only those count whose field `KEPT` is true. The others add nothing, and what a document's labels
+    have in common stays."""
+
+    @staticmethod
+    def some(labels: Labels, kept: torch.Tensor) -> "SomeLabels":
+        own = {item.name: getattr(labels, item.name) for item in fields(labels)}
+        own["weight"] = torch.where(kept, labels.weight, 0)
+        own["fields"] = {**labels.fields, KEPT: kept}
+        return SomeLabels(**own)
+
+    def document_sums(self, values: torch.Tensor) -> torch.Tensor:
+        return super().document_sums(torch.where(self.fields[KEPT], values, 0))
+
+    def document_means(self, values: torch.Tensor) -> torch.Tensor:
+        means = super().document_sums(values) / self.num_labels.clamp(min=1)
+        return means.to(values.dtype)[self.document]
+
+    def has_label(self, name: str) -> torch.Tensor:
+        return super().has_label(name) & self.fields[KEPT]
+
+
+@dataclass(frozen=True)
+class _OfKeptLabels(Objective):
+    def prepare(self, labels: Labels) -> Labels:
+        labels = super().prepare(labels)
+        return replace(labels, weight=torch.where(labels.fields[KEPT], labels.weight, 0))
+
+    def _entropy_weights(self, labels: Labels, totals: StepTotals) -> torch.Tensor:
+        return torch.where(labels.fields[KEPT], super()._entropy_weights(labels, totals), 0)
+
+
+def of_kept_labels(objective: Objective) -> Objective:
+    """Return the objective of the labels whose field `KEPT` is true; the others add nothing to it."""
+    return _OfKeptLabels(**{item.name: getattr(objective, item.name) for item in fields(objective)})
+
+
+def label_metric(
+    labels: Sequence[Labels], kept: np.ndarray, metric: str, runner: StepRunner, plan: StepPlan
+) -> Metric | None:
+    """Return a document's own metric if only the labels at the places `kept` count."""
+    facts = StepFacts(of_kept_labels(runner.objective), plan.documents_seen, plan.totals)
+    wanted = torch.from_numpy(np.asarray(kept, dtype=np.int64))
+    found = []
+    for sequence in labels:
+        some = SomeLabels.some(sequence, torch.isin(places_of(sequence), wanted))
+        for measure in (*(measure for _, measure in BUILT_IN), *runner.custom_metrics.values()):
+            if (measured := measure(some, facts).get(metric)) is not None:
+                found.append(measured)
+                break
+    return merged(found) if found else None
+
+
+def merged(metrics: Iterable[Metric]) -> Metric:
+    return reduce(lambda first, second: first.merge(second), metrics)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What parts of a metric are measured by."""
+
+    whole: Metric  # of the step
+    value: float  # of the step
+    usual: float | None  # of steps around; None: no jump
+
+    @property
+    def jump(self) -> float:
+        """The size of the jump with its sign; without one the step's own value."""
+        return self.value if self.usual is None else self.value - self.usual
+
+    @property
+    def extreme(self) -> bool:
+        return isinstance(self.whole, Max | Min)
+
+    @property
+    def least(self) -> float:
+        """The share of the jump from which a part is large: a tenth of a sum; of an extreme, what is past the middle
+        between the usual value and the step's."""
+        return 0.5 if self.extreme else 0.1
+
+    def share(self, part: Metric) -> float:
+        """Return a part's share of the jump: 1 if it makes all of it."""
+        if self.extreme:
+            value = part.value()
+            if value is None:
+                return -math.inf
+            if self.usual is None:
+                return float(value == self.value)
+            return (value - self.usual) / self.jump
+        return self.amount(part) / self.jump if self.jump else 0.0
+
+    def amount(self, part: Metric) -> float:
+        """Return how much of the step's value a part makes: what leaving it out takes away."""
+        if isinstance(part, Max | Min):
+            return part.value() or 0.0
+        if isinstance(part, Sum):
+            return float(part.total)
+        if isinstance(part, Mean):
+            return float(part.total) / float(self.whole.count) if self.whole.count else 0.0  # type: ignore[attr-defined]
+        return self.value - (self.without(part) or 0.0)
+
+    def without(self, part: Metric) -> float | None:
+        """Return the step's value without a part of a metric that adds up."""
+        whole: Any = self.whole
+        if isinstance(part, Sum):
+            return float(whole.total - part.total)
+        if isinstance(part, Mean):
+            return replace(whole, total=whole.total - part.total).value()
+        if isinstance(part, Derived):
+            parts = zip(whole.parts, part.parts, strict=True)
+            return replace(whole, parts=tuple(Sum(a.total - b.total) for a, b in parts)).value()
+        if isinstance(part, Histogram):
+            return replace(whole, counts=whole.counts - part.counts).value()
+        return None
+
+    @staticmethod
+    def known(metric: Metric) -> bool:
+        """Tell whether parts of this type of metric are known."""
+        return isinstance(metric, Sum | Mean | Derived | Histogram | Max | Min)
