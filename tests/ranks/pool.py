@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ def _serve(connections: list[Connection]) -> None:
         if number != rank:
             other.close()
     connection = connections[rank]
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # a stopped process sees no end of its pipe
+    _end_with_the_session()
     gc.freeze()  # else each collection would copy all that the process has from the one that it was forked from
     fresh = _Fresh()
     while True:
@@ -167,6 +167,16 @@ def _serve(connections: list[Connection]) -> None:
         del target, arguments
         _put_back(before)
         connection.send("done")
+
+
+def _end_with_the_session() -> None:
+    """End this process when its session is gone: a stopped process cannot see the end of its pipe. Python's fork server,
+    its parent, ends when nobody has a certain pipe any more, of which Python gives each process an end."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 class _Fresh:
