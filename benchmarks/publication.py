@@ -26,7 +26,7 @@ from truestep.generate.servers.vllm import Vllm
 from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
-from truestep.publish.link import CHUNK
+from truestep.weight_transfer.link import CHUNK
 
 
 def options() -> argparse.Namespace:

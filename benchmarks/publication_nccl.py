@@ -40,12 +40,12 @@ from fits import drawn, made_up
 from truestep.model.loading import load
 from truestep.model.policy import Policy
 from truestep.model.tensor_stream import TensorStream
-from truestep.publish import link
-from truestep.publish.link import Sender, Sending
-from truestep.publish.nccl import Nccl, NcclWire
-from truestep.publish.packed import as_bytes, update_info
 from truestep.ranks.axes import RankLayout
 from truestep.ranks.group import Ranks, join, leave
+from truestep.weight_transfer import link
+from truestep.weight_transfer.link import Sender, Sending
+from truestep.weight_transfer.nccl import Nccl, NcclWire
+from truestep.weight_transfer.packed import as_bytes, update_info
 
 LINK = 10**9  # bytes of a plain broadcast
 LIMIT = datetime.timedelta(seconds=120)

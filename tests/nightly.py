@@ -99,7 +99,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 # What the tests with a real vLLM are about: how runs sample by servers, and how weights come to these.
 VLLM = (
-    *("requirements-vllm.txt", "tests/server/*", "src/truestep/generate/*", "src/truestep/publish/*"),
+    *("requirements-vllm.txt", "tests/server/*", "src/truestep/generate/*", "src/truestep/weight_transfer/*"),
     *("src/truestep/model/*", "src/truestep/weights/*", "src/truestep/ranks/*", "src/truestep/run/*"),
     *("src/truestep/step/*", "src/truestep/environments/*", "src/truestep/tools/demo/*", "src/truestep/tools/parity/*"),
 )

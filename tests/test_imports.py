@@ -26,7 +26,7 @@ FLOORS = (
     ("head", "rollouts", "weights"),
     ("losses", "ranks"),
     ("config", "metrics", "numerics"),
-    ("files", "gpu", "publish", "types"),
+    ("files", "gpu", "weight_transfer", "types"),
     ("errors", "process", "text"),
     ("__init__",),
 )

@@ -45,7 +45,6 @@ from truestep.losses.label_losses import LabelLoss, LabelTerm
 from truestep.losses.labels import Labels
 from truestep.metrics.types import Sum
 from truestep.plan import activations, search
-from truestep.publish import link
 from truestep.report import rollouts as page_rollouts
 from truestep.report import series
 from truestep.rollouts import advantages, stored
@@ -60,6 +59,7 @@ from truestep.tools.verify import judge
 from truestep.tools.verify.compare import Difference
 from truestep.tools.verify.layouts import Layout
 from truestep.types import Rollout
+from truestep.weight_transfer import link
 from truestep.weights import lazy as unread
 
 SOURCES = Path(truestep.__file__).parent

@@ -170,8 +170,10 @@ def _serve(connections: list[Connection]) -> None:
 
 
 def _end_with_the_session() -> None:
-    """End this process when its session is gone: a stopped process cannot see the end of its pipe. Python's fork server,
-    its parent, ends when nobody has a certain pipe any more, of which Python gives each process an end."""
+    """End this process when its session is gone: a stopped process cannot see the end of its pipe.
+
+    The kernel kills it when Python's fork server, its parent, ends. That server ends when the other end of its pipe is
+    closed everywhere; Python gives each process that it starts a copy of that end, so this process closes its own."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_alive_fd is not None:

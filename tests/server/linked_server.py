@@ -17,7 +17,7 @@ from server.fake_vllm import FakeVllm
 from server.gloo_in_vllm import broadcast, id_of, join
 from truestep.generate.servers.nccl_link import Link
 from truestep.generate.servers.vllm import Vllm
-from truestep.publish.link import Sending
+from truestep.weight_transfer.link import Sending
 
 CHUNK = 5000  # bytes: many for a tiny model
 PATIENCE = 8.0  # seconds

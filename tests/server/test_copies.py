@@ -12,7 +12,7 @@ from tiny import make_model
 from truestep.generate.servers.host_copies import HostCopies, HostWeights
 from truestep.generate.servers.weight_files import Publisher, WeightsDirectory
 from truestep.model.loading.load import load_policy
-from truestep.publish.packed import Entry, as_bytes
+from truestep.weight_transfer.packed import Entry, as_bytes
 
 SHAPES = {"a": (3, 5), "scalar": (), "empty": (0, 4), "b": (7,), "count": (2,)}
 DTYPES = {"a": torch.bfloat16, "b": torch.float32, "count": torch.int64}

@@ -20,9 +20,9 @@ from server.vllm_server import NAME
 from small_runs import merged, read_lines
 from truestep.config.schema import Config
 from truestep.config.yaml_tree import ConfigError
-from truestep.publish.link import Sending
-from truestep.publish.nccl import NcclError
 from truestep.ranks.launch import RankError
+from truestep.weight_transfer.link import Sending
+from truestep.weight_transfer.nccl import NcclError
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from truestep.model.adapter import is_adapters
 from truestep.model.policy import Policy
 from truestep.model.save import give_group, joined_dtype, plain_weights, saved_buffers, weight_groups
 from truestep.process import progress
-from truestep.publish.packed import Entry
+from truestep.weight_transfer.packed import Entry
 
 Take = Callable[[Mapping[str, torch.Tensor]], None]
 

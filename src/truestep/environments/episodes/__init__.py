@@ -7,7 +7,7 @@ service           the run's side: begins, steps and ends episodes, in several pr
 host              a thread that serves the episodes of one process
 connection        the run's connection to that process
 worker            the process that imports an environment and forks one process for each episode (imports no torch)
-instance          the process of one episode (imports no torch)
+user_environment  calls the user's environment, in the process of one episode (imports no torch)
 loading           loading the user's class or object (imports no torch)
 same_process      episodes in the trainer's own process
 program           the environment of an episode that is a program

@@ -10,8 +10,8 @@ from typing import Any
 
 from truestep.environments import frames
 from truestep.environments.episodes import wire
-from truestep.environments.episodes.instance import Instance
 from truestep.environments.episodes.loading import UnusableError, load_environment, prepared
+from truestep.environments.episodes.user_environment import Instance
 from truestep.environments.process import LostError, WorkerOptions
 from truestep.environments.rewards import RewardError
 from truestep.text import printable

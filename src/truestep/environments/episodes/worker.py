@@ -19,8 +19,8 @@ from typing import Any
 from truestep.environments import frames
 from truestep.environments.descendants import children_of, kill_below, reap
 from truestep.environments.episodes import wire
-from truestep.environments.episodes.instance import run_episode
 from truestep.environments.episodes.loading import Kind, UnusableError, load_environment, prepared
+from truestep.environments.episodes.user_environment import run_episode
 from truestep.environments.forked import adopt_orphans, seed_all
 from truestep.environments.rewards import shown_value
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from truestep.gpu.pinned import zeros_on_host
-from truestep.publish.packed import Entry
+from truestep.weight_transfer.packed import Entry
 
 _ALIGNED = 64  # bytes: alignment of each tensor, enough for a view of any dtype
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from truestep.generate.errors import UnreachableError
 from truestep.generate.servers.host_copies import HostWeights
-from truestep.publish.link import CHUNK, LinkError, Sender, Wire, join
-from truestep.publish.packed import Entry, update_info
+from truestep.weight_transfer.link import CHUNK, LinkError, Sender, Wire, join
+from truestep.weight_transfer.packed import Entry, update_info
 
 Ask = Callable[[dict[str, Any]], Awaitable[Any]]
 

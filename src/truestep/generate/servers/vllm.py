@@ -17,9 +17,9 @@ from truestep.generate.servers.nccl_link import Link
 from truestep.generate.servers.protocol import Advice, check_size, most_tokens
 from truestep.generate.servers.routed import read_npy
 from truestep.model.adapter_files import is_adapter
-from truestep.publish.nccl import NcclWire
 from truestep.text import printable
 from truestep.types import RouteShape
+from truestep.weight_transfer.nccl import NcclWire
 
 # Sampling without truncation or penalties, whatever the model's defaults are.
 _PLAIN_SAMPLING: dict[str, Any] = {

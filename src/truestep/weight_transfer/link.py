@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from truestep.errors import TruestepError
-from truestep.publish.packed import Entry, as_bytes, chunks_of
+from truestep.weight_transfer.packed import Entry, as_bytes, chunks_of
 
 CHUNK = 2**28  # bytes; the server needs memory for two chunks too
 _UNDER_WAY = 2  # chunks that may be in flight while the next one is filled

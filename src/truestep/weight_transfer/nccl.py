@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from truestep.publish.link import LinkError
+from truestep.weight_transfer.link import LinkError
 
 _BYTE, _FLOAT = 1, 7  # ncclUint8, ncclFloat32
 _SUM = 0

@@ -28,9 +28,9 @@ from truestep.model.adapter import AdapterSource
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 from truestep.model.tensor_stream import TensorStream
-from truestep.publish.link import LinkError, Sender, Sending, join
-from truestep.publish.packed import Entry, as_bytes, chunks_of, update_info
 from truestep.run.assemble.policy import join_ranks, make_policy
+from truestep.weight_transfer.link import LinkError, Sender, Sending, join
+from truestep.weight_transfer.packed import Entry, as_bytes, chunks_of, update_info
 
 DTYPES = (torch.bfloat16, torch.float32, torch.int64, torch.uint8)
 
