@@ -175,7 +175,7 @@ def _end_with_the_session() -> None:
     The kernel kills it when Python's fork server, its parent, ends. That server ends when the other end of its pipe is
     closed everywhere; Python gives each process that it starts a copy of that end, so this process closes its own."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None
