@@ -158,7 +158,8 @@ def train(config: "Config") -> None:
     leave()
     if config.logging.console and trainer.ranks.first:
         longer = longer_by(config, trainer.step)
-        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed()):
+        best = trainer.checkpoints.best()
+        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed(), best):
             _print(line)
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
@@ -352,16 +353,17 @@ def serve(
     type=click.Path(path_type=Path),
     help="The model that the adapter was trained on, if it has moved.",
 )
+@click.option("--best", is_flag=True, help="The run's best checkpoint, which its checkpoint.keep_best kept.")
 @_guarded
 def export(
-    source: Path, output: Path, dtype: str, trust_remote_code: bool, adapter_alone: bool, model: Path | None
+    source: Path, output: Path, dtype: str, trust_remote_code: bool, adapter_alone: bool, model: Path | None, best: bool
 ) -> None:
     """Convert a checkpoint to a Hugging Face directory. SOURCE is a checkpoint, or a run's directory, whose last
     checkpoint is used. An adapter is merged into its model."""
     with _display():
         from truestep.tools.export import export as run
 
-        checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone)
+        checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone, best=best)
     _print(f"{checkpoint} -> {output} ({dtype})")
 
 

@@ -424,11 +424,34 @@ SamplerConfig = Annotated[
 ]
 
 
+class EvaluationSet(Section):
+    prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
+    """As evaluation.prompts. null: the environment of the set makes them."""
+    reward: str | None = None
+    """As evaluation.reward. null: the set's environment, or evaluation.reward."""
+    environment: EnvironmentConfig | None = None  # type: ignore[valid-type]
+    """As sampler.environment. null: the set's reward, evaluation.reward, or what rates the sampler's completions."""
+    max_prompts: Count | None = None
+    """As evaluation.max_prompts. null: evaluation.max_prompts."""
+    samples_per_prompt: Count | None = None
+    """As evaluation.samples_per_prompt. null: evaluation.samples_per_prompt."""
+    pass_reward: float | None = None
+    """As evaluation.pass_reward. null: evaluation.pass_reward."""
+    temperature: Positive | None = None
+    """As evaluation.temperature. null: evaluation.temperature."""
+    max_new_tokens: Count | None = None
+    """As evaluation.max_new_tokens. null: evaluation.max_new_tokens."""
+
+
 class EvaluationConfig(Section):
     prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
     """Held-out prompts that the policy answers, in the format of sampler.prompts. Of several files, by name, rewards
     are logged for each as well. null: there is evaluation.path, or the environment makes them, as it makes those of the
     sampler."""
+    sets: Annotated[dict[SourceName, EvaluationSet], Field(min_length=1)] | None = None
+    """Several sets of held-out prompts by name, in place of prompts, each with a reward or an environment of its own.
+    Each is {prompts, reward or environment, max_prompts, samples_per_prompt, pass_reward, temperature,
+    max_new_tokens}; what a set leaves out is the option of this section, or the sampler's reward or environment."""
     path: str | list[str] | None = None
     """With a supervised loss: held-out documents, in the format of data.path. The logged loss is the mean over all of
     their labels."""
@@ -617,6 +640,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. 0: one checkpoint, at the end."""
     keep: Count = 3
     """How many checkpoints to keep: the newest complete ones."""
+    keep_best: str | None = None
+    """A metric of evaluations, such as evaluation/sampled_reward, or evaluation/NAME/sampled_reward of a set. The
+    checkpoint where it was best is kept beside the newest ones; an evaluation that is better than all before it is
+    followed by a checkpoint. Largest is best, and of evaluation/loss smallest. null: none."""
     hugging_face_every: Annotated[int, Field(ge=0)] | None = None
     """Also write every n-th checkpoint as a Hugging Face directory with float32 weights. 0: none; `truestep export`
     converts any checkpoint later. null: 1 if data.source is a stream or a directory, whose senders load the

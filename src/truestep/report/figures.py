@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from truestep.metrics.best import PREFIX, Best
 from truestep.report.formats import format_compact, format_duration, format_number
 from truestep.report.runs import Run, is_finite
 from truestep.report.tables import Table
+from truestep.text import printable
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 RATIO_KEYS = ("ratio_new_old", "min_ratio_new_old", "max_ratio_new_old")
@@ -79,8 +81,9 @@ def facts(run: Run) -> list[Figure]:
     ]
 
 
-def tiles(run: Run) -> list[Figure]:
-    """List the numbers on the result of the run: rewards, ratios, gradient norm, rejected records."""
+def tiles(run: Run, with_best: bool = False) -> list[Figure]:
+    """List the numbers on the result of the run: rewards, ratios, gradient norm, rejected records, the best
+    checkpoint."""
     recent = run.values("reward")[-10:]
     rejected = run.rejected.total
     clipped, norms = run.values("clipped_ratio_fraction"), run.values("grad_norm")
@@ -105,6 +108,7 @@ def tiles(run: Run) -> list[Figure]:
             f"largest: {format_number(max(norms), 3)}" if norms else "",
         ),
         Figure("Rejected records", format_number(rejected), "reasons below" if rejected else ""),
+        *([best_tile(run)] if with_best else []),
     ]
 
 
@@ -124,9 +128,33 @@ def _held_out_tile(run: Run, key: str, label: str) -> Figure:
         return Figure(label, format_reward(rewards[0]), "one evaluation")
     rise = rewards[-1] - rewards[0]
     change = ("+" if rise >= 0 else "") + format_reward(rise)
-    prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
+    last = len(run.evaluations) - 1
+    prompts, error = run.evaluations.value(last, "num_prompts"), run.evaluations.value(last, f"{key}_ci")
     over = f" over {format_number(prompts)} prompts" if prompts else ""
+    over += f"; 95% interval \N{PLUS-MINUS SIGN}{format_reward(error)}" if is_finite(error) else ""
     return Figure(label, f"{format_reward(rewards[0])} {ARROW} {format_reward(rewards[-1])}", change + over)
+
+
+def keeps_best(run: Run) -> bool:
+    return run.option("checkpoint", "keep_best") is not None
+
+
+def best_tile(run: Run) -> Figure:
+    """Return the checkpoint that checkpoint.keep_best kept."""
+    label, metric = "Best checkpoint", run.option("checkpoint", "keep_best")
+    if not isinstance(metric, str):
+        return Figure(label, format_number(None))
+    best = Best(metric)
+    key = metric.removeprefix(PREFIX)
+    places, values = run.evaluations.column(key)
+    for place, value in zip(places.tolist(), values.tolist(), strict=True):
+        if math.isfinite(value):
+            best.add({"step": int(run.evaluations.steps[place]), key: value})
+    kept = best.checkpoint([path for path in (run.path / "checkpoints").glob("step-*") if path.name[5:].isdecimal()])
+    if kept is None:
+        return Figure(label, format_number(None), "none is kept yet")
+    step = int(kept.name[5:])
+    return Figure(label, f"step {format_number(step)}", f"{printable(metric, 60)} {format_number(best.value(step), 3)}")
 
 
 def _last_step(run: Run) -> str:

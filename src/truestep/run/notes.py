@@ -188,14 +188,18 @@ def longer_by(config: Config, steps_made: int) -> str | None:
     return "data.epochs" if config.data.path is not None else None
 
 
-def what_next(directory: Path, finished: bool, longer: str | None, command: Sequence[str]) -> list[str]:
-    """List the commands that are useful after a run. `command` is the training command as a list of words, and `longer`
-    the option that makes a finished run longer."""
+def what_next(
+    directory: Path, finished: bool, longer: str | None, command: Sequence[str], best: Path | None = None
+) -> list[str]:
+    """List the commands that are useful after a run. `command` is the training command as a list of words, `longer` the
+    option that makes a finished run longer, `best` the checkpoint that was kept because it is the best."""
     run = str(directory)
     rows = {
         "the page of this run": ["truestep", "report", run],
         "its model, for other programs": ["truestep", "export", run, "--output", "DIRECTORY"],
     }
+    if best is not None:
+        rows[f"its best one, of {best.name}"] = ["truestep", "export", run, "--best", "--output", "DIRECTORY"]
     if not finished:
         rows["go on from here"] = list(command)
     elif longer is not None:

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.environments.printed import PrintedLog
-from truestep.generate.evaluate import Evaluator
+from truestep.files.whole import read_json_lines
 from truestep.generate.servers.started import StartedServers
+from truestep.metrics.best import Best
 from truestep.metrics.sinks import Sink
 from truestep.model.policy import Policy
 from truestep.plan.exhausted import exhaustion_explained
@@ -50,11 +51,10 @@ from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progre
 from truestep.run.directory import RunDirectory
 from truestep.run.notes import options_before, run_notes, what_runs
 from truestep.run.terminal.display import Display
-from truestep.run.trainer import RunState, Trainer, TrainingError
+from truestep.run.trainer import Evaluates, RunState, Trainer, TrainingError
 from truestep.step.before.annotators import Annotators
 from truestep.step.before.check import SamplerCheck
 from truestep.step.compute.runner import StepRunner
-from truestep.step.held_out import HeldOutLoss
 from truestep.step.learner import Learner
 from truestep.step.plan.ahead import PlansAhead
 from truestep.step.plan.queue import PlanQueue
@@ -137,7 +137,7 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks)
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best))
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
@@ -158,6 +158,9 @@ def _make_trainer(
         sinks = make_sinks(config, directory, display, title, progress.step)
         begun = _begin(directory, config, policy, supply.source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
+    if config.checkpoint.keep_best is not None:
+        for line in ranks.share(lambda: list(read_json_lines(directory.evaluations))):
+            store.evaluated(line)
     if latest is not None:  # the run may have been killed before it told the source of this checkpoint
         supply.source.checkpointed(queue.documents_seen)
         if supply.publication is not None:
@@ -211,7 +214,7 @@ def _make_data(
     raters: Raters,
     say: Callable[[str], None],
     started: StartedServers | None,
-) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
+) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluates | None]:
     policy = runner.policy
     supply = make_supply(config, policy, ranks, raters, started)
     check = make_check(config, runner, supply.servers, say)

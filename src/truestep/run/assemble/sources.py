@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from truestep.config.custom import check_options, load_custom
-from truestep.config.schema import Config
+from truestep.config.schema import Config, of_sets
 from truestep.config.sections import (
     CustomSource,
     DirectorySource,
@@ -78,9 +78,13 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
         expand_paths(config.evaluation.path)
     if data.source is not None and ranks.first:
         make_transport(data.source).close()
-    for name, section in (("sampler", sampler), ("evaluation", config.evaluation)):
-        for source, file in files_of(None if section is None else section.prompts).items():
-            find_prompts(file, f"{name}.prompts.{source}" if source else f"{name}.prompts")
+    asked = {"sampler": None if sampler is None else sampler.prompts}
+    for name, alone in of_sets(config).items():
+        section = f"evaluation.sets.{name}" if name else "evaluation"
+        asked[section] = None if alone.evaluation is None else alone.evaluation.prompts
+    for section, prompts in asked.items():
+        for source, file in files_of(prompts).items():
+            find_prompts(file, f"{section}.prompts.{source}" if source else f"{section}.prompts")
     check_rewards(config, ranks)
     if isinstance(sampler, ServerSampler) and ranks.first:
         server_maker(sampler)

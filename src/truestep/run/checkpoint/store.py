@@ -25,6 +25,7 @@ import torch
 from truestep.files.disks import writing
 from truestep.files.tensors import write_image
 from truestep.files.whole import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
+from truestep.metrics.best import Best
 from truestep.model import towers
 from truestep.model.adapter import Adapter, is_adapters
 from truestep.model.adapter_files import write_adapter
@@ -111,9 +112,10 @@ class Written:
 class CheckpointStore:
     """The checkpoints of a run, complete or being written."""
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, best: Best | None = None):
         self._directory = directory
         self._keep = keep
+        self._best = best or Best()
 
     def complete(self) -> list[Path]:
         """List the complete checkpoints, oldest first."""
@@ -125,6 +127,18 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         return next(reversed(self.complete()), None)
+
+    def best(self) -> Path | None:
+        """Return the checkpoint whose evaluation was best; None if the run keeps none."""
+        return self._best.checkpoint(self.complete())
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Take note of an evaluation, which says which checkpoint is the best."""
+        self._best.add(line)
+
+    def wants(self, step: int) -> bool:
+        """Return whether a checkpoint after this step would be the best one."""
+        return self._best.is_best(step)
 
     def final(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}"
@@ -171,7 +185,10 @@ class CheckpointStore:
         return final
 
     def _remove_old(self) -> None:
+        best = self.best()
         for old in self.complete()[: -self._keep]:
+            if old == best:
+                continue
             # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = old.with_name(f".{old.name}.partial")
             os.replace(old, doomed)

@@ -1,5 +1,6 @@
 """A run's metrics: on a terminal a progress bar, the time left and the last step's metrics; in a file a line a step."""
 
+import re
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ _WIDE = {
 _RATIO_TOLERANCE = 1e-3
 _TIMED = 20  # the last steps, from which the time left is estimated
 _GAP = "  "
+_OF_A_SET = "/num_prompts"  # each set of held-out prompts has this metric, behind its name
 
 
 def live_line(line: Mapping[str, Any]) -> str:
@@ -111,11 +113,9 @@ class ConsoleSink:
             text = f"held-out after step {line['step']}: loss {line['loss']:.4f} over {line['num_labels']} labels"
             self._display.say(text)
             return
-        rewards = ", ".join(
-            f"{kind} " + ("none could be rated" if reward is None else f"{reward:.3f}")
-            for kind, reward in (("greedy", line["greedy_reward"]), ("sampled", line["sampled_reward"]))
-        )
-        text = f"held-out after step {line['step']}: {rewards} over {line['num_prompts']} prompts"
+        text = f"held-out after step {line['step']}: {_rewards(line, '')} over {line['num_prompts']} prompts"
+        sets = [key.removesuffix(_OF_A_SET) for key in line if key.endswith(_OF_A_SET)]
+        text += "".join(f"; {name}: {_rewards(line, f'{name}/')}" for name in sets)
         if line["num_unrated"]:
             text += f"; {line['num_unrated']} completions have no reward: "
             text += "; ".join(printable(problem) for problem in line.get("problems", []))
@@ -151,3 +151,18 @@ class ConsoleSink:
             return None
         since = time.monotonic() - end
         return max(0.0, (self._steps - last) * (end - start) / (last - first) - since)
+
+
+def _rewards(line: Mapping[str, Any], prefix: str) -> str:
+    """Format the held-out rewards of a set, or with an empty prefix of the whole, and pass@k of its largest k."""
+    passed = [key for key in line if re.fullmatch(rf"{re.escape(prefix)}pass@\d+", key)]
+    asked = {"greedy": f"{prefix}greedy_reward", "sampled": f"{prefix}sampled_reward"}
+    asked |= {key.removeprefix(prefix): key for key in passed[-1:]}
+    return ", ".join(f"{kind} {_with_error(line, key)}" for kind, key in asked.items())
+
+
+def _with_error(line: Mapping[str, Any], key: str) -> str:
+    value, half_width = line[key], line.get(f"{key}_ci")
+    if value is None:
+        return "none could be rated"
+    return f"{value:.3f}" + ("" if half_width is None else f" ±{half_width:.3f}")
