@@ -18,12 +18,14 @@ from truestep.config.describe import (
     explain_unknown,
     list_options,
     locate,
+    markdown_everyday,
     markdown_reference,
     options,
     render_options,
     sections,
 )
 from truestep.config.load import ConfigError, load_config
+from truestep.config.schema import EVERYDAY
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -161,6 +163,16 @@ def test_the_reference_is_what_the_code_says() -> None:
     assert REFERENCE.read_text(encoding="utf-8") == markdown_reference(), told
 
 
+def test_the_page_of_what_matters_is_what_the_code_says() -> None:
+    told = "run `python -m truestep.config.describe everyday > docs/options.md`"
+    assert REFERENCE.with_name("options.md").read_text(encoding="utf-8") == markdown_everyday(), told
+
+
+def test_about_twenty_options_matter() -> None:
+    assert 18 <= len(set(EVERYDAY)) == len(EVERYDAY) <= 24
+    assert set(EVERYDAY) <= {option.name for option in list_options()}
+
+
 def test_the_reference_has_a_row_of_four_cells_for_every_option() -> None:
     rows = [line for line in markdown_reference().splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows]
@@ -205,7 +217,7 @@ OPTION_ERRORS = [
     ("sched: {}", "2: sched is unknown: did you mean schedule?"),
     (
         "checkpoint: {qqqq: 3}",
-        "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, hugging_face_every, grace, lock",
+        "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, keep_best, hugging_face_every, grace, lock",
     ),
     ("loss.type: gspo", "2: 'loss.type' is unknown: in a file it is type under loss"),
     (

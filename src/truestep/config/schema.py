@@ -114,6 +114,17 @@ class Config(Section, metaclass=_MadeInPython):
         return self
 
 
+EVERYDAY = (
+    *("model.path", "model.dtype", "model.compile", "model.activation_checkpointing", "adapter.rank"),
+    *("loss.type", "data.path", "data.group_size", "data.tokens_per_microbatch"),
+    *("sampler.prompts", "sampler.reward", "sampler.environment.class", "sampler.max_new_tokens"),
+    *("evaluation.prompts", "evaluation.every", "schedule.docs_per_step", "schedule.steps"),
+    *("optimizer.learning_rate", "optimizer.warmup_steps"),
+    *("checkpoint.directory", "checkpoint.every", "checkpoint.keep_best", "seed"),
+)
+"""The options that most runs set: `--help` and docs/options.md show these, and other pages all."""
+
+
 # Terms of the loss that have a gradient even if the advantage is 0.
 _BESIDE_THE_ADVANTAGE = ("entropy_bonus", "entropy_target", "z_loss", "kl_reference", "kl_cov")
 
