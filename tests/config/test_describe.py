@@ -217,7 +217,8 @@ OPTION_ERRORS = [
     ("sched: {}", "2: sched is unknown: did you mean schedule?"),
     (
         "checkpoint: {qqqq: 3}",
-        "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, keep_best, hugging_face_every, grace, lock",
+        "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, keep_best, hugging_face_every, "
+        "grace, lock",
     ),
     ("loss.type: gspo", "2: 'loss.type' is unknown: in a file it is type under loss"),
     (

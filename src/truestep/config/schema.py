@@ -291,12 +291,13 @@ def _sources(config: "Config") -> Iterator[str]:
     if sampler is None:
         return
     weights, curriculum = sampler.prompt_weights, sampler.curriculum
-    if weights is not None and not isinstance(sampler.prompts, dict):
+    named = sorted(name for name in sections.files_of(sampler.prompts) if name)
+    if weights is not None and not named:
         yield "sampler.prompt_weights are for several sources: give sampler.prompts as {math: FILE, code: FILE}"
-    elif weights is not None and set(weights) != set(sampler.prompts or ()):
+    elif weights is not None and sorted(weights) != named:
         yield (
             f"sampler.prompt_weights names {', '.join(sorted(weights)) or 'no source'}, and sampler.prompts "
-            f"{', '.join(sorted(sampler.prompts or ()))}: give each source a weight"
+            f"{', '.join(named)}: give each source a weight"
         )
     if curriculum is not None and curriculum.hopeless >= curriculum.easy:
         yield (
@@ -544,7 +545,7 @@ def evaluation_metrics(config: "Config") -> list[str]:
         means = ["greedy_reward", "sampled_reward", "response_length", "truncated_fraction"]
         if own.pass_reward is not None:
             means += [f"pass@{2**power}" for power in range(own.samples_per_prompt.bit_length())]
-        sources = list(own.prompts) if isinstance(own.prompts, dict) else []
+        sources = [source for source in sections.files_of(own.prompts) if source]
         means += [f"{name}/{source}" for name in ("greedy_reward", "sampled_reward") for source in sources]
         names += [f"{prefix}/{name}" if prefix else name for name in means]
     return [f"evaluation/{name}" for name in dict.fromkeys(names)]

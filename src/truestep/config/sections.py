@@ -5,9 +5,9 @@ A field enters this file only together with the code that obeys it.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, create_model
 
-from truestep.config.section import Count, ImportPath, NotNegative, Positive, Section, SourceName, by_type
+from truestep.config.section import SOURCE_NAME, Count, ImportPath, NotNegative, Positive, Section, SourceName, by_type
 
 
 class HeadConfig(Section):
@@ -262,6 +262,43 @@ EnvironmentConfig = create_model(
 )
 
 
+class DatasetPrompts(Section):
+    dataset: str
+    """A directory that save_to_disk wrote, a file or a directory of files (Parquet, JSON lines, CSV), or a name on the
+    Hugging Face hub."""
+    subset: str | None = None
+    """The configuration of a dataset that has several."""
+    split: str | None = None
+    """The split, such as train, or train[:1000]. null: the only one."""
+    columns: dict[str, str] | None = None
+    """The fields of a prompt, each with the column that it is taken from. null: all columns under their own names."""
+    template: str | list[dict[str, str]] | None = None
+    """The prompt, in which {COLUMN} is the value of a column: text, or chat messages with role and content. null: the
+    field prompt."""
+
+
+def _read_prompts(given: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Check one or several sources of prompts, and return them as they are."""
+    files_of(given)
+    return given
+
+
+def _source(given: Any, where: str) -> str | DatasetPrompts:
+    if isinstance(given, str):
+        return given
+    try:
+        return DatasetPrompts.model_validate(given, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        known = ", ".join(DatasetPrompts.model_fields)
+        what = "unknown" if first["type"] == "extra_forbidden" else first["msg"][:1].lower() + first["msg"][1:]
+        raise ValueError(f"prompts{where}{f'.{place}' if place else ''}: {what}: a dataset has {known}") from None
+
+
+Prompts = Annotated[str | dict[str, Any], AfterValidator(_read_prompts)]
+
+
 class CurriculumConfig(Section):
     easy: float = 1.0
     """A prompt rests as too easy when the mean reward of its group is at least this."""
@@ -272,9 +309,10 @@ class CurriculumConfig(Section):
 
 
 class SamplerBase(Section):
-    prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
-    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk. Several of
-    them, by name, are a mixture. null: the environment makes its own prompts."""
+    prompts: Prompts | None = None
+    """A JSONL file of {"prompt": text or chat messages, other fields}, a Hugging Face dataset on disk, or a dataset as
+    {dataset, subset, split, columns, template} (docs/rollouts.md). Several of them, by name, are a mixture. null: the
+    environment makes its own prompts."""
     prompt_weights: dict[SourceName, Positive] | None = None
     """With several sources of prompts: their parts of the groups, by name, such as {math: 3, code: 1}. null: by their
     numbers of prompts."""
@@ -414,9 +452,22 @@ class ServerSampler(SamplerBase):
     sampled them. A larger share finds wrong log-probs sooner; each scored completion costs a forward pass."""
 
 
-def files_of(prompts: str | dict[str, str] | None) -> dict[str, str]:
-    """Return the files of an option `prompts`, by the names of their sources; one without a name has the name ''."""
-    return prompts if isinstance(prompts, dict) else {} if prompts is None else {"": prompts}
+def files_of(prompts: str | dict[str, Any] | None) -> dict[str, str | DatasetPrompts]:
+    """Return the files and datasets of an option `prompts`, by the names of their sources; one without a name has the
+    name ''."""
+    if prompts is None:
+        return {}
+    if isinstance(prompts, str) or "dataset" in prompts:
+        return {"": _source(prompts, "")}
+    if not prompts or (wrong := next((name for name in prompts if not SOURCE_NAME.fullmatch(name)), None)) is not None:
+        named = f"{wrong!r} is no name of a source" if prompts else "they name no source"
+        raise ValueError(f"prompts: {named}: a name has letters, digits, _, . and -")
+    return {name: _source(given, f".{name}") for name, given in prompts.items()}
+
+
+def place_of(source: str | DatasetPrompts) -> str:
+    """Return the file or the dataset of a source of prompts."""
+    return source if isinstance(source, str) else source.dataset
 
 
 SamplerConfig = Annotated[
@@ -425,7 +476,7 @@ SamplerConfig = Annotated[
 
 
 class EvaluationSet(Section):
-    prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
+    prompts: Prompts | None = None
     """As evaluation.prompts. null: the environment of the set makes them."""
     reward: str | None = None
     """As evaluation.reward. null: the set's environment, or evaluation.reward."""
@@ -444,7 +495,7 @@ class EvaluationSet(Section):
 
 
 class EvaluationConfig(Section):
-    prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
+    prompts: Prompts | None = None
     """Held-out prompts that the policy answers, in the format of sampler.prompts. Of several files, by name, rewards
     are logged for each as well. null: there is evaluation.path, or the environment makes them, as it makes those of the
     sampler."""

@@ -12,7 +12,7 @@ import torch
 from truestep.config.describe import show_value
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
-from truestep.config.sections import InProcessSampler, ServerSampler, files_of
+from truestep.config.sections import InProcessSampler, ServerSampler, files_of, place_of
 from truestep.errors import TruestepError
 from truestep.files.whole import count_lines
 from truestep.generate.read import stop_ids
@@ -153,7 +153,7 @@ def _documents(config: Config, source: Source) -> str:
         by = "here" if isinstance(sampler, InProcessSampler) else _servers(sampler)
         group = config.data.group_size
         files = files_of(sampler.prompts).values()
-        place = ", ".join(map(printable, files)) or "the environment"
+        place = ", ".join(printable(place_of(file)) for file in files) or "the environment"
         return f"{count}prompts of {place}, {group} completions of each, sampled {by}"
     if isinstance(source, FileSource):
         times = f", {source.epochs} times" if source.epochs > 1 else ""

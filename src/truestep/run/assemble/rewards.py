@@ -10,7 +10,7 @@ from typing import Any
 
 from truestep.config import held
 from truestep.config.schema import Config, makes_held_out_prompts, of_sets
-from truestep.config.sections import EvaluationConfig, SamplerBase, files_of
+from truestep.config.sections import DatasetPrompts, EvaluationConfig, SamplerBase, files_of
 from truestep.environments.adapters import ADAPTERS, ASKING
 from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService, check_environment
@@ -191,7 +191,7 @@ def _rewards(section: str, reward: str, given: dict[str, Any], ranks: Ranks) -> 
 class _Checked:
     """Worker options that are checked once, with all that is called through them."""
 
-    fields: list[str] = field(default_factory=list)  # the files whose fields a reward gets
+    fields: list[str | DatasetPrompts] = field(default_factory=list)  # the files whose fields a reward gets
     environments: dict[str, tuple[dict[str, Any], list[bool]]] = field(default_factory=dict)
     """By their arguments: the arguments, and whether prompts that the environment makes are held out."""
 

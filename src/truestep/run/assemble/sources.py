@@ -276,7 +276,7 @@ def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
 
 
 def read_prompts(
-    given: str | dict[str, str] | None, rows: list[dict[str, Any]] | None, policy: Policy, most: int | None = None
+    given: str | dict[str, Any] | None, rows: list[dict[str, Any]] | None, policy: Policy, most: int | None = None
 ) -> list[Prompt]:
     """Return the prompts of files, or those that the environment made; with `most`, the first ones of each."""
     if rows is not None:

@@ -4,7 +4,7 @@ from truestep import Answer, Environment, tool
 
 
 class Boxes(Environment):
-    """The reward is 1 for the right number as the last turn, after a call of the tool; 0.2 for a call alone."""
+    """The reward is 1 for the right number as the last turn, after a call of the tool; less for a part of the way."""
 
     def start(self, row):
         self.opened = False
@@ -18,8 +18,9 @@ class Boxes(Environment):
         return str(boxes[box]) if 0 <= box < len(boxes) else "nothing"
 
     def finish(self, answer: Answer) -> dict[str, float]:
-        right = self.opened and answer.text.strip() == str(self.row["answer"])
-        return {"called": 0.2 * self.opened, "right": 0.8 * right}
+        text = answer.text.strip()
+        right = self.opened and text == str(self.row["answer"])
+        return {"called": 0.2 * self.opened, "answered": 0.2 * (self.opened and text.isdigit()), "right": 0.6 * right}
 
     def cut(self, reason: str) -> dict[str, float]:
-        return {"called": 0.2 * self.opened, "right": 0.0}
+        return {"called": 0.2 * self.opened, "answered": 0.0, "right": 0.0}

@@ -25,9 +25,10 @@ def test_the_tool_opens_boxes_that_are_there() -> None:
 def test_a_number_that_was_looked_up_is_worth_most() -> None:
     agent = boxes()
     agent.open(1)
-    assert agent.finish(Answer("7")) == {"called": 0.2, "right": 0.8}
-    assert agent.finish(Answer("4")) == {"called": 0.2, "right": 0.0}
-    assert boxes().finish(Answer("7")) == {"called": 0.0, "right": 0.0}
+    assert agent.finish(Answer("7")) == {"called": 0.2, "answered": 0.2, "right": 0.6}
+    assert agent.finish(Answer("4")) == {"called": 0.2, "answered": 0.2, "right": 0.0}
+    assert agent.finish(Answer("no")) == agent.cut("max_turns") == {"called": 0.2, "answered": 0.0, "right": 0.0}
+    assert not any(boxes().finish(Answer("7")).values())
 
 
 def test_every_task_has_an_answer() -> None:
