@@ -599,5 +599,5 @@ def test_every_rule_has_a_case() -> None:
 def test_every_rule_of_a_section_has_a_case() -> None:
     sources = [inspect.getsource(module) for module in (sections, losses)]
     raised = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
-    # Four others are of custom losses, in tests/doors/test_loss.py, and two of datasets, in environments/test_prompts.py.
+    # Four others are of custom losses (tests/doors/test_loss.py), and two of datasets (environments/test_prompts.py).
     assert len(raised) == len({text for _, text in SECTION_CASES if "max_labels" not in text}) + 1 + 4 + 2

@@ -20,6 +20,7 @@ class Sizes:
     steps: int
     max_new_tokens: int
     learning_rate: str
+    stop: str = "null"  # texts that end a turn; the tiny model ends none by itself
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ TASKS = {
         "an environment with a tool, over several turns",
         _AGENT_WORDS,
         _boxes,
-        Sizes(docs_per_step=128, steps=60, max_new_tokens=3, learning_rate="2.0e-3"),
+        Sizes(docs_per_step=128, steps=60, max_new_tokens=3, learning_rate="2.0e-3", stop='["</tool_call>"]'),
         Sizes(docs_per_step=64, steps=60, max_new_tokens=128, learning_rate="5.0e-6"),
         converses=True,
     ),
