@@ -1,4 +1,4 @@
-"""README's way from a dataset on disk and a reward that is a closure to a learning curve: eight lines, as they stand."""
+"""README's way from a dataset on disk and a reward that is a closure to a learning curve, as its lines stand there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pages import ROOT, all_pages
 from small_runs import read_lines
 from truestep.tools.init.make import init
 
-ROWS = [{"question": f"{first} + {second} =", "answer": first + second} for first in range(5) for second in range(5)]
+# A tiny model knows no sums: it learns what answers have in common.
+ROWS = [{"question": f"{first} + {second} =", "answer": 7} for first in range(8) for second in range(8)]
 
 
 def block() -> str:
@@ -36,12 +37,17 @@ def test_eight_lines_lead_to_a_learning_curve(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "task" / "model").rename(tmp_path / "models" / "smollm2")
     datasets.Dataset.from_list(ROWS).save_to_disk("sums")
     text = block()
-    for there, here in (('"learning_rate": 1e-5', '"learning_rate": 5e-3'), ('"steps": 20', '"steps": 12')):
+    changes = {
+        '"learning_rate": 1e-5': '"learning_rate": 5e-3',
+        '"steps": 20': '"steps": 10',
+        '"max_new_tokens": 16': ('"max_new_tokens": 4'),
+    }
+    for there, here in changes.items():
         assert there in text
         text = text.replace(there, here)
     exec(compile(text, str(ROOT / "README.md"), "exec"), {})
     rewards = [line["reward"] for line in read_lines(tmp_path / "runs" / "sums" / "metrics.jsonl")]
-    assert len(rewards) == 12
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
+    assert len(rewards) == 10
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
     page = (tmp_path / "sums.html").read_text(encoding="utf-8")
-    assert "Training reward" in page and "runs/sums" in page
+    assert 'id="reward"' in page and "Final training reward" in page

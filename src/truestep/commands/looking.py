@@ -142,8 +142,8 @@ def export(
     best: bool = False,
 ) -> Path:
     """Write a checkpoint, or the last one of a run's directory, as a Hugging Face directory; return the checkpoint's
-    path. With `best` it is the run's best one, by its `checkpoint.keep_best`. An adapter is merged into its model (at `model`, if that has moved), or with `adapter_alone` saved as by
-    peft."""
+    path. With `best` it is the run's best one, by its `checkpoint.keep_best`. An adapter is merged into its model (at
+    `model`, if that has moved), or with `adapter_alone` saved as by peft."""
     return export_here(
         Path(source),
         Path(output),

@@ -388,7 +388,7 @@ _EVERYDAY_HEAD = """# The options that matter
 
 <!-- Written by `python -m truestep.config.describe everyday > docs/options.md`; a test compares the two. -->
 
-Most runs set some of these and no other. `truestep train --help` shows them too, `truestep train --help SECTION` a
+Most runs set some of these. `truestep train --help` shows them too, `truestep train --help SECTION` a
 whole section, and `--help-all` every option. [configuration.md](configuration.md) has all of them with their types, and
 how to write them."""
 

@@ -30,9 +30,9 @@ MARKS = {
 }
 
 
-def write_report(runs: Sequence[Path], output: Path, *, title: str | None = None) -> Path:
+def write_report(runs: Sequence[str | Path], output: str | Path, *, title: str | None = None) -> Path:
     """Write the page of one run, or of a comparison of several runs, and return its path."""
-    return write_text_whole(Path(output), page_html(runs, title))
+    return write_text_whole(Path(output), page_html([Path(run) for run in runs], title))
 
 
 def page_html(paths: Sequence[Path], title: str | None = None) -> str:

@@ -158,9 +158,6 @@ def _make_trainer(
         sinks = make_sinks(config, directory, display, title, progress.step)
         begun = _begin(directory, config, policy, supply.source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
-    if config.checkpoint.keep_best is not None:
-        for line in ranks.share(lambda: list(read_json_lines(directory.evaluations))):
-            store.evaluated(line)
     if latest is not None:  # the run may have been killed before it told the source of this checkpoint
         supply.source.checkpointed(queue.documents_seen)
         if supply.publication is not None:
@@ -184,10 +181,18 @@ def _make_trainer(
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
+        state=_state(progress, queue, _evaluated_before(config, store, directory, ranks), latest),
         put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
     )
+
+
+def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> int | None:
+    """Tell the store which of its checkpoints is the best. Return the step before the last evaluation."""
+    if config.checkpoint.keep_best is not None:
+        for line in ranks.share(lambda: list(read_json_lines(directory.evaluations))):
+            store.evaluated(line)
+    return ranks.share(directory.last_evaluated)
 
 
 def _start_servers(

@@ -47,7 +47,7 @@ def main():
         first = sums(session, flat([*pairs, *held_out]))
 
         def dpo(logprobs, documents):
-            """Of the log-probs of each answer, the better one of a pair first."""
+            """Return the loss of the log-probs of each answer; of a pair the better one is first."""
             gains = [own.sum() - first[document.id] for own, document in zip(logprobs, documents, strict=True)]
             terms = [logsigmoid(BETA * (a - b)) for a, b in zip(gains[::2], gains[1::2], strict=True)]
             return -sum(terms) / len(terms)
