@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,10 +67,15 @@ def test_no_field_of_the_schema_is_left_out() -> None:
         for item in (schema.Config, *vars(section_models).values(), *vars(losses).values())
         if isinstance(item, type) and issubclass(item, BaseModel)
     }
-    # A user names the entries of data.fields, so that option's own meaning has what each is.
-    within = section_models.FieldConfig.model_fields
-    assert all(f"{name}:" in options()["data.fields"].meaning for name in within)
-    fields = {name for model in models - {section_models.FieldConfig} for name in model.model_fields}
+    # A user names the entries of these options, so their own meanings have what each entry is made of.
+    within = {
+        "data.fields": section_models.FieldConfig,
+        "evaluation.sets": section_models.EvaluationSet,
+        "sampler.prompts": section_models.DatasetPrompts,
+    }
+    for name, model in within.items():
+        assert set(model.model_fields) <= set(re.findall(r"\w+", options()[name].meaning)), name
+    fields = {name for model in models - set(within.values()) for name in model.model_fields}
     listed = {part for name in [*options(), *sections()] for part in name.split(".")}
     assert fields == listed
 
