@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from truestep.metrics.best import Best
 from truestep.report import write_report
 from truestep.report.figures import best_tile
 from truestep.report.runs import read_run
+from truestep.run.trainer import TrainingError
 from truestep.tools.export import ExportError, export
 
 SETS = {
@@ -130,7 +132,8 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_over_resumes(
     run(best_config(words, prompts, directory, 9))
     assert kept(directory) == [7, 9]
     tile = best_tile(read_run(directory))
-    assert (tile.value, tile.detail) == ("step 7", "evaluation/greedy_reward 0.600")
+    assert tile.value == "step 7"
+    assert tile.detail == "evaluation/greedy_reward 0.600; the evaluation of the first weights was better: 9"
     assert export(directory, tmp_path / "best", "float32", best=True).name == "step-00000007"
     assert export(directory, tmp_path / "newest", "float32").name == "step-00000009"
 
@@ -156,13 +159,62 @@ def test_a_crash_keeps_the_best_of_what_it_goes_on_from(words: Path, prompts: Pa
     assert kept(directory) == [2, 6]
 
 
+def paths_of(*steps: int) -> list[Path]:
+    return [Path(f"step-{step:08d}") for step in steps]
+
+
 def test_a_loss_is_best_where_it_is_least() -> None:
     lines = [{"step": step, "loss": loss} for step, loss in enumerate((0.1, 3.0, 2.0, 2.5))]
     best = Best("evaluation/loss", lines)
-    assert [best.is_best(step) for step in range(5)] == [False, True, True, False, False]
-    paths = [Path(f"step-{step:08d}") for step in (1, 3)]
-    assert best.checkpoint(paths) == paths[1] and best.checkpoint([Path("step-00000009")]) is None
-    assert Best().checkpoint(paths) is None and not Best().is_best(1)
+    assert [best.is_best(step, paths_of(*range(1, step))) for step in (1, 2, 3)] == [True, True, False]
+    paths = paths_of(1, 3)
+    assert best.checkpoint(paths) == paths[1] and best.checkpoint(paths_of(9)) is None
+    assert Best().checkpoint(paths) is None and not Best().is_best(1, [])
+
+
+def test_the_best_is_compared_with_checkpoints_that_exist() -> None:
+    """Also if keep_best was added on a resume, or a checkpoint was removed."""
+    best = Best("evaluation/loss", [{"step": step, "loss": loss} for step, loss in ((0, 4.0), (2, 1.0), (4, 2.0))])
+    assert best.is_best(4, []) and not best.is_best(4, paths_of(2))
+    assert best.better_than(paths_of(4)[0]) == "the evaluation after step 2, which has no checkpoint, was better: 1"
+    assert best.better_than(paths_of(2)[0]) is None
+    first = Best("evaluation/greedy_reward", [{"step": 0, "greedy_reward": 0.5}, {"step": 2, "greedy_reward": 0.25}])
+    assert first.better_than(paths_of(2)[0]) == "the evaluation of the first weights was better: 0.5"
+
+
+@pytest.mark.parametrize(
+    "worse", [{"a/reward": math.nan}, {"a/reward": math.inf}, {"a/reward": 9.0, "a/num_unrated": 1, "num_unrated": 1}]
+)
+def test_no_number_and_no_partly_rated_evaluation_is_the_best(worse: dict[str, float]) -> None:
+    unrated = {"a/num_unrated": 0, "num_unrated": 0}
+    best = Best("evaluation/a/reward", [{"step": 1, **unrated, **worse}, {"step": 2, **unrated, "a/reward": 0.5}])
+    assert best.checkpoint(paths_of(1, 2)) == paths_of(2)[0] and best.is_best(2, paths_of(1))
+    other = {"step": 3, "a/reward": 0.7, "a/num_unrated": 0, "num_unrated": 1}  # of another set
+    assert Best("evaluation/a/reward", [other]).is_best(3, [])
+
+
+@pytest.mark.parametrize("metric", [None, "evaluation/greedy_reward"])
+def test_a_copy_of_a_checkpoint_is_left_alone(metric: str | None, words: Path, prompts: Path, tmp_path: Path) -> None:
+    config = best_config(words, prompts, tmp_path / "run", 2, every=1, keep_best=metric)
+    run(config)
+    copy = tmp_path / "run" / "checkpoints" / "step-00000002-backup"
+    shutil.copytree(copy.with_name("step-00000002"), copy)
+    run(best_config(words, prompts, tmp_path / "run", 3, every=1, keep_best=metric), VALUES | {3: 0.9})
+    assert {path.name for path in copy.parent.iterdir()} == {"step-00000003", copy.name}
+
+
+def test_a_run_does_not_go_on_by_itself_from_a_checkpoint_kept_as_the_best(
+    words: Path, prompts: Path, tmp_path: Path
+) -> None:
+    config = best_config(words, prompts, tmp_path / "run", 6)
+    run(config)
+    assert kept(tmp_path / "run") == [2, 6]
+    latest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    part = next((latest / "truestep").glob("part-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(TrainingError, match="step-00000006 cannot be read.*goes on from .*step-00000002"):
+        quiet_trainer(config)
+    assert kept(tmp_path / "run") == [2, 6]
 
 
 def test_a_run_without_a_best_checkpoint_says_why(words: Path, prompts: Path, tmp_path: Path) -> None:

@@ -363,10 +363,13 @@ def export(
     """Convert a checkpoint to a Hugging Face directory. SOURCE is a checkpoint, or a run's directory, whose last
     checkpoint is used. An adapter is merged into its model."""
     with _display():
+        from truestep.tools.export import best_known
         from truestep.tools.export import export as run
 
         checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone, best=best)
     _print(f"{checkpoint} -> {output} ({dtype})")
+    if best and (better := best_known(source).better_than(checkpoint)) is not None:
+        _print(better)
 
 
 @main.command()

@@ -47,14 +47,15 @@ class Evaluator:
             "step": step,
             "documents_seen": documents_seen,
             "num_prompts": len(self.prompts),
-            "greedy_reward": _mean(greedy),
-            "sampled_reward": _mean(sampled),
-            "greedy_reward_ci": _half_width(greedy, 1),
-            "sampled_reward_ci": _half_width(sampled, self.samples_per_prompt),
+            "greedy_reward": _mean(greedy, 1),
+            "sampled_reward": _mean(sampled, self.samples_per_prompt),
+            "greedy_reward_ci": half_width(_of_questions(greedy, 1)),
+            "sampled_reward_ci": half_width(_of_questions(sampled, self.samples_per_prompt)),
             "greedy_reward_std": _spread(greedy),
             "sampled_reward_std": _spread(sampled),
             **self._passes([answer["reward"] for answer in sampled]),
-            **_by_source(greedy_reward=greedy, sampled_reward=sampled),
+            **_by_source("greedy_reward", greedy, 1),
+            **_by_source("sampled_reward", sampled, self.samples_per_prompt),
             **measured,
             "num_unrated": len(problems),
             "problems": list(dict.fromkeys(problems))[:3],
@@ -184,30 +185,26 @@ def _answered(prompt: Prompt, played: Played) -> dict[str, Any]:
     return {**answer, "reward": float(played.rating)}
 
 
-def _by_source(**answers: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the mean rewards of each source, if the prompts come from several sources."""
-    names = dict.fromkeys(answer["source"] for each in answers.values() for answer in each if "source" in answer)
-    return {
-        f"{metric}/{name}": _mean([answer for answer in each if answer["source"] == name])
-        for metric, each in answers.items()
-        for name in names
-    }
+def _by_source(metric: str, answers: Sequence[dict[str, Any]], samples: int) -> dict[str, float | None]:
+    """Return the mean reward of each source, if the prompts come from several sources."""
+    names = dict.fromkeys(answer["source"] for answer in answers if "source" in answer)
+    return {f"{metric}/{name}": _mean([one for one in answers if one["source"] == name], samples) for name in names}
 
 
 def _rewards(answers: Sequence[dict[str, Any]]) -> list[float]:
     return [answer["reward"] for answer in answers if answer["reward"] is not None]
 
 
-def _mean(answers: Sequence[dict[str, Any]]) -> float | None:
-    rated = _rewards(answers)
-    return sum(rated) / len(rated) if rated else None
-
-
-def _half_width(answers: Sequence[dict[str, Any]], samples: int) -> float | None:
-    """Return half of the width of the 95% interval of the mean reward: questions are independent, and the answers to
-    one question are not, so it is made of the questions' mean rewards."""
+def _of_questions(answers: Sequence[dict[str, Any]], samples: int) -> list[float]:
+    """Return the mean reward of each question that has a rated answer. Questions are independent, and the answers to
+    one question are not, so the mean of all and its interval are made of these."""
     asked = [_rewards(answers[start : start + samples]) for start in range(0, len(answers), samples)]
-    return half_width([statistics.fmean(rewards) for rewards in asked if rewards])
+    return [statistics.fmean(rewards) for rewards in asked if rewards]
+
+
+def _mean(answers: Sequence[dict[str, Any]], samples: int) -> float | None:
+    asked = _of_questions(answers, samples)
+    return statistics.fmean(asked) if asked else None
 
 
 def _spread(answers: Sequence[dict[str, Any]]) -> float | None:

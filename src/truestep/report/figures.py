@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from truestep.metrics.best import PREFIX, Best
+from truestep.metrics.best import PREFIX, Best, step_of
 from truestep.report.formats import format_compact, format_duration, format_number
 from truestep.report.runs import Run, is_finite
 from truestep.report.tables import Table
@@ -145,17 +145,16 @@ def best_tile(run: Run) -> Figure:
     label, metric = "Best checkpoint", run.option("checkpoint", "keep_best")
     if not isinstance(metric, str):
         return Figure(label, format_number(None))
-    best = Best(metric)
-    key = metric.removeprefix(PREFIX)
-    places, values = run.evaluations.column(key)
-    for place, value in zip(places.tolist(), values.tolist(), strict=True):
-        if math.isfinite(value):
-            best.add({"step": int(run.evaluations.steps[place]), key: value})
-    kept = best.checkpoint([path for path in (run.path / "checkpoints").glob("step-*") if path.name[5:].isdecimal()])
-    if kept is None:
+    best, key = Best(metric), metric.removeprefix(PREFIX)
+    for place in range(len(run.evaluations)):
+        names = (key, f"{key.rpartition('/')[0]}/num_unrated", "num_unrated")
+        known = {name: value for name in names if (value := run.evaluations.value(place, name)) is not None}
+        best.add({"step": int(run.evaluations.steps[place]), **known})
+    kept = best.checkpoint(sorted((run.path / "checkpoints").glob("step-*")))
+    if kept is None or (step := step_of(kept)) is None:
         return Figure(label, format_number(None), "none is kept yet")
-    step = int(kept.name[5:])
-    return Figure(label, f"step {format_number(step)}", f"{printable(metric, 60)} {format_number(best.value(step), 3)}")
+    said, better = f"{printable(metric, 60)} {format_number(best.values[step], 3)}", best.better_than(kept)
+    return Figure(label, f"step {format_number(step)}", said if better is None else f"{said}; {better}")
 
 
 def _last_step(run: Run) -> str:

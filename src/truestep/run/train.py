@@ -189,9 +189,9 @@ def _make_trainer(
 
 def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> int | None:
     """Tell the store which of its checkpoints is the best. Return the step before the last evaluation."""
-    if config.checkpoint.keep_best is not None:
-        for line in ranks.share(lambda: list(read_json_lines(directory.evaluations))):
-            store.evaluated(line)
+    metric = config.checkpoint.keep_best
+    if metric is not None:
+        store.evaluated_before(ranks.share(lambda: Best(metric, read_json_lines(directory.evaluations)).values))
     return ranks.share(directory.last_evaluated)
 
 
@@ -298,15 +298,17 @@ def _save_rule(config: Config) -> SaveRule:
 
 
 def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """Find the newest undamaged checkpoint. Rename newer, damaged checkpoints and return a warning for each."""
+    """Find the newest undamaged checkpoint. Rename newer, damaged checkpoints and return a warning for each. A run does
+    not go on by itself from a checkpoint that was kept only as the best, which may be thousands of steps older."""
     ranks.share(lambda: directory.lock() if directory.path.exists() else None)
     said: list[str] = []
+    newest = ranks.share(store.newest)
     while (latest := ranks.share(store.latest)) is not None:
         damage = _damage_of(latest, ranks)
         if damage is None:
             break
         before = ranks.share(partial(store.before, latest))
-        if before is None:
+        if before is None or (store.keeps_best and before not in newest):
             raise _damaged(latest, damage)
         kept = ranks.share(partial(store.put_aside, latest))
         said.append(

@@ -118,6 +118,18 @@ def _checkpoint_of(source: Path) -> Path:
 
 def _best_of(source: Path) -> Path:
     """Return the best checkpoint of a run's directory, by the metric that its config.yaml names."""
+    run, known = RunDirectory(source), best_known(source)
+    best = CheckpointStore(run.checkpoints, 1, known).best()
+    if best is None:
+        raise ExportError(
+            f"{source} has no complete checkpoint with a {known.metric} in evaluation.jsonl, of an evaluation in "
+            "which every completion was rated"
+        )
+    return best
+
+
+def best_known(source: Path) -> Best:
+    """Return the evaluations of a run's directory by the metric of its checkpoint.keep_best."""
     run = RunDirectory(source)
     if not run.config.is_file():
         raise ExportError(f"--best is for a run's directory: {source} has no config.yaml")
@@ -127,7 +139,4 @@ def _best_of(source: Path) -> Path:
             f"{source} keeps no best checkpoint, since its checkpoint.keep_best is null. Name a checkpoint of "
             f"{run.checkpoints}, or leave out --best for the newest"
         )
-    best = CheckpointStore(run.checkpoints, 1, Best(metric, read_json_lines(run.evaluations))).best()
-    if best is None:
-        raise ExportError(f"{source} has no complete checkpoint with a {metric} in evaluation.jsonl")
-    return best
+    return Best(metric, read_json_lines(run.evaluations))

@@ -41,6 +41,8 @@ def preferred(own, first, pairs):
 
 def main():
     pairs, held_out, run = read("pairs.jsonl"), read("held_out.jsonl"), Path("run")
+    if run.exists():
+        raise SystemExit(f"{run} exists, and this program does not go on from it: remove it, or give it another name")
     run.mkdir()
     with Session("config.yaml") as session, (run / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
         steps, pairs_per_step = session.config.schedule.steps, session.config.schedule.docs_per_step // 2
