@@ -166,7 +166,7 @@ def test_columns_and_a_template_make_prompts_of_a_dataset(
 
 def test_a_dataset_without_a_map_keeps_its_columns(tokenizer: Any, tmp_path: Path, own_cache: None) -> None:
     given = saved(tmp_path, "parquet")
-    prompts = load_prompts(DatasetPrompts(**given, template="{question} {nothing} {{level}}"), tokenizer)
+    prompts = load_prompts(DatasetPrompts(**given, template="{question} {{nothing}} {{{level}}}"), tokenizer)
     assert prompts[0].prompt == "1 + 2 = {nothing} {1}"
     assert prompts[0].fields == ROWS[0] and prompts[0].id == "rows.parquet:1"
     named = load_prompts(DatasetPrompts(**given, columns={"prompt": "question", "id": "level"}), tokenizer, name="math")
@@ -174,7 +174,7 @@ def test_a_dataset_without_a_map_keeps_its_columns(tokenizer: Any, tmp_path: Pat
 
 
 def test_a_template_may_be_a_chat(tmp_path: Path, own_cache: None) -> None:
-    chat = [{"role": "system", "content": "{be short}"}, {"role": "user", "content": "{question}"}]
+    chat = [{"role": "system", "content": "{{be short}}"}, {"role": "user", "content": "{question}"}]
     given = DatasetPrompts(**saved(tmp_path, "parquet"), template=chat)
     prompt = next(dataset_rows.read(given))[1]["prompt"]
     assert prompt == [{"role": "system", "content": "{be short}"}, {"role": "user", "content": "1 + 2 ="}]
@@ -189,7 +189,18 @@ def test_a_template_may_be_a_chat(tmp_path: Path, own_cache: None) -> None:
             {"columns": {"prompt": "text"}},
             "columns.prompt is no column of the dataset: text; it has question, solution",
         ),
-        ("parquet", {"template": "{q}"}, "the template has no column of the dataset in braces; it has question, sol"),
+        ("parquet", {"template": "{q}"}, r"the template has \{q\}, which is no column; it has question, solution"),
+        ("parquet", {"template": "{question.text}"}, "which is no column"),
+        ("parquet", {"template": "{question} }"}, "the template has a brace that is alone; it has question, solution"),
+        ("parquet", {"template": "solve"}, "the template has no column of the dataset in braces; it has question, sol"),
+        (
+            "parquet",
+            {"template": r"{question} \boxed{solution}"},
+            r"If you mean the word, write \\boxed\{\{solution\}\}; if you mean the column, \\boxed\{\{\{solution\}\}\}",
+        ),
+        ("parquet", {"template": "{question}", "columns": {"prompt": "level"}}, "both make the prompt: remove one"),
+        ("save_to_disk", {"subset": "main", "template": "{question}"}, "subset is for datasets on the hub"),
+        ("parquet", {"revision": "main", "template": "{question}"}, "revision is for datasets on the hub"),
         ("save_to_disk", {"split": None, "template": "{question}"}, "holds several splits: name one, such as"),
         ("save_to_disk", {"split": "dev", "template": "{question}"}, "has the splits train, test: dev is none of them"),
         ("directory", {"split": None, "template": "{question}"}, "has the splits (test, train|train, test): name one"),
@@ -209,9 +220,34 @@ def test_a_dataset_that_does_not_fit_says_what_it_has(
     assert str(caught.value).startswith(f"sampler.prompts: {given.dataset}") and len(str(caught.value)) < 600
 
 
+def test_a_part_of_a_split(tokenizer: Any, tmp_path: Path, own_cache: None) -> None:
+    for kind in ("save_to_disk", "directory"):
+        (tmp_path / kind).mkdir()
+        given = saved(tmp_path / kind, kind) | {"split": "train[1:]"}
+        prompts = load_prompts(DatasetPrompts(**given, template="{question}"), tokenizer)
+        assert [prompt.prompt for prompt in prompts] == ["3 + 4 ="], kind
+
+
+def test_columns_that_are_not_used_are_not_read(tokenizer: Any, tmp_path: Path, own_cache: None) -> None:
+    """Here they are no images, so that decoding one fails. With `most`, the rows behind are not read either."""
+    rows = {"question": ["1", "2", None], "image": [{"bytes": b"no image", "path": None}] * 3, "level": [1, 2, 3]}
+    features = datasets.Features(
+        {"question": datasets.Value("string"), "image": datasets.Image(), "level": datasets.Value("int64")}
+    )
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
+    given = DatasetPrompts(dataset=str(tmp_path / "set"), columns={"answer": "level"}, template="sort {question}")
+    prompts = load_prompts(given, tokenizer, most=2)
+    assert [(prompt.prompt, prompt.fields) for prompt in prompts] == [
+        ("sort 1", {"answer": 1}),
+        ("sort 2", {"answer": 2}),
+    ]
+    with pytest.raises(PromptError, match="set:3: the column question of the template is null, not text"):
+        load_prompts(given, tokenizer)
+
+
 def test_prompts_of_a_configuration_are_checked() -> None:
     wrong = {
-        "{dataset: a, splits: b}": "prompts.splits: unknown: a dataset has dataset, subset, split, columns, template",
+        "{dataset: a, splits: b}": "prompts.splits: unknown: a dataset has dataset, subset, split",
         "{math: {data: a}}": "prompts.math.dataset: field required: a dataset has dataset",
         "{'a b': c}": "prompts: 'a b' is no name of a source",
         "{}": "prompts: they name no source",
@@ -222,6 +258,8 @@ def test_prompts_of_a_configuration_are_checked() -> None:
             files_of(yaml.safe_load(text))
     both = {"math": {"dataset": "a"}, "code": "b.jsonl"}
     assert files_of(both) == {"math": DatasetPrompts(dataset="a"), "code": "b.jsonl"}
+    mixture = {"dataset": "a.jsonl", "other": "b.jsonl"}  # a source may have this name
+    assert files_of(mixture) == mixture
     assert files_of({"dataset": "a", "split": "train"}) == {"": DatasetPrompts(dataset="a", split="train")}
 
 

@@ -248,6 +248,9 @@ def _episodes(config: "Config") -> Iterator[str]:
     if sampler.environment is None:
         if sampler.prompts is None:
             yield "sampler needs sampler.prompts: with a reward, only a file or a dataset has prompts"
+        sets = (config.evaluation and config.evaluation.sets) or {}
+        if any(given.environment is not None for given in sets.values()):  # the limits of their episodes
+            return
         for name in ("max_turns", "max_episode_tokens", "episode_timeout"):
             if getattr(sampler, name) != type(sampler).model_fields[name].default:
                 yield f"sampler.{name} is for sampler.environment: a reward's episodes have one turn"
@@ -542,7 +545,7 @@ def evaluation_metrics(config: "Config") -> list[str]:
     for prefix, alone in of_sets(config).items():
         own = alone.evaluation
         assert own is not None
-        means = ["greedy_reward", "sampled_reward", "response_length", "truncated_fraction"]
+        means = ["greedy_reward", "sampled_reward"]
         if own.pass_reward is not None:
             means += [f"pass@{2**power}" for power in range(own.samples_per_prompt.bit_length())]
         sources = [source for source in sections.files_of(own.prompts) if source]

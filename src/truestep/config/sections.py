@@ -270,11 +270,13 @@ class DatasetPrompts(Section):
     """The configuration of a dataset that has several."""
     split: str | None = None
     """The split, such as train, or train[:1000]. null: the only one."""
+    revision: str | None = None
+    """Of a dataset on the hub: the commit, the tag or the branch. null: the newest."""
     columns: dict[str, str] | None = None
     """The fields of a prompt, each with the column that it is taken from. null: all columns under their own names."""
     template: str | list[dict[str, str]] | None = None
-    """The prompt, in which {COLUMN} is the value of a column: text, or chat messages with role and content. null: the
-    field prompt."""
+    """The prompt, in which {COLUMN} is the value of a column, and {{ and }} are braces: text, or chat messages with
+    role and content. null: the field prompt."""
 
 
 def _read_prompts(given: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -457,12 +459,22 @@ def files_of(prompts: str | dict[str, Any] | None) -> dict[str, str | DatasetPro
     name ''."""
     if prompts is None:
         return {}
-    if isinstance(prompts, str) or "dataset" in prompts:
+    if isinstance(prompts, str) or _is_dataset(prompts):
         return {"": _source(prompts, "")}
     if not prompts or (wrong := next((name for name in prompts if not SOURCE_NAME.fullmatch(name)), None)) is not None:
         named = f"{wrong!r} is no name of a source" if prompts else "they name no source"
         raise ValueError(f"prompts: {named}: a name has letters, digits, _, . and -")
     return {name: _source(given, f".{name}") for name, given in prompts.items()}
+
+
+def _is_dataset(prompts: dict[str, Any]) -> bool:
+    """Return whether a mapping is a dataset, and not a mixture with a source that is named dataset."""
+    others = [value for name, value in prompts.items() if name not in DatasetPrompts.model_fields]
+    return "dataset" in prompts and not (others and all(map(_is_source, others)))
+
+
+def _is_source(value: Any) -> bool:
+    return "dataset" in value if isinstance(value, dict) else any(sign in str(value) for sign in "./")
 
 
 def place_of(source: str | DatasetPrompts) -> str:
@@ -494,12 +506,17 @@ class EvaluationSet(Section):
     """As evaluation.max_new_tokens. null: evaluation.max_new_tokens."""
 
 
+def _without_nulls(sets: Any) -> Any:
+    """Leave out sets that are null, such as one of a file that the command line removes."""
+    return {name: given for name, given in sets.items() if given is not None} if isinstance(sets, dict) else sets
+
+
 class EvaluationConfig(Section):
     prompts: Prompts | None = None
     """Held-out prompts that the policy answers, in the format of sampler.prompts. Of several files, by name, rewards
     are logged for each as well. null: there is evaluation.path, or the environment makes them, as it makes those of the
     sampler."""
-    sets: Annotated[dict[SourceName, EvaluationSet], Field(min_length=1)] | None = None
+    sets: Annotated[dict[SourceName, EvaluationSet], Field(min_length=1), BeforeValidator(_without_nulls)] | None = None
     """Several sets of held-out prompts by name, in place of prompts, each with a reward or an environment of its own.
     Each is {prompts, reward or environment, max_prompts, samples_per_prompt, pass_reward, temperature,
     max_new_tokens}; what a set leaves out is the option of this section, or the sampler's reward or environment."""
@@ -693,8 +710,8 @@ class CheckpointConfig(Section):
     """How many checkpoints to keep: the newest complete ones."""
     keep_best: str | None = None
     """A metric of evaluations, such as evaluation/sampled_reward, or evaluation/NAME/sampled_reward of a set. The
-    checkpoint where it was best is kept beside the newest ones; an evaluation that is better than all before it is
-    followed by a checkpoint. Largest is best, and of evaluation/loss smallest. null: none."""
+    checkpoint where it was best is kept beside the newest ones; an evaluation that is better than those of all
+    checkpoints is followed by one. Largest is best, and of evaluation/loss smallest. null: none."""
     hugging_face_every: Annotated[int, Field(ge=0)] | None = None
     """Also write every n-th checkpoint as a Hugging Face directory with float32 weights. 0: none; `truestep export`
     converts any checkpoint later. null: 1 if data.source is a stream or a directory, whose senders load the

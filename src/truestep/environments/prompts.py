@@ -41,20 +41,25 @@ _EXAMPLE = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
 def load_prompts(
-    given: str | Path | DatasetPrompts, tokenizer: Any, vocabulary_size: int | None = None, name: str = ""
+    given: str | Path | DatasetPrompts,
+    tokenizer: Any,
+    vocabulary_size: int | None = None,
+    name: str = "",
+    most: int | None = None,
 ) -> list[Prompt]:
-    """Read the prompts of a file or a dataset. `name` is the name of this source in a mixture."""
+    """Read the prompts of a file or a dataset. `name` is the name of this source in a mixture. With `most`, only the
+    first ones of a dataset are read."""
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
     if isinstance(given, DatasetPrompts):
-        records = dataset_rows.read(given)
+        records = islice(dataset_rows.read(given), most)
         return _prompts(
             records, given.dataset, name or Path(given.dataset).name, False, tokenizer, vocabulary_size, name
         )
     source = find_prompts(given)
     is_json = not source.is_dir()  # fields of a dataset may be of any type
-    records = _read_jsonl(source) if is_json else dataset_rows.read_saved(source)
-    return _prompts(records, str(source), name or source.name, is_json, tokenizer, vocabulary_size, name)
+    records = _read_jsonl(source) if is_json else islice(dataset_rows.read_saved(source), most)
+    return _prompts(records, str(source), name or source.name, is_json, tokenizer, vocabulary_size, name)[:most]
 
 
 def prompts_of_rows(rows: Iterable[Any], tokenizer: Any, vocabulary_size: int | None = None) -> list[Prompt]:

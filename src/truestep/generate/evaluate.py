@@ -30,6 +30,7 @@ class Evaluator:
     options: DrawOptions  # sampling options of the sampled completions
     samples_per_prompt: int
     seed: int
+    stream: tuple[int, ...] = ()  # of random numbers, of one of several sets
     pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k
     examples: int = _EXAMPLES
     # Gets the sampled documents and `documents_seen`. Raises an error if their log-probs are not the policy's.
@@ -76,7 +77,7 @@ class Evaluator:
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         prompts = [prompt for prompt in self.prompts for _ in range(samples)]
         episodes = [
-            Episode(prompt, options, (self.seed, _EVALUATION_DRAWS, step, number), f"evaluation {number}")
+            Episode(prompt, options, (self.seed, _EVALUATION_DRAWS, step, number, *self.stream), f"evaluation {number}")
             for number, prompt in enumerate(prompts)
         ]
         self.generator.weights(documents_seen)

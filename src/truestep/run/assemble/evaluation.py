@@ -1,6 +1,7 @@
 """Makes the evaluation of held-out prompts or of held-out documents."""
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 from truestep.config.schema import Config, of_sets
@@ -38,7 +39,7 @@ def make_evaluator(
     else:
         generator = EngineGenerator(policy, _engine_settings(config, evaluation, sets.values()))
     compare = check.answers if check is not None and evaluation.servers else None
-    made = {name: _make_evaluator(alone, policy, raters, generator, compare) for name, alone in sets.items()}
+    made = {name: _make_evaluator(alone, policy, raters, generator, compare, name) for name, alone in sets.items()}
     return made[""] if evaluation.sets is None else EvaluatorOfSets(made)
 
 
@@ -55,6 +56,7 @@ def _make_evaluator(
     raters: Raters,
     generator: Generator,
     compare: Callable[[Sequence[Rollout], int], None] | None,
+    name: str,
 ) -> Evaluator:
     evaluation, sampler = config.evaluation, config.sampler
     plays = make_plays(config, policy, raters, evaluates=True)
@@ -75,6 +77,7 @@ def _make_evaluator(
         ),
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,
+        stream=(zlib.crc32(name.encode()),) if name else (),
         pass_reward=evaluation.pass_reward,
         compare=compare,
     )

@@ -284,7 +284,7 @@ def read_prompts(
     return [
         prompt
         for source, file in files_of(given).items()
-        for prompt in load_prompts(file, policy.tokenizer, policy.vocabulary_size, source)[:most]
+        for prompt in load_prompts(file, policy.tokenizer, policy.vocabulary_size, source, most)
     ]
 
 

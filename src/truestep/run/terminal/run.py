@@ -3,7 +3,7 @@
 import re
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -51,7 +51,6 @@ _WIDE = {
 _RATIO_TOLERANCE = 1e-3
 _TIMED = 20  # the last steps, from which the time left is estimated
 _GAP = "  "
-_OF_A_SET = "/num_prompts"  # each set of held-out prompts has this metric, behind its name
 
 
 def live_line(line: Mapping[str, Any]) -> str:
@@ -84,7 +83,11 @@ def number_lines(line: Mapping[str, Any], width: int) -> list[str]:
 class ConsoleSink:
     """Shows a run's steps and evaluations on a terminal or in a file."""
 
-    def __init__(self, display: Display, *, steps: int | None, done: int = 0, title: str = "training"):
+    def __init__(
+        self, display: Display, *, steps: int | None, done: int = 0, title: str = "training", sets: Sequence[str] = ()
+    ):
+        """`sets`: the names of the sets of held-out prompts."""
+        self._sets = sets
         self._display, self._steps, self._title = display, steps, title
         self._line: Mapping[str, Any] = {"step": done}
         self._start = time.monotonic()
@@ -114,8 +117,7 @@ class ConsoleSink:
             self._display.say(text)
             return
         text = f"held-out after step {line['step']}: {_rewards(line, '')} over {line['num_prompts']} prompts"
-        sets = [key.removesuffix(_OF_A_SET) for key in line if key.endswith(_OF_A_SET)]
-        text += "".join(f"; {name}: {_rewards(line, f'{name}/')}" for name in sets)
+        text += "".join(f"; {name}: {_rewards(line, f'{name}/')}" for name in self._sets)
         if line["num_unrated"]:
             text += f"; {line['num_unrated']} completions have no reward: "
             text += "; ".join(printable(problem) for problem in line.get("problems", []))
