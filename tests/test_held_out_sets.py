@@ -232,3 +232,15 @@ def test_a_metric_that_no_evaluation_has_is_refused(words: Path, prompts: Path, 
         config_of(options)
     options["evaluation"] |= {"pass_reward": 1.0}
     assert config_of(options).checkpoint.keep_best == "evaluation/pass@1"
+
+
+def test_a_set_has_limits_of_turns_and_may_be_removed(words: Path, prompts: Path, tmp_path: Path) -> None:
+    """The sampler's limits are for the environments of sets, where the sampler has a reward."""
+    options = sampled_config(words, prompts, tmp_path / "run").model_dump(exclude_unset=True)
+    options["sampler"]["max_turns"] = 2
+    options["evaluation"] = {"sets": {"games": SETS["episodes"], "gone": None}}
+    evaluation = config_of(options).evaluation
+    assert evaluation is not None and list(evaluation.sets or ()) == ["games"]
+    options["evaluation"] = {"sets": {"plain": {"prompts": "held_out.jsonl"}}}
+    with pytest.raises(ConfigError, match="sampler.max_turns is for sampler.environment"):
+        config_of(options)

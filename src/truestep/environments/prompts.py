@@ -52,10 +52,8 @@ def load_prompts(
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
     if isinstance(given, DatasetPrompts):
-        records = islice(dataset_rows.read(given), most)
-        return _prompts(
-            records, given.dataset, name or Path(given.dataset).name, False, tokenizer, vocabulary_size, name
-        )
+        rows = islice(dataset_rows.read(given), most)
+        return _prompts(rows, given.dataset, name or Path(given.dataset).name, False, tokenizer, vocabulary_size, name)
     source = find_prompts(given)
     is_json = not source.is_dir()  # fields of a dataset may be of any type
     records = _read_jsonl(source) if is_json else islice(dataset_rows.read_saved(source), most)
