@@ -136,7 +136,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def saved(directory: Path, kind: str) -> dict[str, str]:
+def saved(directory: Path, kind: str) -> dict[str, Any]:
     """Write the rows in one of the forms that data lies about in, and return how to name them."""
     rows = datasets.Dataset.from_list(ROWS)
     if kind == "save_to_disk":

@@ -313,8 +313,8 @@ class CurriculumConfig(Section):
 class SamplerBase(Section):
     prompts: Prompts | None = None
     """A JSONL file of {"prompt": text or chat messages, other fields}, a Hugging Face dataset on disk, or a dataset as
-    {dataset, subset, split, columns, template} (docs/rollouts.md). Several of them, by name, are a mixture. null: the
-    environment makes its own prompts."""
+    {dataset, subset, split, revision, columns, template} (docs/rollouts.md). Several of them, by name, are a mixture.
+    null: the environment makes its own prompts."""
     prompt_weights: dict[SourceName, Positive] | None = None
     """With several sources of prompts: their parts of the groups, by name, such as {math: 3, code: 1}. null: by their
     numbers of prompts."""
