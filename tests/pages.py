@@ -138,7 +138,7 @@ def elsewhere() -> Iterator[None]:
 
 def refused(arguments: list[str], inline: bool = False) -> str | None:
     """Parse a command as it would be, up to the function that it calls; give what is wrong with it."""
-    arguments = [word for word in arguments if word not in ("--help", "-h", "--version")]
+    arguments = [word for word in arguments if word not in ("--help", "-h", "--help-all", "--version")]
     with elsewhere():
         for word in arguments[1:]:  # directories that must exist do
             if re.fullmatch(r"[\w./*-]+", word) and not word.startswith(("-", "/")):

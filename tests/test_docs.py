@@ -427,7 +427,7 @@ def test_the_first_block_of_the_readme(tmp_path: Path) -> None:
 def test_the_readme_needs_nothing_that_it_does_not_install() -> None:
     """Each module that a command runs comes with the package, and each extra that a page names is there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for file in [ROOT / "README.md", ROOT / "src/truestep/tools/init/templates/README.md"]:
+    for file in [ROOT / "README.md", *(ROOT / "src/truestep/tools/init/templates").glob("*/README.md")]:
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"python -m (?!truestep)\w+", text), file
         assert set(re.findall(r"truestep\[(\w+)\]|'\.\[(\w+)\]'", text)) <= {

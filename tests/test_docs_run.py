@@ -80,6 +80,7 @@ BLOCKS = {
     ("docs/tutorial.md", "def reward"): "tests/test_tutorial.py",
     ("docs/tutorial.md", "from reward"): "tests/test_tutorial.py",
     ("docs/sft.md", '{"id": "7"'): "tests/test_sft.py",
+    ("README.md", "from truestep import Config, train, write_report"): "tests/api/test_eight_lines.py",
     ("docs/python.md", "from functools"): "tests/api/test_any_object.py trains with each of these",
     ("docs/session.md", "from truestep import Session"): "tests/api/test_session.py runs it as it stands there",
     (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from small_runs import quiet_trainer
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.files.whole import read_json_lines
 from truestep.tools.init.make import HELD_OUT, PROMPTS, init
+from truestep.tools.init.tasks import TASKS
 
 Model = Callable[[str], Path]
 
@@ -61,6 +65,85 @@ def _check_tests_itself(task: Path) -> None:
     assert subprocess.run(command, cwd=task, capture_output=True, check=False).returncode == 1
     (task / "reward.py").write_text(reward, encoding="utf-8")
     (task / "pytest.py").unlink()
+
+
+# Of each template: the options that cut its run, and the test of its own code.
+CUT = {
+    "math": (("--schedule.docs_per_step", "16", "--evaluation.max_prompts", "4"), "test_reward.py"),
+    "json": (("--schedule.docs_per_step", "16", "--evaluation.max_prompts", "4"), "test_reward.py"),
+    "tool-agent": (("--schedule.docs_per_step", "32", "--evaluation.max_prompts", "4"), "test_agent.py"),
+    "sft": ((), None),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("template", CUT)
+def test_each_template_trains_a_tiny_model(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tmp_path / "task"
+    written = {path.name for path in init(task, None, template=template)}
+    options, test = CUT[template]
+    if test is not None:
+        tested = subprocess.run([sys.executable, test], cwd=task, capture_output=True, text=True, check=False)
+        assert (tested.returncode, tested.stderr) == (0, ""), tested.stderr
+        assert tested.stdout.count(": passed\n") >= 3
+    monkeypatch.chdir(task)
+    steps = 12 if template == "sft" else 3
+    config = load_config("config.yaml", [*options, "--schedule.steps", str(steps), "--logging.console", "false"])
+    assert config.checkpoint.directory == "run" and config.model.path == "model"
+    quiet_trainer(config).run()
+    lines = read_json_lines(task / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert any(line["grad_norm"] > 0 for line in lines)
+    evaluated = read_json_lines(task / "run" / "evaluation.jsonl")
+    if template == "sft":
+        assert evaluated[-1]["loss"] < 0.8 * evaluated[0]["loss"]
+    if template == "math":
+        assert {"easy/pass@4", "hard/sampled_reward_ci"} <= evaluated[-1].keys()
+    if template == "tool-agent":  # some words of the tiny model are calls
+        assert max(line["tool_calls"] for line in lines) > 0
+    assert written >= {"README.md", "config.yaml", "model"} and "run" not in written
+
+
+@pytest.mark.long
+def test_the_template_of_preferences_learns_them(tmp_path: Path) -> None:
+    task = tmp_path / "task"
+    init(task, None, template="dpo-like")
+    config = (task / "config.yaml").read_text(encoding="utf-8")
+    assert "steps: 60" in config
+    (task / "config.yaml").write_text(config.replace("steps: 60", "steps: 10"), encoding="utf-8")
+    trained = subprocess.run([sys.executable, "train.py"], cwd=task, capture_output=True, text=True, check=False)
+    assert trained.returncode == 0, trained.stderr
+    lines = read_json_lines(task / "run" / "metrics.jsonl")
+    assert lines[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and lines[-1]["loss"] < 0.6
+    assert lines[-1]["held_out_preferred"] > 0.9
+    assert (task / "run" / "trained" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("template", list(TASKS))
+def test_what_a_template_s_readme_names_is_written(template: str, tmp_path: Path, tiny_model: Model) -> None:
+    """Its files are there, its commands are commands, and a real model gets data of its own."""
+    model = tmp_path / "chat"
+    model.mkdir()
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}), encoding="utf-8")
+    written = {path.name for path in init(tmp_path / "task", model, template=template)}
+    text = (tmp_path / "task" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)) | set(re.findall(r"`(\w+\.jsonl)`", text))
+    assert named and named <= written
+    for line in text.partition("```bash\n")[2].partition("```")[0].splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[0] in ("python", "truestep") and (words[0] == "truestep" or words[1] in written)
+    assert "$" not in text
+    config = load_config(tmp_path / "task" / "config.yaml")
+    assert config.model.path == str(model)
+
+
+def test_a_template_of_chats_needs_a_model_of_chats(tmp_path: Path, tiny_model: Model) -> None:
+    with pytest.raises(TruestepError, match="--template sft needs a model with a chat template"):
+        init(tmp_path / "task", tiny_model("llama"), template="sft")
+    with pytest.raises(TruestepError, match="there is no template dpo: there are reward, math"):
+        init(tmp_path / "task", None, template="dpo")
+    assert not (tmp_path / "task").exists()
 
 
 def test_a_named_model_gets_its_own_prompts_and_sizes(tmp_path: Path, tiny_model: Model) -> None:

@@ -52,7 +52,7 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/ranks.md",
         "docs/launch.md",
     ],
-    "Reference": ["docs/python.md", "docs/configuration.md", "docs/metrics.md", "docs/contract.md"],
+    "Reference": ["docs/options.md", "docs/python.md", "docs/configuration.md", "docs/metrics.md", "docs/contract.md"],
     "More": [],
     "Inside": [
         "docs/architecture.md",

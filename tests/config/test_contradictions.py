@@ -178,7 +178,7 @@ CASES = [
     ),
     (
         sampled().replace("prompts: p, reward: r", "environment: {type: command, run: x}"),
-        "4: sampler needs sampler.prompts: a program makes none",
+        "4: sampler.environment.type: command needs sampler.prompts: a program makes none",
     ),
     (
         sampled(data="data: {group_size: 4, tokens_per_microbatch: 64}\n").replace(
@@ -316,8 +316,29 @@ CASES = [
     ),
     (
         MODEL + "evaluation: {every: 3}\n",
-        "2: evaluation needs evaluation.prompts, to sample answers, or evaluation.path, held-out documents of a "
-        "supervised run: one of the two",
+        "2: evaluation needs evaluation.prompts or evaluation.sets, to sample answers, or evaluation.path, held-out "
+        "documents of a supervised run: one of them",
+    ),
+    (
+        sampled() + "evaluation: {prompts: p, sets: {a: {prompts: q}}}\n",
+        "5: evaluation.prompts and evaluation.sets are both given: make it one of the sets, or remove the sets",
+    ),
+    (
+        sampled() + "evaluation: {sets: {a: {prompts: q, reward: r, environment: {class: e}}}}\n",
+        "5: evaluation.sets.a.reward and evaluation.sets.a.environment are both given: one of the two rates answers",
+    ),
+    (
+        sampled() + "evaluation: {sets: {a: {reward: r}}}\n",
+        "5: evaluation.sets.a needs evaluation.sets.a.prompts: it has no environment that makes them",
+    ),
+    (
+        sampled() + "checkpoint: {keep_best: evaluation/loss}\n",
+        "5: checkpoint.keep_best: evaluation/loss is a metric of evaluations: it needs evaluation",
+    ),
+    (
+        sampled() + "evaluation: {sets: {math: {prompts: q}}}\ncheckpoint: {keep_best: evaluation/math/reward}\n",
+        "6, run.yaml:5: checkpoint.keep_best: evaluation/math/reward is no metric of this run's evaluations: did you "
+        "mean evaluation/math/greedy_reward?",
     ),
     (
         MODEL + "evaluation: {path: p}\n",
@@ -545,6 +566,23 @@ def test_what_the_cases_start_from_is_good(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run.yaml").evaluation is not None
 
 
+def test_contradictions_within_a_set_name_its_own_options(tmp_path: Path) -> None:
+    """The rules of sampler.environment and of evaluation hold for each set."""
+    of_sets = {
+        "{environment: {type: command}}": "evaluation.sets.a.environment needs run with type: command",
+        "{environment: {type: reasoning_gym}, prompts: q}": "evaluation.sets.a.prompts is not for "
+        "evaluation.sets.a.environment.type: reasoning_gym, which makes its own prompts",
+        "{environment: {type: command, run: x}}": "evaluation.sets.a.environment.type: command needs "
+        "evaluation.sets.a.prompts: a program makes none",
+    }
+    for given, expected in of_sets.items():
+        assert message(sampled() + f"evaluation: {{sets: {{a: {given}}}}}\n", tmp_path) == f"run.yaml:5: {expected}"
+    text = MODEL + "evaluation: {sets: {a: {prompts: q}}}\n"
+    assert "2: evaluation needs evaluation.sets.a.reward: there is no sampler.reward" in message(text, tmp_path)
+    text = sampled() + "evaluation: {sets: {a: {prompts: q, rewards: r}}}\n"
+    assert message(text, tmp_path) == "run.yaml:5: evaluation.sets.a.rewards: extra inputs are not permitted"
+
+
 def test_a_contradiction_with_the_command_line_names_it(tmp_path: Path) -> None:
     text = message(MODEL + "data: {path: a}\n", tmp_path, "--sampler", "{prompts: p, reward: r}")
     assert text.startswith("run.yaml:2, command line: data.path and sampler are both given")
@@ -561,5 +599,5 @@ def test_every_rule_has_a_case() -> None:
 def test_every_rule_of_a_section_has_a_case() -> None:
     sources = [inspect.getsource(module) for module in (sections, losses)]
     raised = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
-    # The four others are of custom losses, in tests/doors/test_loss.py.
-    assert len(raised) == len({text for _, text in SECTION_CASES if "max_labels" not in text}) + 1 + 4
+    # Four others are of custom losses (tests/doors/test_loss.py), and two of datasets (environments/test_prompts.py).
+    assert len(raised) == len({text for _, text in SECTION_CASES if "max_labels" not in text}) + 1 + 4 + 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +19,14 @@ from truestep.config.describe import (
     explain_unknown,
     list_options,
     locate,
+    markdown_everyday,
     markdown_reference,
     options,
     render_options,
     sections,
 )
 from truestep.config.load import ConfigError, load_config
+from truestep.config.schema import EVERYDAY
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -64,10 +67,15 @@ def test_no_field_of_the_schema_is_left_out() -> None:
         for item in (schema.Config, *vars(section_models).values(), *vars(losses).values())
         if isinstance(item, type) and issubclass(item, BaseModel)
     }
-    # A user names the entries of data.fields, so that option's own meaning has what each is.
-    within = section_models.FieldConfig.model_fields
-    assert all(f"{name}:" in options()["data.fields"].meaning for name in within)
-    fields = {name for model in models - {section_models.FieldConfig} for name in model.model_fields}
+    # A user names the entries of these options, so their own meanings have what each entry is made of.
+    within = {
+        "data.fields": section_models.FieldConfig,
+        "evaluation.sets": section_models.EvaluationSet,
+        "sampler.prompts": section_models.DatasetPrompts,
+    }
+    for name, model in within.items():
+        assert set(model.model_fields) <= set(re.findall(r"\w+", options()[name].meaning)), name
+    fields = {name for model in models - set(within.values()) for name in model.model_fields}
     listed = {part for name in [*options(), *sections()] for part in name.split(".")}
     assert fields == listed
 
@@ -161,6 +169,16 @@ def test_the_reference_is_what_the_code_says() -> None:
     assert REFERENCE.read_text(encoding="utf-8") == markdown_reference(), told
 
 
+def test_the_page_of_what_matters_is_what_the_code_says() -> None:
+    told = "run `python -m truestep.config.describe everyday > docs/options.md`"
+    assert REFERENCE.with_name("options.md").read_text(encoding="utf-8") == markdown_everyday(), told
+
+
+def test_about_twenty_options_matter() -> None:
+    assert 18 <= len(set(EVERYDAY)) == len(EVERYDAY) <= 24
+    assert set(EVERYDAY) <= {option.name for option in list_options()}
+
+
 def test_the_reference_has_a_row_of_four_cells_for_every_option() -> None:
     rows = [line for line in markdown_reference().splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows]
@@ -205,7 +223,8 @@ OPTION_ERRORS = [
     ("sched: {}", "2: sched is unknown: did you mean schedule?"),
     (
         "checkpoint: {qqqq: 3}",
-        "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, hugging_face_every, grace, lock",
+        "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, keep_best, hugging_face_every, "
+        "grace, lock",
     ),
     ("loss.type: gspo", "2: 'loss.type' is unknown: in a file it is type under loss"),
     (

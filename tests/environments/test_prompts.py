@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from small_runs import sort_prompts, word_model, write_lines
-from truestep.environments.prompts import PromptError, load_prompts
+from truestep.config.sections import DatasetPrompts, files_of
+from truestep.environments import dataset_rows
+from truestep.environments.prompts import PromptError, fields_of, find_prompts, load_prompts
 
 REFUSING = (
     "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no role ' ~ m.role) }}{% endif %}"
@@ -121,6 +125,142 @@ def test_a_dataset_on_disk_is_its_jsonl(tokenizer: Any, tmp_path: Path) -> None:
     assert load_prompts(tmp_path / "set", tokenizer) == load_prompts(
         write_lines(tmp_path / "p.jsonl", records), tokenizer
     )
+
+
+ROWS = [{"question": f"{one} + {two} =", "solution": one + two, "level": 1} for one, two in ((1, 2), (3, 4))]
+WANTED = [("sort 1 + 2 =", 3), ("sort 3 + 4 =", 7)]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def saved(directory: Path, kind: str) -> dict[str, Any]:
+    """Write the rows in one of the forms that data lies about in, and return how to name them."""
+    rows = datasets.Dataset.from_list(ROWS)
+    if kind == "save_to_disk":
+        datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(directory / "set"))
+        return {"dataset": str(directory / "set"), "split": "train"}
+    if kind == "directory":
+        (directory / "set").mkdir()
+        rows.to_parquet(directory / "set" / "train-00000.parquet")
+        rows.select([0]).to_parquet(directory / "set" / "test-00000.parquet")
+        return {"dataset": str(directory / "set"), "split": "train"}
+    file = directory / f"rows.{kind}"
+    {"parquet": rows.to_parquet, "jsonl": rows.to_json, "csv": rows.to_csv}[kind](file)
+    return {"dataset": str(file)}
+
+
+@pytest.mark.parametrize("kind", ["save_to_disk", "directory", "parquet", "jsonl", "csv"])
+def test_columns_and_a_template_make_prompts_of_a_dataset(
+    kind: str, tokenizer: Any, tmp_path: Path, own_cache: None
+) -> None:
+    given = DatasetPrompts(**saved(tmp_path, kind), columns={"answer": "solution"}, template="sort {question}")
+    prompts = load_prompts(given, tokenizer)
+    assert [(prompt.prompt, prompt.fields["answer"]) for prompt in prompts] == WANTED
+    assert all(set(prompt.fields) == {"answer"} for prompt in prompts)
+    assert fields_of(given) == [(f"{given.dataset}:1", ["answer"])]
+    assert find_prompts(given) == Path(given.dataset)
+
+
+def test_a_dataset_without_a_map_keeps_its_columns(tokenizer: Any, tmp_path: Path, own_cache: None) -> None:
+    given = saved(tmp_path, "parquet")
+    prompts = load_prompts(DatasetPrompts(**given, template="{question} {{nothing}} {{{level}}}"), tokenizer)
+    assert prompts[0].prompt == "1 + 2 = {nothing} {1}"
+    assert prompts[0].fields == ROWS[0] and prompts[0].id == "rows.parquet:1"
+    named = load_prompts(DatasetPrompts(**given, columns={"prompt": "question", "id": "level"}), tokenizer, name="math")
+    assert (named[1].prompt, named[1].fields, named[1].id, named[1].source) == ("3 + 4 =", {}, "1", "math")
+
+
+def test_a_template_may_be_a_chat(tmp_path: Path, own_cache: None) -> None:
+    chat = [{"role": "system", "content": "{{be short}}"}, {"role": "user", "content": "{question}"}]
+    given = DatasetPrompts(**saved(tmp_path, "parquet"), template=chat)
+    prompt = next(dataset_rows.read(given))[1]["prompt"]
+    assert prompt == [{"role": "system", "content": "{be short}"}, {"role": "user", "content": "1 + 2 ="}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("parquet", {}, r"no column makes the prompt: write template, such as '\{question\}'"),
+        (
+            "parquet",
+            {"columns": {"prompt": "text"}},
+            "columns.prompt is no column of the dataset: text; it has question, solution",
+        ),
+        ("parquet", {"template": "{q}"}, r"the template has \{q\}, which is no column; it has question, solution"),
+        ("parquet", {"template": "{question.text}"}, "which is no column"),
+        ("parquet", {"template": "{question} }"}, "the template has a brace that is alone; it has question, solution"),
+        ("parquet", {"template": "solve"}, "the template has no column of the dataset in braces; it has question, sol"),
+        (
+            "parquet",
+            {"template": r"{question} \boxed{solution}"},
+            r"If you mean the word, write \\boxed\{\{solution\}\}; if you mean the column, \\boxed\{\{\{solution\}\}\}",
+        ),
+        ("parquet", {"template": "{question}", "columns": {"prompt": "level"}}, "both make the prompt: remove one"),
+        ("save_to_disk", {"subset": "main", "template": "{question}"}, "subset is for datasets on the hub"),
+        ("parquet", {"revision": "main", "template": "{question}"}, "revision is for datasets on the hub"),
+        ("save_to_disk", {"split": None, "template": "{question}"}, "holds several splits: name one, such as"),
+        ("save_to_disk", {"split": "dev", "template": "{question}"}, "has the splits train, test: dev is none of them"),
+        ("directory", {"split": None, "template": "{question}"}, "has the splits (test, train|train, test): name one"),
+        (
+            "parquet",
+            {"dataset": "owner/no-such-set"},
+            "is no file here, and cannot be loaded from the Hugging Face hub",
+        ),
+    ],
+)
+def test_a_dataset_that_does_not_fit_says_what_it_has(
+    kind: str, options: dict[str, Any], said: str, tmp_path: Path, own_cache: None
+) -> None:
+    given = DatasetPrompts(**{**saved(tmp_path, kind), **options})
+    with pytest.raises(PromptError, match=said) as caught:
+        find_prompts(given, "sampler.prompts")
+    assert str(caught.value).startswith(f"sampler.prompts: {given.dataset}") and len(str(caught.value)) < 600
+
+
+def test_a_part_of_a_split(tokenizer: Any, tmp_path: Path, own_cache: None) -> None:
+    for kind in ("save_to_disk", "directory"):
+        (tmp_path / kind).mkdir()
+        given = saved(tmp_path / kind, kind) | {"split": "train[1:]"}
+        prompts = load_prompts(DatasetPrompts(**given, template="{question}"), tokenizer)
+        assert [prompt.prompt for prompt in prompts] == ["3 + 4 ="], kind
+
+
+def test_columns_that_are_not_used_are_not_read(tokenizer: Any, tmp_path: Path, own_cache: None) -> None:
+    """Here they are no images, so that decoding one fails. With `most`, the rows behind are not read either."""
+    rows = {"question": ["1", "2", None], "image": [{"bytes": b"no image", "path": None}] * 3, "level": [1, 2, 3]}
+    features = datasets.Features(
+        {"question": datasets.Value("string"), "image": datasets.Image(), "level": datasets.Value("int64")}
+    )
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
+    given = DatasetPrompts(dataset=str(tmp_path / "set"), columns={"answer": "level"}, template="sort {question}")
+    prompts = load_prompts(given, tokenizer, most=2)
+    assert [(prompt.prompt, prompt.fields) for prompt in prompts] == [
+        ("sort 1", {"answer": 1}),
+        ("sort 2", {"answer": 2}),
+    ]
+    with pytest.raises(PromptError, match="set:3: the column question of the template is null, not text"):
+        load_prompts(given, tokenizer)
+
+
+def test_prompts_of_a_configuration_are_checked() -> None:
+    wrong = {
+        "{dataset: a, splits: b}": "prompts.splits: unknown: a dataset has dataset, subset, split",
+        "{math: {data: a}}": "prompts.math.dataset: field required: a dataset has dataset",
+        "{'a b': c}": "prompts: 'a b' is no name of a source",
+        "{}": "prompts: they name no source",
+        "{math: [a]}": "prompts.math: input should be a valid dictionary",
+    }
+    for text, said in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(said)):
+            files_of(yaml.safe_load(text))
+    both = {"math": {"dataset": "a"}, "code": "b.jsonl"}
+    assert files_of(both) == {"math": DatasetPrompts(dataset="a"), "code": "b.jsonl"}
+    mixture = {"dataset": "a.jsonl", "other": "b.jsonl"}  # a source may have this name
+    assert files_of(mixture) == mixture
+    assert files_of({"dataset": "a", "split": "train"}) == {"": DatasetPrompts(dataset="a", split="train")}
 
 
 def test_several_splits_say_which_to_name(tokenizer: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from small_runs import sort_prompts, word_model, write_lines
 from truestep.environments.prompts import load_prompts
 from truestep.environments.rater import Rates
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.evaluate import Evaluator, pass_at
+from truestep.generate.evaluate import Evaluator, EvaluatorOfSets, pass_chances
 from truestep.generate.play import SingleTurn
 from truestep.generate.read import reader, stop_ids
 from truestep.model.loading.load import load_policy
@@ -84,6 +84,48 @@ def test_rewards_of_several_sources_are_in_the_line_by_name(policy: Policy, tmp_
     assert line["sampled_reward/a"] != line["sampled_reward/b"]
 
 
+def test_an_interval_is_made_of_questions_and_not_of_answers(policy: Policy, tmp_path: Path) -> None:
+    """By hand: t with 4 degrees of freedom is 2.7764, and five questions have the means of their three answers."""
+    given: list[float] = []
+
+    def reward(prompt: Any, completion: str, **fields: Any) -> float:
+        given.append(digit_reward(prompt, completion))
+        return given[-1]
+
+    line = make_evaluator(policy, tmp_path, rater=DirectRater(reward), pass_reward=2.0).run(step=4, documents_seen=32)
+    questions = [statistics.fmean(given[5 + 3 * number : 8 + 3 * number]) for number in range(5)]
+    assert len(set(questions)) > 1
+    assert line["sampled_reward_ci"] == pytest.approx(2.7764 * statistics.stdev(questions) / 5**0.5, rel=2e-3)
+    assert len(set(given[:5])) == 1 and line["greedy_reward_ci"] is None
+    passed = [statistics.fmean(value >= 2 for value in given[5 + 3 * number : 8 + 3 * number]) for number in range(5)]
+    assert line["pass@1_ci"] == pytest.approx(2.7764 * statistics.stdev(passed) / 5**0.5, rel=2e-3)
+    few = make_evaluator(policy, tmp_path, count=1, rater=DirectRater(reward)).run(step=4, documents_seen=32)
+    assert few["sampled_reward_ci"] is None and few["greedy_reward_ci"] is None
+
+
+def test_sets_have_their_own_rewards_and_metrics_by_name(policy: Policy, tmp_path: Path) -> None:
+    def half(prompt: Any, completion: str, **fields: Any) -> float:
+        return digit_reward(prompt, completion) / 2
+
+    (tmp_path / "b").mkdir()
+    first = make_evaluator(policy, tmp_path, pass_reward=2.0)
+    second = make_evaluator(policy, tmp_path / "b", count=3, rater=DirectRater(half), samples_per_prompt=2)
+    lines = {"a": first.run(4, 32), "b": second.run(4, 32)}
+    line = EvaluatorOfSets({"a": first, "b": second}).run(4, 32)
+    assert (line["step"], line["documents_seen"], line["num_prompts"], line["num_unrated"]) == (4, 32, 8, 0)
+    for name, alone in lines.items():
+        for key in ("greedy_reward", "sampled_reward", "sampled_reward_ci", "response_length", "num_prompts"):
+            assert line[f"{name}/{key}"] == alone[key]
+    assert line["a/pass@1"] == lines["a"]["pass@1"] and "b/pass@1" not in line
+    assert line["sampled_reward"] == pytest.approx(sum(one["sampled_reward"] for one in lines.values()) / 2)
+    widths = [one["sampled_reward_ci"] for one in lines.values()]
+    assert line["sampled_reward_ci"] == pytest.approx((widths[0] ** 2 + widths[1] ** 2) ** 0.5 / 2)
+    errors = [one["sampled_reward_std"] ** 2 / one["num_prompts"] for one in lines.values()]
+    assert line["sampled_reward_std"] ** 2 / 8 == pytest.approx(sum(errors) / 4)
+    assert [example["set"] for example in line["examples"]] == ["a"] * 4 + ["b"] * 3
+    assert json.loads(json.dumps(line)) == line
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(k: int) -> None:
     """By listing every choice of k answers of each prompt; prompts with fewer answers are in no mean."""
@@ -94,8 +136,8 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(k: int) -> None:
         if chosen:
             shares.append(sum(map(any, chosen)) / len(chosen))
     assert len(shares) == (5 if k < 4 else 4)
-    assert pass_at(k, counts) == pytest.approx(sum(shares) / len(shares), abs=1e-15)
-    assert pass_at(7, counts) is None
+    assert pass_chances(k, counts) == pytest.approx(shares, abs=1e-15)
+    assert pass_chances(7, counts) == []
 
 
 def test_a_line_has_pass_at_k_and_lengths(policy: Policy, tmp_path: Path) -> None:
@@ -109,7 +151,8 @@ def test_a_line_has_pass_at_k_and_lengths(policy: Policy, tmp_path: Path) -> Non
     line = evaluator.run(0, 0)
     passed = [sum(value >= 2.0 for value in given[5 + 5 * prompt : 10 + 5 * prompt]) for prompt in range(5)]
     assert 0 < sum(passed) < 25
-    assert [name for name in line if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
+    names = [name for name in line if name.startswith("pass@") and not name.endswith("_ci")]
+    assert names == ["pass@1", "pass@2", "pass@4"]
     assert line["pass@1"] == pytest.approx(sum(passed) / 25)
     assert line["pass@2"] == pytest.approx(sum(1 - (5 - c) * (4 - c) / 20 for c in passed) / 5)
     assert 0 < line["response_length"] <= 6 and 0 <= line["truncated_fraction"] <= 1

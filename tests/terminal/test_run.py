@@ -77,6 +77,14 @@ def test_an_evaluation_without_a_mean_is_shown_as_such() -> None:
     assert "4 completions have no reward: the reward raised KeyError" in written.getvalue()
 
 
+def test_a_source_may_have_the_name_of_a_metric() -> None:
+    display, written = plain(width=300)
+    sink = ConsoleSink(display, steps=None, sets=["a"])
+    of_a = {f"a/{name}": value for name, value in EVALUATION.items() if "reward" in name or name == "num_prompts"}
+    sink.evaluation(EVALUATION | of_a | {"a/greedy_reward/num_prompts": 0.5})
+    assert written.getvalue().count("greedy ") == 2 and "; a: greedy " in written.getvalue()
+
+
 def test_a_line_shows_what_there_is() -> None:
     assert live_line({"step": 1, "loss": 0.5, "entropy": 3.0}) == "loss +0.5000"
     assert live_line({"step": 1, "loss": math.nan, "grad_norm": math.inf}) == "loss +nan  grad inf"

@@ -27,10 +27,12 @@ _FREE_OPTIONS = {"ignore_unknown_options": True, "help_option_names": ["-h", "--
 
 
 class ConfigCommand(click.Command):
-    """A command that takes CONFIG.yaml and overrides. Its help ends with the sections of the configuration; `--help
-    WORD` shows the options that match the word."""
+    """A command that takes CONFIG.yaml and overrides. Its help ends with the options that matter; `--help WORD` shows
+    those that match the word, and `--help-all` all."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--help-all" in args:
+            self._tell_options(ctx, "all")
         asked = next((place for place, word in enumerate(args) if word in ctx.help_option_names), None)
         if asked is not None and len(args) > asked + 1:
             self._tell_options(ctx, args[asked + 1])
@@ -46,13 +48,13 @@ class ConfigCommand(click.Command):
         ctx.exit()
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from truestep.config.describe import render_sections
+        from truestep.config.describe import render_everyday
 
-        formatter.write("\nThe sections of the configuration, and how many options each has:\n\n")
-        formatter.write(_rendered(ctx, render_sections()))
+        formatter.write("\nThe options that matter, each with its default:\n\n")
+        formatter.write(_rendered(ctx, render_everyday()))
         formatter.write(f"\n  {ctx.command_path} --help sampler   shows the options of a section\n")
         formatter.write(f"  {ctx.command_path} --help clip      the options with this word in their names\n")
-        formatter.write(f"  {ctx.command_path} --help all       all options\n")
+        formatter.write(f"  {ctx.command_path} --help-all       all options\n")
 
 
 def _rendered(ctx: click.Context, content: "RenderableType") -> str:
@@ -158,7 +160,8 @@ def train(config: "Config") -> None:
     leave()
     if config.logging.console and trainer.ranks.first:
         longer = longer_by(config, trainer.step)
-        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed()):
+        best = trainer.checkpoints.best()
+        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed(), best):
             _print(line)
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
@@ -352,17 +355,21 @@ def serve(
     type=click.Path(path_type=Path),
     help="The model that the adapter was trained on, if it has moved.",
 )
+@click.option("--best", is_flag=True, help="The run's best checkpoint, which its checkpoint.keep_best kept.")
 @_guarded
 def export(
-    source: Path, output: Path, dtype: str, trust_remote_code: bool, adapter_alone: bool, model: Path | None
+    source: Path, output: Path, dtype: str, trust_remote_code: bool, adapter_alone: bool, model: Path | None, best: bool
 ) -> None:
     """Convert a checkpoint to a Hugging Face directory. SOURCE is a checkpoint, or a run's directory, whose last
     checkpoint is used. An adapter is merged into its model."""
     with _display():
+        from truestep.tools.export import best_known
         from truestep.tools.export import export as run
 
-        checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone)
+        checkpoint = run(source, output, dtype, trust_remote_code, model=model, adapter_alone=adapter_alone, best=best)
     _print(f"{checkpoint} -> {output} ({dtype})")
+    if best and (better := best_known(source).better_than(checkpoint)) is not None:
+        _print(better)
 
 
 @main.command()
@@ -601,13 +608,23 @@ def demo(output: Path, seed: int) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path), help="A model directory. Without it a tiny model is made.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seeds the prompts.")
+@click.option(
+    "--template",
+    type=click.Choice(["reward", "math", "json", "tool-agent", "sft", "dpo-like"]),
+    default="reward",
+    show_default=True,
+    help="reward: a reward of yours. math: numbers as answers. json: a reward in parts. tool-agent: several turns with "
+    "a tool. sft: chats. dpo-like: preference pairs, by a loop of yours.",
+)
 @_guarded
-def init(directory: Path, model: Path | None, seed: int) -> None:
-    """Write a complete example task to DIRECTORY. It has prompts, a reward, a configuration and a test."""
+def init(directory: Path, model: Path | None, seed: int, template: str) -> None:
+    """Write a complete example task to DIRECTORY. It has data, a configuration, a README of its commands, and where
+    there is a reward, a test of it."""
     from truestep.tools.init.make import init as run
 
     if model is None:
         _print("making a tiny model, which takes some seconds")
-    written = run(directory, model, seed)
+    written = run(directory, model, seed, template=template)
     _print(f"{directory}: {', '.join(path.name for path in written)}")
-    _print(f"next: cd {directory} && truestep train config.yaml")
+    command = "python train.py" if (directory / "train.py").exists() else "truestep train config.yaml"
+    _print(f"next: cd {directory} && {command}")

@@ -140,10 +140,11 @@ def export(
     trust_remote_code: bool = False,
     adapter_alone: bool = False,
     model: str | Path | None = None,
+    best: bool = False,
 ) -> Path:
     """Write a checkpoint, or the last one of a run's directory, as a Hugging Face directory; return the checkpoint's
-    path. An adapter is merged into its model (at `model`, if that has moved), or with `adapter_alone` saved as by
-    peft."""
+    path. With `best` it is the run's best one, by its `checkpoint.keep_best`. An adapter is merged into its model (at
+    `model`, if that has moved), or with `adapter_alone` saved as by peft."""
     return export_here(
         Path(source),
         Path(output),
@@ -151,6 +152,7 @@ def export(
         trust_remote_code,
         model=None if model is None else Path(model),
         adapter_alone=adapter_alone,
+        best=best,
     )
 
 

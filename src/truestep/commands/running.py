@@ -38,6 +38,8 @@ class TrainingResult:
     """The run's directory."""
     checkpoint: Path | None
     """The last checkpoint, which `export` converts to a Hugging Face directory."""
+    best: Path | None = None
+    """The best checkpoint, if `checkpoint.keep_best` names a metric."""
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read the lines of metrics.jsonl, one for each step."""
@@ -107,4 +109,5 @@ def train(
         documents_seen=trainer.state.documents_seen,
         directory=trainer.directory.path,
         checkpoint=trainer.checkpoints.latest(),
+        best=trainer.checkpoints.best(),
     )

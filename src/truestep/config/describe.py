@@ -1,10 +1,12 @@
 """Reads all options with their types, defaults and meanings from the schema, for `--help`, docs and error messages.
 
-`python -m truestep.config.describe > docs/configuration.md` writes the reference. Imports no torch.
+`python -m truestep.config.describe > docs/configuration.md` writes the reference, and `python -m
+truestep.config.describe everyday > docs/options.md` the options that matter. Imports no torch.
 """
 
 import json
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from truestep.config.losses import LOSSES_OF_OTHERS
-from truestep.config.schema import Config
+from truestep.config.schema import EVERYDAY, Config
 
 ALL = "all"  # given in place of a section's name: all sections
 TEXT, BOOL, NULL, REQUIRED = "text", "true | false", "null", "required"
@@ -292,16 +294,30 @@ def _grouped() -> list[tuple[SectionInfo | None, list[Option]]]:
     return [(info, [option for option in list_options() if option.section == name]) for name, info in found.items()]
 
 
-def render_sections() -> RenderableType:
-    """Return the table of sections for `truestep train --help`: number of options and purpose of each."""
+def everyday() -> list[Option]:
+    """List the options that most runs set."""
+    return [options()[name] for name in EVERYDAY]
+
+
+def in_short(option: Option) -> str:
+    """Return the first sentence of an option's meaning; of a `type`, what the section is and the types."""
+    of_types = option.name.endswith(".type")
+    text = sections()[option.section].meaning if of_types else option.meaning
+    sentence = text.partition("\n")[0].partition(". ")[0].rstrip(".") + "."
+    return f"{sentence} {join_words(option.choices, 'or')}." if of_types else sentence
+
+
+def render_everyday() -> RenderableType:
+    """Return the options that matter for `truestep train --help`, and the names of all sections."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
     table.add_column()
-    for section, options in _grouped():
-        first_sentence = _section_note(section).partition(". ")[0].rstrip(".") + "."
-        table.add_row(Text(_title(section), "bold cyan"), str(len(options)), Text(first_sentence))
-    return table
+    for option in everyday():
+        default = f"[{REQUIRED}]" if option.default == REQUIRED else f"[{option.default}]"
+        meaning = Text.assemble(in_short(option), " ", (default, "yellow"))
+        table.add_row(Text(f"--{option.name}", "bold cyan"), meaning)
+    names = Text(f"\nSections: {', '.join(sections())}, and {_title(None)} for the options of no section.")
+    return Group(table, names)
 
 
 def render_options(about: str) -> RenderableType | None:
@@ -354,7 +370,7 @@ truestep train run.yaml --schedule.steps 200 --deterministic
 An override replaces what the file says: `--section.option value` or `--section.option=value`. The value is read as
 YAML (`null`, `true`, `1e-6`, `'[a.jsonl, b.jsonl]'`); an option that is true or false may stand without a value;
 `--evaluation null` removes a whole section. Unknown and contradictory options are errors. [glossary.md](glossary.md)
-explains the words."""
+explains the words, and [options.md](options.md) has the options that matter."""
 
 
 def markdown_reference() -> str:
@@ -365,6 +381,25 @@ def markdown_reference() -> str:
         lines += ["", f"## {title}", "", *([textwrap.fill(_cell(note), 120), ""] if note else [])]
         lines += ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
         lines += [_markdown_row(option) for option in options]
+    return "\n".join(lines) + "\n"
+
+
+_EVERYDAY_HEAD = """# The options that matter
+
+<!-- Written by `python -m truestep.config.describe everyday > docs/options.md`; a test compares the two. -->
+
+Most runs set some of these. `truestep train --help` shows them too, `truestep train --help SECTION` a
+whole section, and `--help-all` every option. [configuration.md](configuration.md) has all of them with their types, and
+how to write them."""
+
+
+def markdown_everyday() -> str:
+    """Return the text of docs/options.md."""
+    lines = [_EVERYDAY_HEAD, "", "| option | default | meaning |", "| --- | --- | --- |"]
+    for option in everyday():
+        default = REQUIRED if option.default == REQUIRED else f"`{option.default}`"
+        cells = [f"`{option.name}`", default, in_short(option)]
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -382,4 +417,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown_reference(), end="")
+    print(markdown_everyday() if sys.argv[1:] == ["everyday"] else markdown_reference(), end="")

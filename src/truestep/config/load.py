@@ -136,6 +136,12 @@ def _names(options: Mapping[str, Any], inside: Name) -> Iterator[Name]:
             yield from _names(value, (*inside, name))
 
 
+def takes_objects(name: Name) -> bool:
+    """Return whether an option names a user's own code, also one of a set of held-out prompts."""
+    of_set = name[:2] == ("evaluation", "sets") and name[3:] in (("reward",), ("environment", "class"))
+    return of_set or dotted(name) in TAKES_OBJECTS
+
+
 def _plain(value: Any, name: Name) -> Any:
     """Convert a Python value to the types of YAML: sections to mappings, paths and functions to text."""
     if isinstance(value, BaseModel):
@@ -146,7 +152,7 @@ def _plain(value: Any, name: Name) -> Any:
         return [_plain(item, name) for item in value]
     if isinstance(value, PurePath):
         return str(value)
-    if dotted(name) in TAKES_OBJECTS and value is not None and not isinstance(value, str):
+    if takes_objects(name) and value is not None and not isinstance(value, str):
         try:
             return name_of(dotted(name), value)
         except CustomError as error:

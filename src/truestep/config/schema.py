@@ -1,6 +1,7 @@
 """The whole configuration, and rules that refuse combinations of options which contradict each other."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any
@@ -111,6 +112,17 @@ class Config(Section, metaclass=_MadeInPython):
         if contradiction is not None:
             raise ValueError(contradiction)
         return self
+
+
+EVERYDAY = (
+    *("model.path", "model.dtype", "model.compile", "model.activation_checkpointing", "adapter.rank"),
+    *("loss.type", "data.path", "data.group_size", "data.tokens_per_microbatch"),
+    *("sampler.prompts", "sampler.reward", "sampler.environment.class", "sampler.max_new_tokens"),
+    *("evaluation.prompts", "evaluation.every", "schedule.docs_per_step", "schedule.steps"),
+    *("optimizer.learning_rate", "optimizer.warmup_steps"),
+    *("checkpoint.directory", "checkpoint.every", "checkpoint.keep_best", "seed"),
+)
+"""The options that most runs set: `--help` and docs/options.md show these, and other pages all."""
 
 
 # Terms of the loss that have a gradient even if the advantage is 0.
@@ -236,6 +248,9 @@ def _episodes(config: "Config") -> Iterator[str]:
     if sampler.environment is None:
         if sampler.prompts is None:
             yield "sampler needs sampler.prompts: with a reward, only a file or a dataset has prompts"
+        sets = (config.evaluation and config.evaluation.sets) or {}
+        if any(given.environment is not None for given in sets.values()):  # the limits of their episodes
+            return
         for name in ("max_turns", "max_episode_tokens", "episode_timeout"):
             if getattr(sampler, name) != type(sampler).model_fields[name].default:
                 yield f"sampler.{name} is for sampler.environment: a reward's episodes have one turn"
@@ -263,7 +278,7 @@ def _environment(config: "Config") -> Iterator[str]:
         if given.options is not None:
             yield "sampler.environment.options are not for type: command: give a program its arguments in run"
         if sampler.prompts is None:
-            yield "sampler needs sampler.prompts: a program makes none"
+            yield "sampler.environment.type: command needs sampler.prompts: a program makes none"
     if given.type in ("command", "verifiers") and not sampler.reward_network:
         yield "sampler.reward_network: false would keep the program from asking for completions"
     if given.type in ("reasoning_gym", "verifiers"):
@@ -279,18 +294,38 @@ def _sources(config: "Config") -> Iterator[str]:
     if sampler is None:
         return
     weights, curriculum = sampler.prompt_weights, sampler.curriculum
-    if weights is not None and not isinstance(sampler.prompts, dict):
+    named = sorted(name for name in sections.files_of(sampler.prompts) if name)
+    if weights is not None and not named:
         yield "sampler.prompt_weights are for several sources: give sampler.prompts as {math: FILE, code: FILE}"
-    elif weights is not None and set(weights) != set(sampler.prompts or ()):
+    elif weights is not None and sorted(weights) != named:
         yield (
             f"sampler.prompt_weights names {', '.join(sorted(weights)) or 'no source'}, and sampler.prompts "
-            f"{', '.join(sorted(sampler.prompts or ()))}: give each source a weight"
+            f"{', '.join(named)}: give each source a weight"
         )
     if curriculum is not None and curriculum.hopeless >= curriculum.easy:
         yield (
             f"sampler.curriculum.hopeless: {curriculum.hopeless:g} is not below sampler.curriculum.easy: "
             f"{curriculum.easy:g}: prompts between the two are drawn"
         )
+
+
+def of_sets(config: "Config") -> dict[str, "Config"]:
+    """Return the configuration of each set of held-out prompts by its name: one that evaluates this set alone. Without
+    sets it is the configuration itself, with the name ''."""
+    evaluation = config.evaluation
+    if evaluation is None or evaluation.sets is None:
+        return {"": config}
+    alone: dict[str, Config] = {}
+    for name, given in evaluation.sets.items():
+        own: dict[str, Any] = {option: value for option, value in given if value is not None}
+        environment, sampler = own.pop("environment", None), config.sampler
+        if environment is not None:
+            changed = {"environment": environment, "reward": None, "prompts": given.prompts}
+            sampler = (sampler or sections.InProcessSampler()).model_copy(update=changed)
+            own["reward"] = given.reward
+        only = evaluation.model_copy(update={"sets": None, **own})
+        alone[name] = config.model_copy(update={"evaluation": only, "sampler": sampler})
+    return alone
 
 
 def makes_held_out_prompts(config: "Config") -> bool:
@@ -453,13 +488,13 @@ def _steps(config: "Config") -> Iterator[str]:
 
 def _evaluation(config: "Config") -> Iterator[str]:
     evaluation = config.evaluation
-    if evaluation is None:
+    if evaluation is None or evaluation.sets is not None:  # of sets: see _sets
         return
     samples = evaluation.prompts is not None or makes_held_out_prompts(config)
     if samples == (evaluation.path is not None):
         yield (
-            "evaluation needs evaluation.prompts, to sample answers, or evaluation.path, held-out documents of a "
-            "supervised run: one of the two"
+            "evaluation needs evaluation.prompts or evaluation.sets, to sample answers, or evaluation.path, held-out "
+            "documents of a supervised run: one of them"
         )
     if evaluation.path is not None and not config.loss.supervised:
         yield f"evaluation.path is for supervised losses, and loss.type: {config.loss.type} is not one"
@@ -475,6 +510,60 @@ def _evaluation(config: "Config") -> Iterator[str]:
         yield "evaluation.pass_reward is for answers that are sampled: it needs evaluation.prompts"
     if evaluation.path is not None and evaluation.reward is not None:
         yield "evaluation.reward is for answers that are sampled: it does nothing with evaluation.path"
+
+
+def _sets(config: "Config") -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation is None or evaluation.sets is None:
+        return
+    for name in ("prompts", "path"):
+        if getattr(evaluation, name) is not None:
+            yield f"evaluation.{name} and evaluation.sets are both given: make it one of the sets, or remove the sets"
+    for name, given in evaluation.sets.items():
+        section = f"evaluation.sets.{name}"
+        if given.reward is not None and given.environment is not None:
+            yield f"{section}.reward and {section}.environment are both given: one of the two rates answers"
+        alone = of_sets(config)[name]
+        if given.prompts is None and not makes_held_out_prompts(alone):
+            yield f"{section} needs {section}.prompts: it has no environment that makes them"
+        for rule in (_evaluation, _environment) if given.environment is not None else (_evaluation,):
+            yield from (_OF_A_SET.sub(rf"{section}.\1\2", message) for message in rule(alone))
+
+
+# Options of a set, in messages about a configuration that evaluates the set alone.
+_OF_A_SET = re.compile(r"\bsampler\.(environment|prompts)\b|\bevaluation\.(prompts|reward|pass_reward)\b")
+
+
+def evaluation_metrics(config: "Config") -> list[str]:
+    """Return the metrics of evaluations by which checkpoint.keep_best can choose, with their prefix evaluation/."""
+    evaluation = config.evaluation
+    if evaluation is None:
+        return []
+    if evaluation.path is not None:
+        return ["evaluation/loss"]
+    names = ["greedy_reward", "sampled_reward"]
+    for prefix, alone in of_sets(config).items():
+        own = alone.evaluation
+        assert own is not None
+        means = ["greedy_reward", "sampled_reward"]
+        if own.pass_reward is not None:
+            means += [f"pass@{2**power}" for power in range(own.samples_per_prompt.bit_length())]
+        sources = [source for source in sections.files_of(own.prompts) if source]
+        means += [f"{name}/{source}" for name in ("greedy_reward", "sampled_reward") for source in sources]
+        names += [f"{prefix}/{name}" if prefix else name for name in means]
+    return [f"evaluation/{name}" for name in dict.fromkeys(names)]
+
+
+def _keep_best(config: "Config") -> Iterator[str]:
+    metric, known = config.checkpoint.keep_best, evaluation_metrics(config)
+    if metric is None or metric in known:
+        return
+    if not known:
+        yield f"checkpoint.keep_best: {metric} is a metric of evaluations: it needs evaluation"
+        return
+    near = get_close_matches(metric, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    yield f"checkpoint.keep_best: {metric} is no metric of this run's evaluations: {hint}"
 
 
 def _learning_rate(config: "Config") -> Iterator[str]:
@@ -610,6 +699,8 @@ _RULES = (
     _step_documents,
     _steps,
     _evaluation,
+    _sets,
+    _keep_best,
     _learning_rate,
     _ranks,
     _expert_ranks,

@@ -1,12 +1,14 @@
 """The base of every section of the configuration, and the types that options share."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")]  # of one source of prompts among several
+SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+SourceName = Annotated[str, Field(pattern=rf"^{SOURCE_NAME.pattern}$")]  # of one source of prompts among several
 ImportPath = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]  # package.module:function
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -5,9 +5,9 @@ A field enters this file only together with the code that obeys it.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, create_model
 
-from truestep.config.section import Count, ImportPath, NotNegative, Positive, Section, SourceName, by_type
+from truestep.config.section import SOURCE_NAME, Count, ImportPath, NotNegative, Positive, Section, SourceName, by_type
 
 
 class HeadConfig(Section):
@@ -262,6 +262,45 @@ EnvironmentConfig = create_model(
 )
 
 
+class DatasetPrompts(Section):
+    dataset: str
+    """A directory that save_to_disk wrote, a file or a directory of files (Parquet, JSON lines, CSV), or a name on the
+    Hugging Face hub."""
+    subset: str | None = None
+    """The configuration of a dataset that has several."""
+    split: str | None = None
+    """The split, such as train, or train[:1000]. null: the only one."""
+    revision: str | None = None
+    """Of a dataset on the hub: the commit, the tag or the branch. null: the newest."""
+    columns: dict[str, str] | None = None
+    """The fields of a prompt, each with the column that it is taken from. null: all columns under their own names."""
+    template: str | list[dict[str, str]] | None = None
+    """The prompt, in which {COLUMN} is the value of a column, and {{ and }} are braces: text, or chat messages with
+    role and content. null: the field prompt."""
+
+
+def _read_prompts(given: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Check one or several sources of prompts, and return them as they are."""
+    files_of(given)
+    return given
+
+
+def _source(given: Any, where: str) -> str | DatasetPrompts:
+    if isinstance(given, str):
+        return given
+    try:
+        return DatasetPrompts.model_validate(given, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        known = ", ".join(DatasetPrompts.model_fields)
+        what = "unknown" if first["type"] == "extra_forbidden" else first["msg"][:1].lower() + first["msg"][1:]
+        raise ValueError(f"prompts{where}{f'.{place}' if place else ''}: {what}: a dataset has {known}") from None
+
+
+Prompts = Annotated[str | dict[str, Any], AfterValidator(_read_prompts)]
+
+
 class CurriculumConfig(Section):
     easy: float = 1.0
     """A prompt rests as too easy when the mean reward of its group is at least this."""
@@ -272,9 +311,10 @@ class CurriculumConfig(Section):
 
 
 class SamplerBase(Section):
-    prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
-    """A JSONL file of {"prompt": text or chat messages, other fields}, or a Hugging Face dataset on disk. Several of
-    them, by name, are a mixture. null: the environment makes its own prompts."""
+    prompts: Prompts | None = None
+    """A JSONL file of {"prompt": text or chat messages, other fields}, a Hugging Face dataset on disk, or a dataset as
+    {dataset, subset, split, revision, columns, template} (docs/rollouts.md). Several of them, by name, are a mixture.
+    null: the environment makes its own prompts."""
     prompt_weights: dict[SourceName, Positive] | None = None
     """With several sources of prompts: their parts of the groups, by name, such as {math: 3, code: 1}. null: by their
     numbers of prompts."""
@@ -414,9 +454,32 @@ class ServerSampler(SamplerBase):
     sampled them. A larger share finds wrong log-probs sooner; each scored completion costs a forward pass."""
 
 
-def files_of(prompts: str | dict[str, str] | None) -> dict[str, str]:
-    """Return the files of an option `prompts`, by the names of their sources; one without a name has the name ''."""
-    return prompts if isinstance(prompts, dict) else {} if prompts is None else {"": prompts}
+def files_of(prompts: str | dict[str, Any] | None) -> dict[str, str | DatasetPrompts]:
+    """Return the files and datasets of an option `prompts`, by the names of their sources; one without a name has the
+    name ''."""
+    if prompts is None:
+        return {}
+    if isinstance(prompts, str) or _is_dataset(prompts):
+        return {"": _source(prompts, "")}
+    if not prompts or (wrong := next((name for name in prompts if not SOURCE_NAME.fullmatch(name)), None)) is not None:
+        named = f"{wrong!r} is no name of a source" if prompts else "they name no source"
+        raise ValueError(f"prompts: {named}: a name has letters, digits, _, . and -")
+    return {name: _source(given, f".{name}") for name, given in prompts.items()}
+
+
+def _is_dataset(prompts: dict[str, Any]) -> bool:
+    """Return whether a mapping is a dataset, and not a mixture with a source that is named dataset."""
+    others = [value for name, value in prompts.items() if name not in DatasetPrompts.model_fields]
+    return "dataset" in prompts and not (others and all(map(_is_source, others)))
+
+
+def _is_source(value: Any) -> bool:
+    return "dataset" in value if isinstance(value, dict) else any(sign in str(value) for sign in "./")
+
+
+def place_of(source: str | DatasetPrompts) -> str:
+    """Return the file or the dataset of a source of prompts."""
+    return source if isinstance(source, str) else source.dataset
 
 
 SamplerConfig = Annotated[
@@ -424,11 +487,39 @@ SamplerConfig = Annotated[
 ]
 
 
+class EvaluationSet(Section):
+    prompts: Prompts | None = None
+    """As evaluation.prompts. null: the environment of the set makes them."""
+    reward: str | None = None
+    """As evaluation.reward. null: the set's environment, or evaluation.reward."""
+    environment: EnvironmentConfig | None = None  # type: ignore[valid-type]
+    """As sampler.environment. null: the set's reward, evaluation.reward, or what rates the sampler's completions."""
+    max_prompts: Count | None = None
+    """As evaluation.max_prompts. null: evaluation.max_prompts."""
+    samples_per_prompt: Count | None = None
+    """As evaluation.samples_per_prompt. null: evaluation.samples_per_prompt."""
+    pass_reward: float | None = None
+    """As evaluation.pass_reward. null: evaluation.pass_reward."""
+    temperature: Positive | None = None
+    """As evaluation.temperature. null: evaluation.temperature."""
+    max_new_tokens: Count | None = None
+    """As evaluation.max_new_tokens. null: evaluation.max_new_tokens."""
+
+
+def _without_nulls(sets: Any) -> Any:
+    """Leave out sets that are null, such as one of a file that the command line removes."""
+    return {name: given for name, given in sets.items() if given is not None} if isinstance(sets, dict) else sets
+
+
 class EvaluationConfig(Section):
-    prompts: str | Annotated[dict[SourceName, str], Field(min_length=1)] | None = None
+    prompts: Prompts | None = None
     """Held-out prompts that the policy answers, in the format of sampler.prompts. Of several files, by name, rewards
     are logged for each as well. null: there is evaluation.path, or the environment makes them, as it makes those of the
     sampler."""
+    sets: Annotated[dict[SourceName, EvaluationSet], Field(min_length=1), BeforeValidator(_without_nulls)] | None = None
+    """Several sets of held-out prompts by name, in place of prompts, each with a reward or an environment of its own.
+    Each is {prompts, reward or environment, max_prompts, samples_per_prompt, pass_reward, temperature,
+    max_new_tokens}; what a set leaves out is the option of this section, or the sampler's reward or environment."""
     path: str | list[str] | None = None
     """With a supervised loss: held-out documents, in the format of data.path. The logged loss is the mean over all of
     their labels."""
@@ -617,6 +708,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. 0: one checkpoint, at the end."""
     keep: Count = 3
     """How many checkpoints to keep: the newest complete ones."""
+    keep_best: str | None = None
+    """A metric of evaluations, such as evaluation/sampled_reward, or evaluation/NAME/sampled_reward of a set. The
+    checkpoint where it was best is kept beside the newest ones; an evaluation that is better than those of all
+    checkpoints is followed by one. Largest is best, and of evaluation/loss smallest. null: none."""
     hugging_face_every: Annotated[int, Field(ge=0)] | None = None
     """Also write every n-th checkpoint as a Hugging Face directory with float32 weights. 0: none; `truestep export`
     converts any checkpoint later. null: 1 if data.source is a stream or a directory, whose senders load the

@@ -1,16 +1,17 @@
-"""Prompts from a JSONL file, a Hugging Face dataset on disk or an environment, tokenised once."""
+"""Prompts from a JSONL file, a Hugging Face dataset or an environment, tokenised once."""
 
 import codecs
 import contextlib
 import json
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from truestep.errors import TruestepError
+from truestep.config.sections import DatasetPrompts
+from truestep.environments import dataset_rows
+from truestep.environments.dataset_rows import PromptError
 from truestep.files.bounded import TooLargeError, check_json, read_lines, too_long
 from truestep.files.disks import no_file
 from truestep.files.whole import LineError, exact_object
@@ -20,10 +21,6 @@ from truestep.text import printable
 # Names that fields cannot have: a reward is called as reward(prompt, completion, **fields), perhaps as a method.
 _TAKEN = ("completion", "self")
 _MOST_FIELD_SETS = 1000  # largest number of field sets that are checked against a reward's signature
-
-
-class PromptError(TruestepError):
-    pass
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,27 @@ class Prompt:
         return {"id": self.id, "prompt": self.prompt, **self.fields}
 
 
-_DICTIONARY_BATCH, _BATCH = 2, 3  # types of Arrow IPC messages
 _EXAMPLE = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
-def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None = None, name: str = "") -> list[Prompt]:
-    """Read the prompts of a file. `name` is the name of this source in a mixture."""
+def load_prompts(
+    given: str | Path | DatasetPrompts,
+    tokenizer: Any,
+    vocabulary_size: int | None = None,
+    name: str = "",
+    most: int | None = None,
+) -> list[Prompt]:
+    """Read the prompts of a file or a dataset. `name` is the name of this source in a mixture. With `most`, only the
+    first ones of a dataset are read."""
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
-    source = find_prompts(path)
+    if isinstance(given, DatasetPrompts):
+        rows = islice(dataset_rows.read(given), most)
+        return _prompts(rows, given.dataset, name or Path(given.dataset).name, False, tokenizer, vocabulary_size, name)
+    source = find_prompts(given)
     is_json = not source.is_dir()  # fields of a dataset may be of any type
-    records = _read_jsonl(source) if is_json else _read_dataset(source)
-    return _prompts(records, str(source), name or source.name, is_json, tokenizer, vocabulary_size, name)
+    records = _read_jsonl(source) if is_json else islice(dataset_rows.read_saved(source), most)
+    return _prompts(records, str(source), name or source.name, is_json, tokenizer, vocabulary_size, name)[:most]
 
 
 def prompts_of_rows(rows: Iterable[Any], tokenizer: Any, vocabulary_size: int | None = None) -> list[Prompt]:
@@ -97,16 +103,20 @@ def _prompts(
     return prompts
 
 
-def fields_of(path: str | Path) -> list[tuple[str, list[str]]]:
+def fields_of(given: str | Path | DatasetPrompts) -> list[tuple[str, list[str]]]:
     """Return each set of fields that prompts pass to the reward, with the first prompt that has it.
 
     Unreadable files give an empty list, since `load_prompts` reports their errors.
     """
     found: dict[frozenset[str], tuple[str, list[str]]] = {}
-    source = Path(path)
+    source = Path(given.dataset if isinstance(given, DatasetPrompts) else given)
     try:
         # All rows of a dataset have the same columns.
-        records = islice(_read_dataset(source), 1) if source.is_dir() else _rough_records(source)
+        records: Iterator[tuple[int, Any]]
+        if isinstance(given, DatasetPrompts):
+            records = islice(dataset_rows.read(given), 1)
+        else:
+            records = islice(dataset_rows.read_saved(source), 1) if source.is_dir() else _rough_records(source)
         for number, record in records:
             if frozenset(record) not in found and len(found) < _MOST_FIELD_SETS:
                 names = [name for name in record if name not in ("prompt", "id", *_TAKEN)]
@@ -137,9 +147,16 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
             ) from None
 
 
-def find_prompts(path: str | Path, option: str | None = None) -> Path:
-    """Return the path of the prompts if it exists. `option` is the option's name for the error message."""
-    source = Path(path)
+def find_prompts(given: str | Path | DatasetPrompts, option: str | None = None) -> Path:
+    """Return the path of the prompts if it exists; of a dataset, its name if it can be read. `option` is the option's
+    name for the error message."""
+    if isinstance(given, DatasetPrompts):
+        try:
+            next(dataset_rows.read(given), None)
+        except PromptError as error:
+            raise PromptError(f"{option}: {error}" if option else str(error)) from error
+        return Path(given.dataset)
+    source = Path(given)
     if not source.exists():
         raise PromptError(f"{option}: {source} does not exist" if option else f"{source} does not exist")
     if (kind := no_file(source)) is not None:
@@ -192,64 +209,3 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         raise PromptError(f"{where}: {error}; a prompt is an object with the field `prompt`: {_EXAMPLE}") from error
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _read_dataset(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        import datasets
-        import pyarrow as pa
-    except ImportError as error:
-        needed = "reading a dataset needs `pip install 'truestep[datasets]'`"
-        raise PromptError(f"{path} is a directory: {needed}") from error
-    _refuse_compressed(path)
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # damaged files raise KeyError, TypeError, Arrow's errors, UnicodeDecodeError
-        raise PromptError(f"{path} is not a Hugging Face dataset on disk: {printable(error)}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        raise PromptError(f"{path} holds several splits: name one, such as {path / next(iter(loaded))}")
-    try:
-        yield from enumerate(loaded, start=1)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise PromptError(f"{path} cannot be read: {printable(error)}") from error
-
-
-def _refuse_compressed(path: Path) -> None:
-    """Raise PromptError for compressed Arrow files, which could decompress to any size. `datasets` writes none."""
-    import pyarrow as pa
-
-    for file in sorted(path.rglob("*.arrow")):
-        try:
-            with pa.memory_map(str(file)) as source:
-                messages = pa.ipc.MessageReader.open_stream(source)
-                compressed = any(_is_compressed(message.metadata.to_pybytes()) for message in messages)
-        except (OSError, ValueError, pa.ArrowException, struct.error):
-            continue  # `datasets` reports the error
-        if compressed:
-            raise PromptError(f"{file} is compressed inside, and is not read: write it with `save_to_disk`")
-
-
-def _is_compressed(message: bytes) -> bool:
-    """Return whether a message of Arrow's stream format is a compressed batch.
-
-    The metadata is a flatbuffer: `header` is field 2 of a message, `data` field 1 of a dictionary batch, `compression`
-    field 3 of a record batch.
-    """
-    table = struct.unpack_from("<I", message)[0]
-    kind = _flat_field(message, table, 1)
-    batch = _flat_field(message, table, 2)
-    if kind is None or batch is None:
-        return False
-    place, number = batch + struct.unpack_from("<I", message, batch)[0], message[kind]
-    if number == _DICTIONARY_BATCH and (inner := _flat_field(message, place, 1)) is not None:
-        place, number = inner + struct.unpack_from("<I", message, inner)[0], _BATCH
-    return number == _BATCH and _flat_field(message, place, 3) is not None
-
-
-def _flat_field(content: bytes, table: int, number: int) -> int | None:
-    """Return the offset of a field's value in a flatbuffer table, or None if the table lacks the field."""
-    fields = table - struct.unpack_from("<i", content, table)[0]
-    if 4 + 2 * number >= struct.unpack_from("<H", content, fields)[0]:
-        return None
-    offset = struct.unpack_from("<H", content, fields + 4 + 2 * number)[0]
-    return table + offset if offset else None

@@ -1,9 +1,10 @@
 """Evaluation on held-out prompts: greedy and sampled completions, and their rewards."""
 
 import dataclasses
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -13,9 +14,11 @@ from truestep.environments.rewards import RewardError
 from truestep.generate.errors import BadAnswerError
 from truestep.generate.generator import DrawOptions, Generate, Generator
 from truestep.generate.play import Episode, Played, Plays
+from truestep.metrics.interval import half_width, half_width_of_means
 from truestep.rollouts.source import never
 from truestep.types import Rollout
 
+_EXAMPLES = 8  # of a line
 _EVALUATION_DRAWS = 2  # a random stream of its own, so that evaluation does not change the draws of training
 
 
@@ -27,8 +30,9 @@ class Evaluator:
     options: DrawOptions  # sampling options of the sampled completions
     samples_per_prompt: int
     seed: int
+    stream: tuple[int, ...] = ()  # of random numbers, of one of several sets
     pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k
-    examples: int = 8
+    examples: int = _EXAMPLES
     # Gets the sampled documents and `documents_seen`. Raises an error if their log-probs are not the policy's.
     compare: Callable[[Sequence[Rollout], int], None] | None = None
 
@@ -44,12 +48,15 @@ class Evaluator:
             "step": step,
             "documents_seen": documents_seen,
             "num_prompts": len(self.prompts),
-            "greedy_reward": _mean(greedy),
-            "sampled_reward": _mean(sampled),
+            "greedy_reward": _mean(greedy, 1),
+            "sampled_reward": _mean(sampled, self.samples_per_prompt),
+            "greedy_reward_ci": half_width(_of_questions(greedy, 1)),
+            "sampled_reward_ci": half_width(_of_questions(sampled, self.samples_per_prompt)),
             "greedy_reward_std": _spread(greedy),
             "sampled_reward_std": _spread(sampled),
             **self._passes([answer["reward"] for answer in sampled]),
-            **_by_source(greedy_reward=greedy, sampled_reward=sampled),
+            **_by_source("greedy_reward", greedy, 1),
+            **_by_source("sampled_reward", sampled, self.samples_per_prompt),
             **measured,
             "num_unrated": len(problems),
             "problems": list(dict.fromkeys(problems))[:3],
@@ -70,7 +77,7 @@ class Evaluator:
     ) -> tuple[list[dict[str, Any]], dict[str, float]]:
         prompts = [prompt for prompt in self.prompts for _ in range(samples)]
         episodes = [
-            Episode(prompt, options, (self.seed, _EVALUATION_DRAWS, step, number), f"evaluation {number}")
+            Episode(prompt, options, (self.seed, _EVALUATION_DRAWS, step, number, *self.stream), f"evaluation {number}")
             for number, prompt in enumerate(prompts)
         ]
         self.generator.weights(documents_seen)
@@ -95,7 +102,7 @@ class Evaluator:
         except BadAnswerError as error:
             return Played((), (), "", RewardError(f"the server's answer is bad: {error}"), truncated=True)
 
-    def _passes(self, rewards: Sequence[float | None]) -> dict[str, float]:
+    def _passes(self, rewards: Sequence[float | None]) -> dict[str, float | None]:
         """Estimate pass@k for k = 1, 2, 4, ... `rewards`: `samples_per_prompt` for each prompt, prompt after prompt."""
         if self.pass_reward is None:
             return {}
@@ -104,15 +111,69 @@ class Evaluator:
         for start in range(0, len(rewards), size):
             rated = [reward for reward in rewards[start : start + size] if reward is not None]
             counts.append((len(rated), sum(reward >= self.pass_reward for reward in rated)))
-        found = {2**power: pass_at(2**power, counts) for power in range(size.bit_length())}
-        return {f"pass@{k}": value for k, value in found.items() if value is not None}
+        line: dict[str, float | None] = {}
+        for k in (2**power for power in range(size.bit_length())):
+            if chances := pass_chances(k, counts):
+                line |= {f"pass@{k}": statistics.fmean(chances), f"pass@{k}_ci": half_width(chances)}
+        return line
 
 
-def pass_at(k: int, counts: Sequence[tuple[int, int]]) -> float | None:
-    """Return the unbiased estimate of pass@k, the mean over prompts. `counts`: for each prompt, the number of its
-    completions and how many of them pass. Prompts with fewer than k completions are left out; None: all are."""
-    chances = [1 - comb(answers - passed, k) / comb(answers, k) for answers, passed in counts if answers >= k]
-    return statistics.fmean(chances) if chances else None
+@dataclass(frozen=True)
+class EvaluatorOfSets:
+    """Evaluates several sets of held-out prompts, one after another."""
+
+    sets: Mapping[str, Evaluator]
+
+    def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
+        """Evaluate the policy on each set and return a line of evaluation.jsonl. The metrics of a set begin with its
+        name; rewards without a name are the means of the sets'."""
+        lines = {name: evaluator.run(step, documents_seen, asked_to_stop) for name, evaluator in self.sets.items()}
+        problems = [f"{name}: {problem}" for name, line in lines.items() for problem in line["problems"]]
+        shown = max(1, _EXAMPLES // len(lines))
+        return {
+            "step": step,
+            "documents_seen": documents_seen,
+            "num_prompts": sum(line["num_prompts"] for line in lines.values()),
+            **_over_sets("greedy_reward", list(lines.values())),
+            **_over_sets("sampled_reward", list(lines.values())),
+            **{f"{name}/{key}": line[key] for name, line in lines.items() for key in line if key not in _OF_THE_WHOLE},
+            "num_unrated": sum(line["num_unrated"] for line in lines.values()),
+            "problems": problems[:3],
+            "seconds": sum(line["seconds"] for line in lines.values()),
+            "examples": [{"set": name, **each} for name, line in lines.items() for each in line["examples"][:shown]],
+        }
+
+    def close(self) -> None:
+        for evaluator in self.sets.values():
+            evaluator.close()
+
+
+_OF_THE_WHOLE = ("step", "documents_seen", "problems", "seconds", "examples")
+
+
+def _over_sets(metric: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the mean of the sets' means, each of which counts once, with its interval, and the standard deviation with
+    which so many prompts as all sets have would give the same error."""
+    means, spreads = [line[metric] for line in lines], [line[f"{metric}_std"] for line in lines]
+    sizes = [line["num_prompts"] for line in lines]
+    if None in means:
+        return {metric: None, f"{metric}_ci": None, f"{metric}_std": None}
+    error = None
+    if None not in spreads:
+        error = math.hypot(*(spread / math.sqrt(size) for spread, size in zip(spreads, sizes, strict=True))) / len(
+            means
+        )
+    return {
+        metric: statistics.fmean(means),
+        f"{metric}_ci": half_width_of_means([line[f"{metric}_ci"] for line in lines]),
+        f"{metric}_std": None if error is None else error * math.sqrt(sum(sizes)),
+    }
+
+
+def pass_chances(k: int, counts: Sequence[tuple[int, int]]) -> list[float]:
+    """Return the unbiased estimate of pass@k for each prompt. `counts`: for each prompt, the number of its completions
+    and how many of them pass. Prompts with fewer than k completions are left out."""
+    return [1 - comb(answers - passed, k) / comb(answers, k) for answers, passed in counts if answers >= k]
 
 
 def _answered(prompt: Prompt, played: Played) -> dict[str, Any]:
@@ -125,23 +186,26 @@ def _answered(prompt: Prompt, played: Played) -> dict[str, Any]:
     return {**answer, "reward": float(played.rating)}
 
 
-def _by_source(**answers: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the mean rewards of each source, if the prompts come from several sources."""
-    names = dict.fromkeys(answer["source"] for each in answers.values() for answer in each if "source" in answer)
-    return {
-        f"{metric}/{name}": _mean([answer for answer in each if answer["source"] == name])
-        for metric, each in answers.items()
-        for name in names
-    }
+def _by_source(metric: str, answers: Sequence[dict[str, Any]], samples: int) -> dict[str, float | None]:
+    """Return the mean reward of each source, if the prompts come from several sources."""
+    names = dict.fromkeys(answer["source"] for answer in answers if "source" in answer)
+    return {f"{metric}/{name}": _mean([one for one in answers if one["source"] == name], samples) for name in names}
 
 
 def _rewards(answers: Sequence[dict[str, Any]]) -> list[float]:
     return [answer["reward"] for answer in answers if answer["reward"] is not None]
 
 
-def _mean(answers: Sequence[dict[str, Any]]) -> float | None:
-    rated = _rewards(answers)
-    return sum(rated) / len(rated) if rated else None
+def _of_questions(answers: Sequence[dict[str, Any]], samples: int) -> list[float]:
+    """Return the mean reward of each question that has a rated answer. Questions are independent, and the answers to
+    one question are not, so the mean of all and its interval are made of these."""
+    asked = [_rewards(answers[start : start + samples]) for start in range(0, len(answers), samples)]
+    return [statistics.fmean(rewards) for rewards in asked if rewards]
+
+
+def _mean(answers: Sequence[dict[str, Any]], samples: int) -> float | None:
+    asked = _of_questions(answers, samples)
+    return statistics.fmean(asked) if asked else None
 
 
 def _spread(answers: Sequence[dict[str, Any]]) -> float | None:

@@ -1,7 +1,7 @@
 """The specifications of a report's charts: their metrics and how they are drawn."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from truestep.report.runs import Run
@@ -196,9 +196,11 @@ def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Chart
     if group == "Reward":
         parts = {key: printable(key.partition("/")[2], 60) for key in logged if key.startswith("rewards/")}
         evaluated = dict.fromkeys(key for run in runs for key in run.evaluations.names)
-        passed = {key: printable(key, 20) for key in evaluated if re.fullmatch(r"pass@\d+", key)}
+        passed = {key: printable(key, 80) for key in evaluated if re.fullmatch(r"(.+/)?pass@\d+", key)}
+        of_sets = {kind: _of_sets(f"{kind}_reward", evaluated) for kind in ("greedy", "sampled")}
         specs = [
             ChartSpec("Parts of the reward", parts, unit="mean", compare_each=True),
+            *(ChartSpec(f"Held-out sets, {kind}", of_sets[kind], "mean", True, compare_each=True) for kind in of_sets),
             ChartSpec("pass@k", passed, "share of prompts", from_evaluation=True, compare_each=True, from_zero=True),
             ChartSpec("Held-out loss", {"loss": "loss"}, unit="mean of labels", from_evaluation=True),
         ]
@@ -215,6 +217,10 @@ def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[Chart
         old = {key: name for key, name in _OLD_TIMES.items() if key in logged}
         return [ChartSpec("Where the time goes", old, "seconds", compare_each=True, from_zero=True)] if old else []
     return []
+
+
+def _of_sets(metric: str, evaluated: Iterable[str]) -> dict[str, str]:
+    return {key: printable(key.rpartition("/")[0], 60) for key in evaluated if key.endswith(f"/{metric}")}
 
 
 def _ended(logged: Sequence[str]) -> ChartSpec:

@@ -65,8 +65,10 @@ def _row(prompt: str, cells: Sequence[tuple[Record, Record]]) -> str:
         columns += (
             f'<div><div class="head">{head}</div><div class="text">{_shown(_text(example, "completion"))}</div></div>'
         )
+    of_set = _text(cells[0][1], "set")
+    head = f"Prompt of {escape(of_set[:60])}" if of_set else "Prompt"
     return (
-        f'<div class="example"><div class="head">Prompt</div><div class="text">{_shown(prompt)}</div>'
+        f'<div class="example"><div class="head">{head}</div><div class="text">{_shown(prompt)}</div>'
         f'<div class="pair">{columns}</div></div>\n'
     )
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from truestep.metrics.best import PREFIX, Best, step_of
 from truestep.report.formats import format_compact, format_duration, format_number
 from truestep.report.runs import Run, is_finite
 from truestep.report.tables import Table
+from truestep.text import printable
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 RATIO_KEYS = ("ratio_new_old", "min_ratio_new_old", "max_ratio_new_old")
@@ -80,8 +82,9 @@ def facts(run: Run) -> list[Figure]:
     ]
 
 
-def tiles(run: Run) -> list[Figure]:
-    """List the numbers about the result of the run: rewards, ratios, gradient norm, rejected records."""
+def tiles(run: Run, with_best: bool = False) -> list[Figure]:
+    """List the numbers about the result of the run: rewards, ratios, gradient norm, rejected records, the best
+    checkpoint."""
     recent = run.values("reward")[-10:]
     rejected = run.rejected.total
     clipped, norms = run.values("clipped_ratio_fraction"), run.values("grad_norm")
@@ -106,6 +109,7 @@ def tiles(run: Run) -> list[Figure]:
             f"largest: {format_number(max(norms), 3)}" if norms else "",
         ),
         Figure("Rejected records", format_number(rejected), "reasons below" if rejected else ""),
+        *([best_tile(run)] if with_best else []),
     ]
 
 
@@ -125,9 +129,32 @@ def _held_out_tile(run: Run, key: str, label: str) -> Figure:
         return Figure(label, format_reward(rewards[0]), "one evaluation")
     rise = rewards[-1] - rewards[0]
     change = ("+" if rise >= 0 else "") + format_reward(rise)
-    prompts = run.evaluations.value(len(run.evaluations) - 1, "num_prompts")
+    last = len(run.evaluations) - 1
+    prompts, error = run.evaluations.value(last, "num_prompts"), run.evaluations.value(last, f"{key}_ci")
     over = f" over {format_number(prompts)} prompts" if prompts else ""
-    return Figure(label, f"{format_reward(rewards[0])} {ARROW} {format_reward(rewards[-1])}", change + over)
+    interval = f" \N{PLUS-MINUS SIGN}{format_reward(error)}" if is_finite(error) else ""  # of 95%, of the last value
+    return Figure(label, f"{format_reward(rewards[0])} {ARROW} {format_reward(rewards[-1])}{interval}", change + over)
+
+
+def keeps_best(run: Run) -> bool:
+    return run.option("checkpoint", "keep_best") is not None
+
+
+def best_tile(run: Run) -> Figure:
+    """Return the checkpoint that checkpoint.keep_best kept."""
+    label, metric = "Best checkpoint", run.option("checkpoint", "keep_best")
+    if not isinstance(metric, str):
+        return Figure(label, format_number(None))
+    best, key = Best(metric), metric.removeprefix(PREFIX)
+    for place in range(len(run.evaluations)):
+        names = (key, f"{key.rpartition('/')[0]}/num_unrated", "num_unrated")
+        known = {name: value for name in names if (value := run.evaluations.value(place, name)) is not None}
+        best.add({"step": int(run.evaluations.steps[place]), **known})
+    kept = best.checkpoint(sorted((run.path / "checkpoints").glob("step-*")))
+    if kept is None or (step := step_of(kept)) is None:
+        return Figure(label, format_number(None), "none is kept yet")
+    said, better = f"{printable(metric, 60)} {format_number(best.values[step], 3)}", best.better_than(kept)
+    return Figure(label, f"step {format_number(step)}", said if better is None else f"{said}; {better}")
 
 
 def _last_step(run: Run) -> str:

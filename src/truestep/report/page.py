@@ -8,7 +8,7 @@ from truestep.files.whole import write_text_whole
 from truestep.report.chart_specs import GROUPS, groups_for
 from truestep.report.charts import Chart, charts_of
 from truestep.report.examples import examples_html
-from truestep.report.figures import facts, tiles
+from truestep.report.figures import facts, keeps_best, tiles
 from truestep.report.formats import format_number
 from truestep.report.health import Health, health
 from truestep.report.numbers import numbers_html
@@ -30,9 +30,9 @@ MARKS = {
 }
 
 
-def write_report(runs: Sequence[Path], output: Path, *, title: str | None = None) -> Path:
+def write_report(runs: Sequence[str | Path], output: str | Path, *, title: str | None = None) -> Path:
     """Write the page of one run, or of a comparison of several runs, and return its path."""
-    return write_text_whole(Path(output), page_html(runs, title))
+    return write_text_whole(Path(output), page_html([Path(run) for run in runs], title))
 
 
 def page_html(paths: Sequence[Path], title: str | None = None) -> str:
@@ -133,7 +133,7 @@ def _tiles(run: Run) -> str:
         f'<div class="tile"><dt>{escape(tile.label)}</dt><dd>{_signed(tile.value)}</dd>'
         + (f'<dd class="detail">{_signed(tile.detail)}</dd>' if tile.detail else "")
         + "</div>\n"
-        for tile in tiles(run)
+        for tile in tiles(run, keeps_best(run))
     )
     return f'<dl class="tiles">\n{items}</dl>\n'
 
@@ -144,7 +144,7 @@ def _comparison(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         head += f'<th scope="col">{_swatch(index)}{escape(run.name)}<small>{escape(str(run.path))}</small></th>'
     body = ""
-    for row in zip(*([*tiles(run), *facts(run)] for run in runs), strict=True):
+    for row in zip(*([*tiles(run, any(map(keeps_best, runs))), *facts(run)] for run in runs), strict=True):
         # The label of the first ratio's tile contains its step, which may differ between runs.
         label = row[0].label if len({cell.label for cell in row}) == 1 else row[0].label.split(" at step")[0]
         body += f'<tr><th scope="row">{escape(label)}</th>'

@@ -12,7 +12,7 @@ import torch
 from truestep.config.describe import show_value
 from truestep.config.load import ConfigError, load_config
 from truestep.config.schema import Config
-from truestep.config.sections import InProcessSampler, ServerSampler, files_of
+from truestep.config.sections import InProcessSampler, ServerSampler, files_of, place_of
 from truestep.errors import TruestepError
 from truestep.files.whole import count_lines
 from truestep.generate.read import stop_ids
@@ -153,7 +153,7 @@ def _documents(config: Config, source: Source) -> str:
         by = "here" if isinstance(sampler, InProcessSampler) else _servers(sampler)
         group = config.data.group_size
         files = files_of(sampler.prompts).values()
-        place = ", ".join(map(printable, files)) or "the environment"
+        place = ", ".join(printable(place_of(file)) for file in files) or "the environment"
         return f"{count}prompts of {place}, {group} completions of each, sampled {by}"
     if isinstance(source, FileSource):
         times = f", {source.epochs} times" if source.epochs > 1 else ""
@@ -188,14 +188,18 @@ def longer_by(config: Config, steps_made: int) -> str | None:
     return "data.epochs" if config.data.path is not None else None
 
 
-def what_next(directory: Path, finished: bool, longer: str | None, command: Sequence[str]) -> list[str]:
-    """List the commands that are useful after a run. `command` is the training command as a list of words, and `longer`
-    the option that makes a finished run longer."""
+def what_next(
+    directory: Path, finished: bool, longer: str | None, command: Sequence[str], best: Path | None = None
+) -> list[str]:
+    """List the commands that are useful after a run. `command` is the training command as a list of words, `longer` the
+    option that makes a finished run longer, `best` the checkpoint that was kept because it is the best."""
     run = str(directory)
     rows = {
         "the page of this run": ["truestep", "report", run],
         "its model, for other programs": ["truestep", "export", run, "--output", "DIRECTORY"],
     }
+    if best is not None:
+        rows[f"its best one, of {best.name}"] = ["truestep", "export", run, "--best", "--output", "DIRECTORY"]
     if not finished:
         rows["go on from here"] = list(command)
     elif longer is not None:

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.environments.printed import PrintedLog
-from truestep.generate.evaluate import Evaluator
+from truestep.files.whole import read_json_lines
 from truestep.generate.servers.started import StartedServers
+from truestep.metrics.best import Best
 from truestep.metrics.sinks import Sink
 from truestep.model.policy import Policy
 from truestep.plan.exhausted import exhaustion_explained
@@ -50,11 +51,10 @@ from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progre
 from truestep.run.directory import RunDirectory
 from truestep.run.notes import options_before, run_notes, what_runs
 from truestep.run.terminal.display import Display
-from truestep.run.trainer import RunState, Trainer, TrainingError
+from truestep.run.trainer import Evaluates, RunState, Trainer, TrainingError
 from truestep.step.before.annotators import Annotators
 from truestep.step.before.check import SamplerCheck
 from truestep.step.compute.runner import StepRunner
-from truestep.step.held_out import HeldOutLoss
 from truestep.step.learner import Learner
 from truestep.step.plan.ahead import PlansAhead
 from truestep.step.plan.queue import PlanQueue
@@ -137,7 +137,7 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks)
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best))
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
@@ -181,10 +181,18 @@ def _make_trainer(
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
+        state=_state(progress, queue, _evaluated_before(config, store, directory, ranks), latest),
         put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
     )
+
+
+def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> int | None:
+    """Tell the store which of its checkpoints is the best. Return the step before the last evaluation."""
+    metric = config.checkpoint.keep_best
+    if metric is not None:
+        store.evaluated_before(ranks.share(lambda: Best(metric, read_json_lines(directory.evaluations)).values))
+    return ranks.share(directory.last_evaluated)
 
 
 def _start_servers(
@@ -211,7 +219,7 @@ def _make_data(
     raters: Raters,
     say: Callable[[str], None],
     started: StartedServers | None,
-) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluator | HeldOutLoss | None]:
+) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluates | None]:
     policy = runner.policy
     supply = make_supply(config, policy, ranks, raters, started)
     check = make_check(config, runner, supply.servers, say)
@@ -290,15 +298,17 @@ def _save_rule(config: Config) -> SaveRule:
 
 
 def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """Find the newest undamaged checkpoint. Rename newer, damaged checkpoints and return a warning for each."""
+    """Find the newest undamaged checkpoint. Rename newer, damaged checkpoints and return a warning for each. A run does
+    not go on by itself from a checkpoint that was kept only as the best, which may be thousands of steps older."""
     ranks.share(lambda: directory.lock() if directory.path.exists() else None)
     said: list[str] = []
+    newest = ranks.share(store.newest)
     while (latest := ranks.share(store.latest)) is not None:
         damage = _damage_of(latest, ranks)
         if damage is None:
             break
         before = ranks.share(partial(store.before, latest))
-        if before is None:
+        if before is None or (store.keeps_best and before not in newest):
             raise _damaged(latest, damage)
         kept = ranks.share(partial(store.put_aside, latest))
         said.append(

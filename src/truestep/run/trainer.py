@@ -201,7 +201,7 @@ class Trainer:
             self._train(planned.plan, start, {"data_wait_time": waited, **planned.taken.measured})
             if self._evaluation_due():
                 self._evaluate()
-            if self.save_rule.due(self.step):
+            if self.save_rule.due(self.step) or self._is_best():
                 self._save()
             elif self.save_rule.every > 0 and not self.save_rule.never:
                 self.saves.prepare(self.policy, lambda: optimizer_parts(self.optimizer, self.policy.weights))
@@ -338,6 +338,11 @@ class Trainer:
     def _lacks_evaluation(self) -> bool:
         return self.evaluator is not None and self.state.last_evaluated != self.step
 
+    def _is_best(self) -> bool:
+        """Return whether the run was evaluated after this step, with the best result so far."""
+        evaluated = self.evaluator is not None and self.state.last_evaluated == self.step
+        return evaluated and self.ranks.share(lambda: self.checkpoints.wants(self.step))
+
     def _evaluate(self) -> None:
         if self.evaluator is None:
             return
@@ -350,6 +355,7 @@ class Trainer:
             return
         self.state.last_evaluated = self.step
         self.directory.record_evaluation(line)
+        self.checkpoints.evaluated(line)
         self.observers.evaluated(line)
 
     def _save(self) -> None:

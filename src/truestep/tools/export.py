@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from truestep.config.load import load_config
 from truestep.errors import TruestepError
 from truestep.files.disks import writing
-from truestep.files.whole import sync_directory, sync_tree
+from truestep.files.whole import read_json_lines, sync_directory, sync_tree
+from truestep.metrics.best import Best
 from truestep.model.adapter import Adapter, AdapterSource, is_adapters, merged
 from truestep.model.adapter_files import base_of, is_adapter, write_adapter
 from truestep.model.loading.read import read_model
@@ -36,11 +38,12 @@ def export(
     *,
     model: Path | None = None,
     adapter_alone: bool = False,
+    best: bool = False,
 ) -> Path:
     """Export the checkpoint at `source`, or the latest one of the run there, to `output`, atomically. Return the
-    checkpoint. An adapter is merged into its base model, at `model` or where the checkpoint says; with `adapter_alone`
-    it is written alone, in peft's format."""
-    checkpoint = _checkpoint_of(source)
+    checkpoint. With `best`, it is the run's best one by its checkpoint.keep_best. An adapter is merged into its base
+    model, at `model` or where the checkpoint says; with `adapter_alone` it is written alone, in peft's format."""
+    checkpoint = _best_of(source) if best else _checkpoint_of(source)
     adapter = AdapterSource(path=checkpoint) if is_adapter(checkpoint) else None
     base = checkpoint if adapter is None else model or base_of(checkpoint)
     if adapter is None and (model is not None or adapter_alone):
@@ -111,3 +114,29 @@ def _checkpoint_of(source: Path) -> Path:
     if latest is None:
         raise ExportError(f"{source} is neither a checkpoint nor a run's directory with a complete checkpoint")
     return latest
+
+
+def _best_of(source: Path) -> Path:
+    """Return the best checkpoint of a run's directory, by the metric that its config.yaml names."""
+    run, known = RunDirectory(source), best_known(source)
+    best = CheckpointStore(run.checkpoints, 1, known).best()
+    if best is None:
+        raise ExportError(
+            f"{source} has no complete checkpoint with a {known.metric} in evaluation.jsonl, of an evaluation in "
+            "which every completion was rated"
+        )
+    return best
+
+
+def best_known(source: Path) -> Best:
+    """Return the evaluations of a run's directory by the metric of its checkpoint.keep_best."""
+    run = RunDirectory(source)
+    if not run.config.is_file():
+        raise ExportError(f"--best is for a run's directory: {source} has no config.yaml")
+    metric = load_config(run.config).checkpoint.keep_best
+    if metric is None:
+        raise ExportError(
+            f"{source} keeps no best checkpoint, since its checkpoint.keep_best is null. Name a checkpoint of "
+            f"{run.checkpoints}, or leave out --best for the newest"
+        )
+    return Best(metric, read_json_lines(run.evaluations))

@@ -1,11 +1,14 @@
 """Makes the evaluation of held-out prompts or of held-out documents."""
 
 import dataclasses
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 
-from truestep.config.schema import Config
+from truestep.config.schema import Config, of_sets
+from truestep.config.sections import EvaluationConfig
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
-from truestep.generate.evaluate import Evaluator
+from truestep.generate.evaluate import Evaluator, EvaluatorOfSets
 from truestep.generate.generator import DrawOptions, Generator
 from truestep.generate.read import stop_ids
 from truestep.generate.servers.shared import SharedServers
@@ -17,37 +20,55 @@ from truestep.run.assemble.sources import held_out_documents, read_prompts
 from truestep.run.assemble.step import make_objective, make_rule, make_runner
 from truestep.step.before.check import SamplerCheck
 from truestep.step.held_out import HeldOutLoss
+from truestep.types import Rollout
 
 
 def make_evaluator(
     config: Config, policy: Policy, raters: Raters, servers: SharedServers | None, check: SamplerCheck | None
-) -> Evaluator | HeldOutLoss | None:
-    evaluation, sampler = config.evaluation, config.sampler
-    if evaluation is not None and evaluation.path is not None:
-        return _make_held_out_loss(config, policy)
-    plays = make_plays(config, policy, raters, evaluates=True)
-    if evaluation is None or plays is None:
+) -> Evaluator | EvaluatorOfSets | HeldOutLoss | None:
+    evaluation = config.evaluation
+    if evaluation is None:
         return None
-    max_new_tokens = evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512)
-    made = made_rows(config, policy.weights.ranks, raters, evaluates=True)
-    held_out = read_prompts(evaluation.prompts, made, policy, evaluation.max_prompts)
+    if evaluation.path is not None:
+        return _make_held_out_loss(config, policy)
+    sets = of_sets(config)
     generator: Generator
     if evaluation.servers:
         assert servers is not None
         generator = servers
     else:
-        exact = getattr(sampler, "exact", False)  # sampling and evaluation share one engine
-        rows, waves = evaluation.batch_size, config.deterministic
-        longest = 0 if evaluation.reward is not None else longest_conversation(sampler)
-        settings = EngineSettings(rows, longest, evaluation.engine, exact, waves=waves)
-        generator = EngineGenerator(policy, settings)
+        generator = EngineGenerator(policy, _engine_settings(config, evaluation, sets.values()))
+    compare = check.answers if check is not None and evaluation.servers else None
+    made = {name: _make_evaluator(alone, policy, raters, generator, compare, name) for name, alone in sets.items()}
+    return made[""] if evaluation.sets is None else EvaluatorOfSets(made)
+
+
+def _engine_settings(config: Config, evaluation: EvaluationConfig, sets: Iterable[Config]) -> EngineSettings:
+    samplers = [alone.sampler for alone in sets if alone.evaluation is not None and alone.evaluation.reward is None]
+    longest = max(map(longest_conversation, samplers), default=0)
+    exact = getattr(config.sampler, "exact", False)  # sampling and evaluation share one engine
+    return EngineSettings(evaluation.batch_size, longest, evaluation.engine, exact, waves=config.deterministic)
+
+
+def _make_evaluator(
+    config: Config,
+    policy: Policy,
+    raters: Raters,
+    generator: Generator,
+    compare: Callable[[Sequence[Rollout], int], None] | None,
+    name: str,
+) -> Evaluator:
+    evaluation, sampler = config.evaluation, config.sampler
+    plays = make_plays(config, policy, raters, evaluates=True)
+    assert evaluation is not None and plays is not None
+    made = made_rows(config, policy.weights.ranks, raters, evaluates=True)
     return Evaluator(
         generator=generator,
-        prompts=held_out,
+        prompts=read_prompts(evaluation.prompts, made, policy, evaluation.max_prompts),
         plays=plays,
         options=DrawOptions(
             temperature=evaluation.temperature,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=evaluation.max_new_tokens or (sampler.max_new_tokens if sampler else 512),
             stop_ids=stop_ids(policy),
             top_p=evaluation.top_p,
             top_k=evaluation.top_k,
@@ -56,8 +77,9 @@ def make_evaluator(
         ),
         samples_per_prompt=evaluation.samples_per_prompt,
         seed=config.seed,
+        stream=(zlib.crc32(name.encode()),) if name else (),
         pass_reward=evaluation.pass_reward,
-        compare=check.answers if check is not None and evaluation.servers else None,
+        compare=compare,
     )
 
 

@@ -3,13 +3,14 @@
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from truestep.config import held
-from truestep.config.schema import Config, makes_held_out_prompts
-from truestep.config.sections import EvaluationConfig, SamplerBase, files_of
+from truestep.config.schema import Config, makes_held_out_prompts, of_sets
+from truestep.config.sections import DatasetPrompts, EvaluationConfig, SamplerBase, files_of
 from truestep.environments.adapters import ADAPTERS, ASKING
 from truestep.environments.episodes import program
 from truestep.environments.episodes.service import EpisodeService, check_environment
@@ -36,17 +37,17 @@ class Raters:
 
     say: Callable[[str], None] | None = None  # shows a message if a reward fails on its first completion
     printed: PrintedLog | None = None  # keeps the output that rewards print
-    made: dict[tuple[WorkerOptions, int], Rater | EpisodeService] = field(default_factory=dict)
+    made: dict[tuple[WorkerOptions, int, str], Rater | EpisodeService] = field(default_factory=dict)
     sampled_from: set[str] = field(default_factory=set)  # prompts that the environment made for sampling, as JSON
 
     def of(self, options: tuple[WorkerOptions, int]) -> Rater:
-        made = self.made.get(options) or self.made.setdefault(options, Rater(*options, self.say, self.printed))
+        made = self.made.setdefault((*options, ""), Rater(*options, self.say, self.printed))
         assert isinstance(made, Rater)
         return made
 
     def environments_of(self, options: tuple[WorkerOptions, int], arguments: dict[str, Any]) -> EpisodeService:
         new = EpisodeService(*options, arguments, self.say, self.printed)
-        made = self.made.setdefault(options, new)
+        made = self.made.setdefault((*options, _written(arguments)), new)
         assert isinstance(made, EpisodeService)
         return made
 
@@ -60,7 +61,11 @@ class Raters:
     @property
     def notes(self) -> list[str]:
         """A message for each service on the isolation of its reward processes."""
-        return list(dict.fromkeys(_isolation_note(options) for options, _ in self.made))
+        return list(dict.fromkeys(_isolation_note(options) for options, *_ in self.made))
+
+
+def _written(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, sort_keys=True, default=repr)
 
 
 _DEFAULTS: dict[str, Any] = {  # used by an evaluation without a sampler; `_rewards` relies on the order of the keys
@@ -182,35 +187,43 @@ def _rewards(section: str, reward: str, given: dict[str, Any], ranks: Ranks) -> 
     return WorkerOptions(reward, timeout, size, variables, section, isolation, places, network, objects), count
 
 
+@dataclass
+class _Checked:
+    """Worker options that are checked once, with all that is called through them."""
+
+    fields: list[str | DatasetPrompts] = field(default_factory=list)  # the files whose fields a reward gets
+    environments: dict[str, tuple[dict[str, Any], list[bool]]] = field(default_factory=dict)
+    """By their arguments: the arguments, and whether prompts that the environment makes are held out."""
+
+
 def check_rewards(config: Config, ranks: Ranks) -> None:
     """Raise if a reward cannot be imported or an environment variable is missing, before the model is loaded."""
-    sections = (
-        (config.sampler, sampler_rewards(config, ranks), _environment(config, False)),
-        (config.evaluation, evaluation_rewards(config, ranks), _environment(config, True)),
-    )
-    prompts: dict[tuple[WorkerOptions, int], list[str]] = {}
-    environments: dict[WorkerOptions, list[bool]] = {}  # whether prompts that they make are held out
-    for section, found, environment in sections:
-        if section is not None and found is not None:
-            prompts.setdefault(found, []).extend(files_of(section.prompts).values())
-            if environment is not None:
-                made = [section is not config.sampler] if section.prompts is None else []
-                environments.setdefault(found[0], []).extend(made)
-    for (options, _), files in prompts.items():
+    found: dict[tuple[WorkerOptions, int], _Checked] = {}
+    uses = [(config, False), *((alone, True) for alone in of_sets(config).values())]
+    for given, evaluates in uses:
+        section = given.evaluation if evaluates else given.sampler
+        rewards = evaluation_rewards(given, ranks) if evaluates else sampler_rewards(given, ranks)
+        if section is None or rewards is None:
+            continue
+        checked, environment = found.setdefault(rewards, _Checked()), _environment(given, evaluates)
+        checked.fields.extend(files_of(section.prompts).values())
+        if environment is not None:
+            arguments = _arguments(environment)
+            made = checked.environments.setdefault(_written(arguments), (arguments, []))[1]
+            made.extend([evaluates] if section.prompts is None else [])
+    for (options, _), checked in found.items():
         for name in options.environment:
             if name not in os.environ:
                 raise RewardError(f"{options.section}.reward_environment: the environment has no variable {name}")
         _check_isolation(options)
+        ranks.share(partial(_check_calls, options, checked, str(config.seed)))
 
-        def check(options: WorkerOptions = options, files: Sequence[str] = files) -> None:
-            if options in environments:
-                assert config.sampler is not None and config.sampler.environment is not None
-                arguments = _arguments(config.sampler.environment)
-                check_environment(options, arguments, environments[options], str(config.seed))
-                return
-            check_reward(options, [fields for file in files for fields in fields_of(file)])
 
-        ranks.share(check)
+def _check_calls(options: WorkerOptions, checked: _Checked, seed: str) -> None:
+    for arguments, held_out in checked.environments.values():
+        check_environment(options, arguments, held_out, seed)
+    if not checked.environments:
+        check_reward(options, [fields for file in checked.fields for fields in fields_of(file)])
 
 
 def _check_isolation(options: WorkerOptions) -> None:

@@ -30,7 +30,8 @@ def make_sinks(config: Config, directory: RunDirectory, display: Display, title:
         directory.path.mkdir(parents=True, exist_ok=True)
         sinks.append(load_custom("logging.custom_sinks", name)(directory.path, options, done))
     if logging.console:
-        sinks.append(ConsoleSink(display, steps=config.schedule.steps, done=done, title=title))
+        sets = list((config.evaluation and config.evaluation.sets) or ())
+        sinks.append(ConsoleSink(display, steps=config.schedule.steps, done=done, title=title, sets=sets))
     return sinks
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from truestep.config.custom import check_options, load_custom
-from truestep.config.schema import Config
+from truestep.config.schema import Config, of_sets
 from truestep.config.sections import (
     CustomSource,
     DirectorySource,
@@ -78,9 +78,13 @@ def check_inputs(config: Config, ranks: Ranks) -> None:
         expand_paths(config.evaluation.path)
     if data.source is not None and ranks.first:
         make_transport(data.source).close()
-    for name, section in (("sampler", sampler), ("evaluation", config.evaluation)):
-        for source, file in files_of(None if section is None else section.prompts).items():
-            find_prompts(file, f"{name}.prompts.{source}" if source else f"{name}.prompts")
+    asked = {"sampler": None if sampler is None else sampler.prompts}
+    for name, alone in of_sets(config).items():
+        section = f"evaluation.sets.{name}" if name else "evaluation"
+        asked[section] = None if alone.evaluation is None else alone.evaluation.prompts
+    for section, prompts in asked.items():
+        for source, file in files_of(prompts).items():
+            find_prompts(file, f"{section}.prompts.{source}" if source else f"{section}.prompts")
     check_rewards(config, ranks)
     if isinstance(sampler, ServerSampler) and ranks.first:
         server_maker(sampler)
@@ -272,7 +276,7 @@ def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
 
 
 def read_prompts(
-    given: str | dict[str, str] | None, rows: list[dict[str, Any]] | None, policy: Policy, most: int | None = None
+    given: str | dict[str, Any] | None, rows: list[dict[str, Any]] | None, policy: Policy, most: int | None = None
 ) -> list[Prompt]:
     """Return the prompts of files, or those that the environment made; with `most`, the first ones of each."""
     if rows is not None:
@@ -280,7 +284,7 @@ def read_prompts(
     return [
         prompt
         for source, file in files_of(given).items()
-        for prompt in load_prompts(file, policy.tokenizer, policy.vocabulary_size, source)[:most]
+        for prompt in load_prompts(file, policy.tokenizer, policy.vocabulary_size, source, most)
     ]
 
 

@@ -25,6 +25,7 @@ import torch
 from truestep.files.disks import writing
 from truestep.files.tensors import write_image
 from truestep.files.whole import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
+from truestep.metrics.best import Best, step_of
 from truestep.model import towers
 from truestep.model.adapter import Adapter, is_adapters
 from truestep.model.adapter_files import write_adapter
@@ -111,13 +112,21 @@ class Written:
 class CheckpointStore:
     """The checkpoints of a run, complete or being written."""
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, best: Best | None = None):
         self._directory = directory
         self._keep = keep
+        self._best = best or Best()
+        self._under_way: Path | None = None  # the checkpoint that is written, or was written last
 
     def complete(self) -> list[Path]:
-        """List the complete checkpoints, oldest first."""
-        return sorted(path for path in self._directory.glob("step-*") if _is_complete(path))
+        """List the complete checkpoints, oldest first. Directories of other names, such as copies, are none."""
+        return sorted(
+            path for path in self._directory.glob("step-*") if step_of(path) is not None and _is_complete(path)
+        )
+
+    def newest(self) -> list[Path]:
+        """List the newest complete checkpoints, as many as the run keeps. Older ones are there only as the best."""
+        return self.complete()[-self._keep :]
 
     def before(self, checkpoint: Path) -> Path | None:
         """Return the newest complete checkpoint that is older than this one."""
@@ -125,6 +134,27 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         return next(reversed(self.complete()), None)
+
+    @property
+    def keeps_best(self) -> bool:
+        return self._best.metric is not None
+
+    def best(self) -> Path | None:
+        """Return the checkpoint whose evaluation was best; None if the run keeps none."""
+        return self._best.checkpoint(self.complete())
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Take note of an evaluation, which says which checkpoint is the best."""
+        self._best.add(line)
+
+    def evaluated_before(self, values: Mapping[int, float]) -> None:
+        """Take note of the values of earlier evaluations, by step."""
+        self._best.values.update(values)
+
+    def wants(self, step: int) -> bool:
+        """Return whether a checkpoint after this step would be the best one."""
+        under_way = [] if self._under_way is None else [self._under_way]
+        return self._best.is_best(step, [*self.complete(), *under_way])
 
     def final(self, step: int) -> Path:
         return self._directory / f"step-{step:08d}"
@@ -138,6 +168,7 @@ class CheckpointStore:
 
     def prepare(self, step: int) -> None:
         """Make the directory of a new checkpoint. Remove checkpoints that a kill left half-written or half-removed."""
+        self._under_way = self.final(step)
         with writing(self.partial(step)):
             self._directory.mkdir(parents=True, exist_ok=True)
             for leftover in self._directory.glob(".*.partial"):
@@ -171,7 +202,10 @@ class CheckpointStore:
         return final
 
     def _remove_old(self) -> None:
+        best = self.best()
         for old in self.complete()[: -self._keep]:
+            if old == best:
+                continue
             # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = old.with_name(f".{old.name}.partial")
             os.replace(old, doomed)

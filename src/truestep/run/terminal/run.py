@@ -1,8 +1,9 @@
 """A run's metrics: on a terminal a progress bar, the time left and the last step's metrics; in a file a line a step."""
 
+import re
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -82,7 +83,11 @@ def number_lines(line: Mapping[str, Any], width: int) -> list[str]:
 class ConsoleSink:
     """Shows a run's steps and evaluations on a terminal or in a file."""
 
-    def __init__(self, display: Display, *, steps: int | None, done: int = 0, title: str = "training"):
+    def __init__(
+        self, display: Display, *, steps: int | None, done: int = 0, title: str = "training", sets: Sequence[str] = ()
+    ):
+        """`sets`: the names of the sets of held-out prompts."""
+        self._sets = sets
         self._display, self._steps, self._title = display, steps, title
         self._line: Mapping[str, Any] = {"step": done}
         self._start = time.monotonic()
@@ -111,11 +116,8 @@ class ConsoleSink:
             text = f"held-out after step {line['step']}: loss {line['loss']:.4f} over {line['num_labels']} labels"
             self._display.say(text)
             return
-        rewards = ", ".join(
-            f"{kind} " + ("none could be rated" if reward is None else f"{reward:.3f}")
-            for kind, reward in (("greedy", line["greedy_reward"]), ("sampled", line["sampled_reward"]))
-        )
-        text = f"held-out after step {line['step']}: {rewards} over {line['num_prompts']} prompts"
+        text = f"held-out after step {line['step']}: {_rewards(line, '')} over {line['num_prompts']} prompts"
+        text += "".join(f"; {name}: {_rewards(line, f'{name}/')}" for name in self._sets)
         if line["num_unrated"]:
             text += f"; {line['num_unrated']} completions have no reward: "
             text += "; ".join(printable(problem) for problem in line.get("problems", []))
@@ -151,3 +153,18 @@ class ConsoleSink:
             return None
         since = time.monotonic() - end
         return max(0.0, (self._steps - last) * (end - start) / (last - first) - since)
+
+
+def _rewards(line: Mapping[str, Any], prefix: str) -> str:
+    """Format the held-out rewards of a set, or with an empty prefix of the whole, and pass@k of its largest k."""
+    passed = [key for key in line if re.fullmatch(rf"{re.escape(prefix)}pass@\d+", key)]
+    asked = {"greedy": f"{prefix}greedy_reward", "sampled": f"{prefix}sampled_reward"}
+    asked |= {key.removeprefix(prefix): key for key in passed[-1:]}
+    return ", ".join(f"{kind} {_with_error(line, key)}" for kind, key in asked.items())
+
+
+def _with_error(line: Mapping[str, Any], key: str) -> str:
+    value, half_width = line[key], line.get(f"{key}_ci")
+    if value is None:
+        return "none could be rated"
+    return f"{value:.3f}" + ("" if half_width is None else f" ±{half_width:.3f}")

@@ -1,59 +1,54 @@
-"""Creates a task in a new directory: prompts, a reward, a configuration, a test, and a tiny model if none is named."""
+"""Creates a task in a new directory from a template: records, a reward or an environment with its test, a
+configuration, and a tiny model if none is named."""
 
 import json
 import os
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from truestep.errors import TruestepError
 from truestep.files.whole import write_json_lines, write_text_whole
+from truestep.tools.init.tasks import CHAT_TEMPLATE, HELD_OUT, PROMPTS, TASKS, Asked, Task, words_of
+
+__all__ = ["HELD_OUT", "PROMPTS", "TEMPLATES", "init"]
 
 TEMPLATES = Path(__file__).parent / "templates"
-PROMPTS, HELD_OUT = 512, 64
-DIGITS = "0123456789"
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The numbers of the configuration that depend on the model."""
-
-    docs_per_step: int
-    steps: int
-    max_new_tokens: int
-    learning_rate: str
-
-
-TINY = Sizes(docs_per_step=64, steps=30, max_new_tokens=6, learning_rate="2.0e-3")
-REAL = Sizes(docs_per_step=128, steps=40, max_new_tokens=32, learning_rate="5.0e-6")
-
-
-def init(directory: Path, model: Path | None, seed: int = 0) -> list[Path]:
-    """Create a task in `directory`, which must be new or empty, and return its files. `model` None: create a tiny
-    one."""
+def init(directory: Path, model: Path | None, seed: int = 0, *, template: str = "reward") -> list[Path]:
+    """Create a task in `directory`, which must be new or empty, and return its files. `model` None: create a tiny one.
+    `template`: reward, math, json, tool-agent, sft or dpo-like."""
+    if template not in TASKS:
+        raise TruestepError(f"there is no template {template}: there are {', '.join(TASKS)}")
+    task, tiny = TASKS[template], model is None
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise TruestepError(f"{directory} exists already and is not empty: name a directory that is new or empty")
-    if model is not None and not (model / "config.json").is_file():
+    if model is not None:
+        _check_model(model, task, template)
+    directory.mkdir(parents=True, exist_ok=True)
+    if tiny:
+        _make_tiny_model(directory / "model", task, seed)
+    chat = task.converses if model is None else _has_chat_template(model)
+    for name, records in task.files(Asked(seed, spaced=tiny, chat=chat)).items():
+        write_json_lines(directory / name, records)
+    path = "model" if model is None else _from_directory(model, directory)
+    for name, text in _texts(path, template, task, tiny):
+        write_text_whole(directory / name, text)
+    return sorted(path for path in directory.iterdir())
+
+
+def _check_model(model: Path, task: Task, template: str) -> None:
+    if not (model / "config.json").is_file():
         raise TruestepError(
             f"--model {model}: it is no Hugging Face directory, since it has no config.json. Download a model first, "
             "for example with `hf download ORGANISATION/NAME --local-dir models/NAME`"
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    tiny = model is None
-    if tiny:
-        _make_tiny_model(directory / "model", seed)
-    chat = not tiny and _has_chat_template(model or directory)
-    stream = _problems(seed, spaced=tiny, chat=chat)
-    write_json_lines(directory / "held_out.jsonl", islice(stream, HELD_OUT))
-    write_json_lines(directory / "prompts.jsonl", islice(stream, PROMPTS))
-    path = "model" if model is None else _from_directory(model, directory)
-    for name, text in _texts(path, tiny):
-        write_text_whole(directory / name, text)
-    return sorted(path for path in directory.iterdir())
+    if task.converses and not _has_chat_template(model):
+        raise TruestepError(
+            f"--template {template} needs a model with a chat template, and {model} has none: name one that was "
+            "trained on chats, or leave out --model for a tiny one"
+        )
 
 
 def _from_directory(model: Path, directory: Path) -> str:
@@ -65,12 +60,12 @@ def _from_directory(model: Path, directory: Path) -> str:
     return path if leads_there else str(model.absolute())
 
 
-def _texts(model: str, tiny: bool) -> Iterator[tuple[str, str]]:
-    sizes = TINY if tiny else REAL
+def _texts(model: str, template: str, task: Task, tiny: bool) -> Iterator[tuple[str, str]]:
+    sizes = task.tiny if tiny else task.real
     words = {"model": json.dumps(model), "dtype": "float32" if tiny or not _has_gpu() else "bfloat16", **vars(sizes)}
-    for template in sorted(TEMPLATES.iterdir()):
-        if template.is_file():
-            yield template.name, Template(template.read_text(encoding="utf-8")).safe_substitute(words)
+    for file in sorted((TEMPLATES / template).iterdir()):
+        if file.is_file():
+            yield file.name, Template(file.read_text(encoding="utf-8")).safe_substitute(words)
 
 
 def _has_gpu() -> bool:
@@ -79,10 +74,16 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _make_tiny_model(directory: Path, seed: int) -> None:
+def _make_tiny_model(directory: Path, task: Task, seed: int) -> None:
     from truestep.tools.demo.model import make_model
 
-    make_model(directory, ("+", "=", *DIGITS), seed)
+    make_model(directory, words_of(task), seed)
+    if task.converses:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.save_pretrained(directory)
 
 
 def _has_chat_template(model: Path) -> bool:
@@ -93,18 +94,3 @@ def _has_chat_template(model: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(settings, dict) and bool(settings.get("chat_template"))
-
-
-def _problems(seed: int, *, spaced: bool, chat: bool) -> Iterator[dict[str, Any]]:
-    """Yield all sums of two numbers from 10 to 99 as prompt records, in a seeded order."""
-    pairs = [(first, second) for first in range(10, 100) for second in range(10, 100)]
-    random.Random(seed).shuffle(pairs)
-    for first, second in pairs:
-        yield {"prompt": _prompt(first, second, spaced=spaced, chat=chat), "answer": first + second}
-
-
-def _prompt(first: int, second: int, *, spaced: bool, chat: bool) -> str | Sequence[dict[str, str]]:
-    if spaced:  # the tiny model has a token for each digit, and reads words between spaces
-        return f"{' '.join(str(first))} + {' '.join(str(second))} ="
-    question = f"What is {first} + {second}? Answer with the number alone."
-    return [{"role": "user", "content": question}] if chat else f"{question}\nAnswer:"
