@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.cells import cell_len
 
 from ranks.cases import on_ranks
 from report.test_rollouts import payload
@@ -30,17 +31,19 @@ from small_runs import (
 )
 from truestep.commands.cli import main
 from truestep.config.schema import Config
-from truestep.metrics.types import Mean
+from truestep.metrics.types import Max, Mean, Min
 from truestep.rollouts.check import check_files
 from truestep.run.again import ReplayError
 from truestep.step.compute.runner import StepRunner
 from truestep.step.update.blame import only
 from truestep.step.update.gradient_clipping import gradient_norm
-from truestep.tools.replay.bisect import Bisection, bisect
+from truestep.tools.replay.bisect import Bisection, _Finder, bisect
+from truestep.tools.replay.found import wrapped
 from truestep.tools.replay.gradient_parts import Direction, GradientParts
-from truestep.tools.replay.jumps import find_jump, jump_at
+from truestep.tools.replay.jumps import Jump, find_jump, jump_at
+from truestep.tools.replay.outliers import Typical
 from truestep.tools.replay.parts import Scale, document_metrics, label_metric, labels_of, merged, places_of
-from truestep.tools.replay.search import search
+from truestep.tools.replay.search import Part, search, search_extreme
 from truestep.types import StepPlan
 
 Model = Callable[[str], Path]
@@ -140,7 +143,7 @@ def test_a_planted_document_is_found(run: Callable[..., Path], case: str) -> Non
     assert jump.usual is not None
     assert abs(found.without - jump.usual) < 0.2 * abs(jump.value - jump.usual), "without it the step is as usual"
     assert all(len(line) <= 80 for line in found.lines)
-    assert f"document {bad}, group g" in said(found) and f"r.jsonl:{int(bad[1:]) + 1}" in said(found)
+    assert f"document {bad}, group g" in said(found) and f"r.jsonl:{int(bad[1:]) + 1}" in "".join(found.text.split())
 
 
 def test_the_label_with_the_wrong_logprob_is_found(run: Callable[..., Path], tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_a_step_that_is_large_as_a_whole_is_no_documents_fault(run: Callable[...
 def test_errors_say_what_to_do(run: Callable[..., Path], tmp_path: Path) -> None:
     path = run(a_huge_advantage)
     for metric, said in (
-        ("gradnorm", r"has no metric gradnorm; did you mean grad_norm.*It has .*advantage, "),
+        ("gradnorm", r"has no metric gradnorm; did you mean grad_norm[?] It has\n  advantage, "),
         ("step_time", "step_time is made by no document"),
         ("learning_rate", "learning_rate is made by no document"),
     ):
@@ -270,7 +273,7 @@ def test_a_sampled_document_is_shown_with_its_prompt_and_texts(tmp_path: Path) -
     assert found.step == 5 and document.document.advantages is not None
     assert document.document.advantages.max() == 500.0
     number = int(str(document.document.metadata["prompt_id"]).rpartition(":")[2])
-    assert f"{tmp_path / 'p.jsonl'}:{number}" in found.text.replace("\n", "").replace("  ", "")
+    assert f"{tmp_path / 'p.jsonl'}:{number}" in "".join(found.text.split())
     assert f"prompt: {prompts[number - 1]['prompt']}" in said(found) and "completion: " in said(found)
 
 
@@ -389,6 +392,101 @@ def test_the_search_takes_log2_measurements_for_one_among_many() -> None:
         assert found.measured <= 17 * planted and found.members <= 100_000 * planted
     even = search(range(100_000), 1.0, lambda some: len(some) / 100_000, 0.1)
     assert not even.found and even.measured <= 16
+
+
+def test_where_the_search_ends_what_is_left_is_known() -> None:
+    values = [0.0] * 100_000
+    for number in range(7, 100_000, 20_011):
+        values[number] = 0.2
+    found = search(range(100_000), 1.0, partial(_total, values), 0.1, most=38)
+    assert len(found.found) == 2 and found.measured == 38
+    left = [number for one in found.left for number in one.members]
+    assert sum(one.part for one in found.left) == pytest.approx(0.6) and _total(values, left) == pytest.approx(0.6)
+    assert all(one.part < 0.1 for one in found.others)
+
+
+def test_an_extreme_is_found_in_few_measurements() -> None:
+    values = [0.0] * 1000
+    values[313] = values[700] = 9.0
+    asked: list[int] = []
+
+    def largest(some: Sequence[int]) -> float:
+        asked.append(len(some))
+        return max(values[number] for number in some)
+
+    assert sorted(one.members[0] for one in search_extreme(range(1000), largest, 5.0, most=160)) == [313, 700]
+    assert len(asked) <= 45
+    assert not search_extreme(range(1000), lambda some: 9.0, 5.0, most=160)
+
+
+def test_a_long_document_is_no_outlier_where_all_have_doubled() -> None:
+    weights = dict.fromkeys(range(9), 10.0) | {9: 200.0}
+    draw = random.Random(2)
+    parts = [Part(2.0 * weight * draw.uniform(0.9, 1.1), [number]) for number, weight in weights.items()]
+    typical = Typical.of(parts, weights)
+    assert not any(typical.far(one) for one in parts) and not typical.few_together(parts, 0.5 * 290.0)
+    parts[3] = Part(300.0, [3])
+    typical = Typical.of(parts, weights)
+    assert [one.members for one in parts if typical.far(one)] == [[3]]
+    assert typical.few_together(parts, 0.5 * 300.0) == [3], "one of ten is few"
+
+
+def test_a_document_of_eight_stands_out() -> None:
+    parts = [Part(0.5, [0]), *(Part(0.5 / 7, [number]) for number in range(1, 8))]
+    typical = Typical.of(parts, dict.fromkeys(range(8), 1.0))
+    assert [one.members for one in parts if typical.far(one)] == [[0]]
+
+
+def test_small_but_clear_jumps_are_jumps() -> None:
+    for usual, value in ((1.0, 1.35), (2.0, 1.25)):
+        values = {step: usual * (1 + 0.001 * (step % 3)) for step in range(1, 30)} | {20: value}
+        found = find_jump("m", values)
+        assert found is not None and found.step == 20
+        assert found.unusual(usual) < 0.01 and found.unusual(value) == 1.0
+
+
+def test_a_maximum_that_falls_is_made_by_no_document() -> None:
+    assert Scale(Max(1.0), 1.0, 3.0).falls_short and Scale(Min(3.0), 3.0, 1.0).falls_short
+    assert not Scale(Max(3.0), 3.0, 1.0).falls_short and not Scale(Mean(1.0, 1.0), 1.0, 3.0).falls_short
+
+
+def test_lines_are_of_a_terminals_width() -> None:
+    lines = wrapped("算" * 100 + " a-b/" + "c-d" * 40 + " word", "  ")
+    assert all(cell_len(line) <= 80 for line in lines)
+    assert "".join("".join(lines).split()) == "算" * 100 + "a-b/" + "c-d" * 40 + "word"
+
+
+def changed_line(run: Path, step: int, **values: float) -> None:
+    lines = read_lines(run / "metrics.jsonl")
+    lines[step - 1] |= values
+    write_lines(run / "metrics.jsonl", lines)
+
+
+def test_a_jump_that_the_replay_does_not_have_is_no_documents_fault(run: Callable[..., Path]) -> None:
+    path = run()
+    usual = read_lines(path / "metrics.jsonl")[JUMP - 1]["grad_norm"]
+    changed_line(path, JUMP, grad_norm=40 * usual)
+    found = bisect(path, "grad_norm")
+    assert found.step == JUMP and not found.documents and not found.together and found.replays == 1, found.text
+    assert "the jump is not in the replay" in said(found) and "is not what it was" in said(found)
+    shown = CliRunner().invoke(main, ["bisect", str(path), "--metric", "grad_norm"])
+    assert shown.exit_code == 1 and "it is not the documents" in " ".join(shown.output.split())
+
+
+def test_a_norm_that_fell_or_is_zero_is_not_looked_into(run: Callable[..., Path], tmp_path: Path) -> None:
+    def plant(step: list[Record]) -> None:
+        for record in step:
+            record["advantage"] = 0.0
+
+    path = run(plant)
+    found = bisect(path, "grad_norm", JUMP, tmp_path / "found")
+    assert not found.documents and "grad_norm is 0, so no document makes anything of it" in said(found), found.text
+    none: Any = None
+    fell = _Finder(Jump("grad_norm", 5, 0.5, [1.0, 1.01, 0.99, 1.0] * 3), none, none, False, 0, value=0.5)
+    assert "grad_norm fell" in (fell._pointless() or "")
+    with pytest.raises(ReplayError, match="zero_advantage_groups is not made"):
+        bisect(path, "zero_advantage_groups", JUMP, tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir()), "a refused metric leaves nothing"
 
 
 def test_the_first_of_steps_in_a_row_is_the_jump() -> None:

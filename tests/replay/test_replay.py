@@ -184,6 +184,23 @@ def test_a_flipped_weight_of_the_checkpoint_is_named(of_files: Callable[..., Pat
     found = replay(run, 3)
     assert not found.exact and not found.lawful
     assert f"are not those that step 2 left: the bits of {weight} differ" in found.text
+    assert f"step-00000002 is damaged: truestep/{part.name} is damaged" in found.text
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(ReplayError, match=f"step-00000002 is damaged.*{part.name} has .* bytes"):
+        replay(run, 3)
+    (part.parent / "tensors.json").write_text("{")
+    with pytest.raises(ReplayError, match=r"step-00000002 is damaged.*has .* bytes"):
+        replay(run, 3)
+
+
+def test_a_later_step_is_judged_if_the_weights_before_it_are_the_same(of_files: Callable[..., Path]) -> None:
+    run = of_files()
+    lines = read_lines(run / "metrics.jsonl")
+    lines[3]["grad_norm"] *= 50
+    write_lines(run / "metrics.jsonl", lines)
+    found = replay(run, 4)
+    assert found.begins == 2 and not found.lawful, found.text
+    assert "step 4 is not what it was: in step 4 grad_norm differs by 9.8e-01" in found.text
 
 
 def test_other_first_weights_are_named(of_files: Callable[..., Path], tmp_path: Path) -> None:

@@ -568,8 +568,11 @@ def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None,
 
         found = find(run, metric, step, output, list(overrides))
     leave()
-    if not int(os.environ.get("RANK", "0")):  # only the first rank prints
-        _print(found.text)
+    if int(os.environ.get("RANK", "0")):  # only the first rank prints
+        return
+    _print(found.text)
+    if found.replay is not None and not found.replay.lawful and not found.replay.changed:
+        sys.exit(1)
 
 
 @main.command()

@@ -34,7 +34,16 @@ from truestep.run.callbacks import Callbacks, Run
 from truestep.run.checkpoint.saves import SaveRule, Saves
 from truestep.run.checkpoint.store import CheckpointStore, Progress
 from truestep.run.directory import RunDirectory
-from truestep.run.train import annotators_of, as_it_runs, measured_rates, policy_of, restore, with_model
+from truestep.run.train import (
+    ODD_CONTENT,
+    annotators_of,
+    as_it_runs,
+    damage_of,
+    measured_rates,
+    policy_of,
+    restore,
+    with_model,
+)
 from truestep.run.trainer import RunState, Trainer
 from truestep.run.weight_lines import WeightLines, made_by
 from truestep.step.before.annotators import Annotator, Annotators
@@ -187,11 +196,25 @@ class Made:
     trainer: Trainer
     digests: Mapping[str, int]  # of the weights before the first of these steps
     digests_of: str  # which they are of, as `made_by` says it
+    damage: str | None = None  # of the checkpoint's files: what its checksums show
 
 
 def make_again(past: Past, original: Config, changed: Config, output: Path, ranks: Ranks, watch: Watch) -> Made:
     """Make the trainer of the steps `past.steps`, which writes to `output`. `original` are the options of the step, and
     `changed` those that it is made again with. Every rank calls this."""
+    damage = None if past.checkpoint is None else damage_of(past.checkpoint, ranks)
+    try:
+        return replace(_make_again(past, original, changed, output, ranks, watch), damage=damage)
+    except (TruestepError, *ODD_CONTENT) as error:
+        if damage is None:
+            raise
+        raise ReplayError(
+            f"the checkpoint {past.checkpoint} is damaged, and step {past.step} is made again from it: {damage}. "
+            "Moved elsewhere, an older one is used, or the run's beginning"
+        ) from error
+
+
+def _make_again(past: Past, original: Config, changed: Config, output: Path, ranks: Ranks, watch: Watch) -> Made:
     if changed.deterministic:
         torch.use_deterministic_algorithms(True)
     rates = measured_rates(changed, ranks, [])

@@ -66,7 +66,7 @@ from truestep.weights.errors import ModelError
 from truestep.weights.tensor_parts import StoredTensors
 
 # The exceptions that a damaged checkpoint can raise when it is read.
-_ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
+ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
 
 def train(
@@ -304,7 +304,7 @@ def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) ->
     said: list[str] = []
     newest = ranks.share(store.newest)
     while (latest := ranks.share(store.latest)) is not None:
-        damage = _damage_of(latest, ranks)
+        damage = damage_of(latest, ranks)
         if damage is None:
             break
         before = ranks.share(partial(store.before, latest))
@@ -318,7 +318,7 @@ def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) ->
     return latest, said
 
 
-def _damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
+def damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
     """Compare a checkpoint with its checksums; each rank reads a part."""
     found = ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size))
     return next((damage for damage in found if damage is not None), None)
@@ -334,7 +334,7 @@ def restore(
         restore_optimizer(optimizer, policy.weights, StoredTensors(checkpoint))
     except StateError as error:
         raise _damaged(checkpoint, error) from error
-    except _ODD_CONTENT as error:
+    except ODD_CONTENT as error:
         raise _damaged(checkpoint, f"{type(error).__name__}: {error}") from error
     callbacks.restore(progress.callbacks, progress.step, queue.documents_seen)
     return progress

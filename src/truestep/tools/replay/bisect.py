@@ -3,8 +3,9 @@
 What is left out adds nothing; totals, denominators and advantages stay the whole step's.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +13,23 @@ import numpy as np
 from truestep.config.schema import Config
 from truestep.losses.labels import Labels
 from truestep.metrics.observers import Computed, Observer
-from truestep.metrics.types import Metric
+from truestep.metrics.types import Max, Metric
 from truestep.run.again import ReplayError
 from truestep.run.trainer import Trainer
 from truestep.step.compute.runner import StepRunner
 from truestep.step.update.blame import MOST_NAMED, only
 from truestep.tools.replay.files import RunFiles
-from truestep.tools.replay.found import FoundDocument, describe, wrapped, write_found
+from truestep.tools.replay.found import Found, FoundDocument, describe, wrapped, write_found
 from truestep.tools.replay.gradient_parts import Direction, GradientParts
-from truestep.tools.replay.jumps import Jump, find_jump, jump_at, values_of
+from truestep.tools.replay.jumps import FAR, Jump, farthest, find_jump, jump_at, number, values_of
+from truestep.tools.replay.outliers import Typical
 from truestep.tools.replay.parts import Scale, document_metrics, label_metric, labels_of, merged, places_of
 from truestep.tools.replay.replay import Replay, making_again
-from truestep.tools.replay.search import MOST_MEASURED, Part, Searched, search
-from truestep.types import StepPlan
+from truestep.tools.replay.search import MOST_MEASURED, Part, Searched, search, search_extreme
+from truestep.types import Rollout, StepPlan
 
 GRADIENT_NORM = "grad_norm"
-_OVER_OTHERS = 10.0  # a document stands out if its part is so many times the mean of the others'
-_FEW = 0.1  # of a step's documents are few
+NOTHING = Searched([], [], [], 0, 0)
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,18 @@ def bisect(
     if step is None:
         jump = find_jump(metric, values)
         if jump is None:
-            line = f"{metric} stands out at none of {len(values)} steps; --step looks into one all the same"
-            return Bisection(metric, None, False, (), (), None, 0, 0.0, None, (line,))
+            line = f"{metric} stands out at none of {len(values)} steps; --step looks into one all the same. "
+            far = farthest(metric, values)
+            line += f"Farthest is step {far.step}, {far.spreads:.1f} spreads from the usual; {FAR:g} stand out"
+            return Bisection(metric, None, False, (), (), None, 0, 0.0, None, tuple(wrapped(line)))
     elif step not in values:
         raise ReplayError(f"{run} has no {metric} of step {step}: it has steps {min(values)} to {max(values)}")
     else:
         jump = jump_at(metric, values, step)
+    missing = sum(other not in files.metrics for other in files.ledger)
     with making_again(run, jump.step, output, overrides) as again:
         trainer = again.made.trainer
-        finder = _Finder(jump, trainer, again.config)
+        finder = _Finder(jump, trainer, again.config, again.changed, missing)
         trainer.observers.add(finder)
         replayed = again.run()
         return again.ranks.share(lambda: finder.result(replayed, None if output is None else again.folder))
@@ -90,61 +94,148 @@ class _Finder(Observer):
     jump: Jump
     trainer: Trainer
     config: Config
+    what_if: bool  # options were changed
+    missing: int  # steps without a line of metrics
+    value: float = math.nan  # of the metric in the replay
     documents: list[FoundDocument] = field(default_factory=list)
     together: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was not looked into, or why no document can be found."""
+    searched: bool = False
     plan: StepPlan | None = None
     without: float | None = None
     replays: int = 1  # the step itself
     computed: float = 1.0
     of_documents: int = 0  # replays of single documents, to find labels
+    _known: bool = False  # the metric was seen to be made of documents
 
     def gradient(self, plan: StepPlan, computed: Computed, norm: float) -> None:
-        if self.trainer.step + 1 != self.jump.step:
+        metric, step = self.jump.metric, self.trainer.step + 1
+        if step != self.jump.step:
+            if not self._known:  # refused at the first step that is made again, not at the last
+                self._check(plan)
             return
         self.plan = plan
-        self.trainer.watch.phase(f"looking for the documents that make {self.jump.metric}")
-        if self.jump.metric == GRADIENT_NORM:
+        line = self.trainer.ranks.share(computed.line)
+        self.value = norm if metric == GRADIENT_NORM else float(line.get(metric, self.jump.value))
+        known = self._check(plan)
+        if (why := self._pointless()) is not None:
+            self.notes.append(why)
+            return
+        self.searched = True
+        self.trainer.watch.phase(f"looking for the documents that make {metric}")
+        if metric == GRADIENT_NORM:
             self._of_gradient(plan, norm)
         else:
-            self._of_labels(plan)
+            self._of_labels(plan, known)
+
+    def _check(self, plan: StepPlan) -> dict[int, Metric]:
+        """Refuse a metric that is made of no single documents; return each document's."""
+        metric, runner = self.jump.metric, self.trainer.runner
+        self._known = True
+        if metric == GRADIENT_NORM:
+            routing = runner.policy.routing
+            if routing is not None and runner.objective.routers and routing.settings.balance == "loss":
+                raise ReplayError(
+                    "grad_norm is not made of single documents: the balance loss of the experts depends on all of them "
+                    "together. Name a metric of labels"
+                )
+            return {}
+        known = document_metrics(runner, plan, metric)
+        if not known or not Scale.known(next(iter(known.values()))):
+            raise ReplayError(f"{metric} is not made of single documents, so none of them can be left out of it")
+        self.replays, self.computed = self.replays + 1, self.computed + 1
+        whole = merged(known.values()).value()
+        if self.plan is not None and (whole is None or not math.isclose(whole, self.value, rel_tol=1e-3, abs_tol=1e-6)):
+            raise ReplayError(
+                f"{metric} is not made of single documents alone: with each computed by itself it is "
+                f"{'nothing' if whole is None else number(whole)}, and the step's is {number(self.value)}"
+            )
+        return known
+
+    def _pointless(self) -> str | None:
+        """Say why no document is looked for, if so."""
+        jump, metric = self.jump, self.jump.metric
+        if jump.jumped and jump.unusual(self.value) < 0.5:
+            where = f"the jump is not in the replay: there {metric} is {number(self.value)}"
+            if self.what_if:
+                return f"{where}, with the options that were changed. No documents were looked for"
+            return (
+                f"{where}. So it is not the documents: a faulty machine, code that was changed, or a function of yours "
+                "that is not the same twice"
+            )
+        if not self.value and self._usual is None:
+            return f"{metric} is 0, so no document makes anything of it"
+        if metric == GRADIENT_NORM and (not self.value or (self._usual is not None and self.value < self._usual)):
+            return (
+                "grad_norm fell. Leaving documents out does not show which are missing from it: none was looked for. "
+                "Look at advantages that are 0, and at gradients that cancel each other"
+            )
+        return None
 
     @property
     def _usual(self) -> float | None:
         return self.jump.usual if self.jump.jumped else None
+
+    def _measured(self, part: float) -> float:
+        """Return the first rank's value on all; stop if the first rank was asked to."""
+        part, stopped = self.trainer.ranks.share(lambda: (part, self.trainer.stopped_by is not None))
+        if stopped:
+            raise KeyboardInterrupt
+        return part
 
     # ---- the norm of the gradient
 
     def _of_gradient(self, plan: StepPlan, norm: float) -> None:
         direction = Direction(self.trainer.policy.weights, norm)
         parts = GradientParts(self.trainer.runner, plan, direction)
-        ranks = self.trainer.ranks
         jump = norm if self._usual is None else norm - self._usual
-
-        def measure(some: Sequence[int]) -> float:
-            part = parts.of_documents(some)
-            return ranks.share(lambda: part)
-
         order = parts.order()
-        searched = search(order, norm, measure, 0.1 * abs(jump), most=MOST_MEASURED - 2)
+        searched = search(
+            order, norm, lambda some: self._measured(parts.of_documents(some)), 0.1 * jump, most=MOST_MEASURED - 2
+        )
         self.replays += searched.measured
         self.computed += searched.members / max(len(order), 1)
-        found = _standing_out(searched, norm)
-        self.together = [] if found or not self.jump.jumped else _few_together(searched, 0.5 * jump)
-        if named := [*(number for one in found for number in one.members), *self.together]:
-            self.without = parts.norm_without(named)
+        if searched.left:
+            many, share = sum(len(one.members) for one in searched.left), sum(one.part for one in searched.left) / norm
+            self.notes.append(
+                f"the search ended at {MOST_MEASURED} replays: {share:.0%} of {self.jump.metric} is among {many} "
+                "documents that were not looked into"
+            )
+        weights = {number: self._weight(document) for number, document in enumerate(plan.documents)}
+        typical = Typical.of([*searched.found, *searched.others, *searched.left], weights)
+        found = self._choose(searched.found, searched.others, typical, jump)
+        if named := [*(one.members[0] for one in found), *self.together]:
+            self.without = self._measured(parts.norm_without(named))
             self.replays, self.computed = self.replays + 1, self.computed + 1 - len(named) / len(order)
-        shown = found[:MOST_NAMED]
-        labels = labels_of(self.trainer.runner, only(plan, [one.members[0] for one in shown])) if shown else {}
-        for place, one in enumerate(shown):
-            self._add(one.members[0], one.part, one.part / jump, labels[place], self._labels_by_gradient(parts, one))
+        labels = labels_of(self.trainer.runner, only(plan, [one.members[0] for one in found])) if found else {}
+        for place, one in enumerate(found):
+            of_it = self._labels_by_gradient(parts, one) if place < MOST_NAMED else NOTHING
+            self._add(one.members[0], one.part, typical.excess(one) / jump, labels[place], of_it)
         direction.restore()
 
+    def _weight(self, document: Rollout) -> float:
+        """Return what a document's part is compared by: its labels, unless each document has the same weight."""
+        if self.trainer.runner.objective.denominator.normalize_by == "document_means":
+            return float(document.num_labels > 0)
+        return float(document.num_labels)
+
+    def _choose(self, single: Sequence[Part], others: Sequence[Part], typical: Typical, jump: float) -> list[Part]:
+        """Return the members that stand out, the largest part first; else put those that do together aside."""
+        ranked = sorted(single, key=lambda one: -typical.excess(one))
+        found = [one for one in ranked if typical.excess(one) >= 0.1 * jump and typical.far(one)]
+        if found or not self.jump.jumped:
+            return found
+        together = typical.few_together([*single, *others], 0.5 * jump)
+        alone = [one for one in (*single, *others) if together == [*one.members] and len(together) == 1]
+        self.together = [] if alone else together
+        return alone
+
     def _labels_by_gradient(self, parts: GradientParts, one: Part) -> Searched:
-        number, ranks = one.members[0], self.trainer.ranks
+        number = one.members[0]
 
         def measure(places: Sequence[int]) -> float:
-            part = parts.of_labels(number, places)
-            return ranks.share(lambda: part)
+            return self._measured(parts.of_labels(number, places))
 
         places = np.flatnonzero(parts.plan.documents[number].loss_mask).tolist()
         searched = search(places, one.part, measure, 0.1 * abs(one.part))
@@ -153,33 +244,39 @@ class _Finder(Observer):
 
     # ---- metrics of labels
 
-    def _of_labels(self, plan: StepPlan) -> None:
+    def _of_labels(self, plan: StepPlan, known: Mapping[int, Metric]) -> None:
         runner, metric = self.trainer.runner, self.jump.metric
-        known = document_metrics(runner, plan, metric)
-        if not known or not Scale.known(next(iter(known.values()))):
-            raise ReplayError(f"{metric} is not made of single documents, so none of them can be left out of it")
-        self.replays, self.computed = self.replays + 1, self.computed + 1
         whole = merged(known.values())
         scale = Scale(whole, whole.value() or 0.0, self._usual)
-        shares = {number: scale.share(one) for number, one in known.items()}
-        parts = sorted((Part(share, [number]) for number, share in shares.items()), key=lambda one: -one.part)
-        large = [one for one in parts if one.part >= scale.least]
-        others = parts[len(large) :]
-        found = large if scale.extreme else _standing_out(Searched(large, others, 0, 0), sum(shares.values()))
-        if not found and self.jump.jumped and not scale.extreme:
-            self.together = _few_together(Searched([], parts, 0, 0), 0.5)
+        if scale.falls_short:
+            kind = "maximum fell" if isinstance(whole, Max) else "minimum rose"
+            self.notes.append(
+                f"{metric} is a {kind}: no document can have made that; those that are missing would have"
+            )
+            self.searched = False
+            return
+        parts = sorted((Part(scale.share(one), [number]) for number, one in known.items()), key=lambda one: -one.part)
+        weights = {n: scale.weight(one, plan.documents[n].num_labels) for n, one in known.items()}
+        if metric == "loss":
+            weights = {n: self._weight(plan.documents[n]) for n in known}
+        typical = Typical.of(parts, weights)
+        if scale.extreme:
+            found = [one for one in parts if one.part >= scale.least]
+        else:
+            found = self._choose(parts, (), typical, 1.0)
         named = [*(one.members[0] for one in found), *self.together]
         if named and scale.extreme:
             rest = [one for number, one in known.items() if number not in set(named)]
             self.without = merged(rest).value() if rest else None
         elif named:
             self.without = scale.without(merged(known[number] for number in named))
-        shown = found[:MOST_NAMED]
-        labels = labels_of(runner, only(plan, [one.members[0] for one in shown])) if shown else {}
-        for place, one in enumerate(shown):
-            number = one.members[0]
-            searched = self._labels_by_metric(runner, plan, labels[place], scale, known[number])
-            self._add(number, scale.amount(known[number]), one.part, labels[place], searched)
+        labels = labels_of(runner, only(plan, [one.members[0] for one in found])) if found else {}
+        for place, one in enumerate(found):
+            number, of_it = one.members[0], NOTHING
+            if place < MOST_NAMED:
+                of_it = self._labels_by_metric(runner, plan, labels[place], scale, known[number])
+            share = one.part if scale.extreme else typical.excess(one)
+            self._add(number, scale.amount(known[number]), share, labels[place], of_it)
 
     def _labels_by_metric(
         self, runner: StepRunner, plan: StepPlan, labels: Sequence[Labels], scale: Scale, own: Metric
@@ -194,11 +291,10 @@ class _Finder(Observer):
 
         whole = scale.share(own)
         if not places or amount(places[:0]) == whole:  # such as a reward, which no label makes
-            return Searched([], [], 0, 0)
+            return NOTHING
         if scale.extreme:
-            alone = [Part(amount([place]), [place]) for place in places]
-            large = [one for one in alone if one.part >= scale.least]
-            return Searched(large if len(large) < len(alone) else [], [], 0, 0)
+            large = search_extreme(places, amount, scale.least, most=4 * MOST_MEASURED)
+            return replace(NOTHING, found=large if len(large) < len(places) else [])
         return search(places, whole, amount, 0.1 * abs(whole), most=4 * MOST_MEASURED)
 
     def _add(self, number: int, part: float, share: float, labels: Sequence[Labels], searched: Searched) -> None:
@@ -215,9 +311,18 @@ class _Finder(Observer):
         assert self.plan is not None
         plan, jump = self.plan, self.jump
         together = [plan.documents[number] for number in self.together]
-        found = describe(self.config, self.trainer.policy, jump, plan, self.documents, together, self.without)
-        verdict = next((line for line in replayed.lines if line.startswith(f"step {jump.step}")), replayed.lines[0])
-        lines = [*wrapped(jump.text), *wrapped(verdict), *found]
+        found = Found(jump, self.value, plan, self.documents, together, self.without, self.notes)
+        lines = wrapped(jump.text)
+        if self.missing:
+            lines += wrapped(
+                f"{self.missing} steps of the ledger have no line in metrics.jsonl: they were not looked at"
+            )
+        lines += [line for said in replayed.said for line in wrapped(said)]
+        lines += [line for note in self.notes for line in wrapped(note)]
+        if self.searched:
+            lines += describe(self.config, self.trainer.policy, found)
+        if jump.jumped and not (self.documents or together):
+            lines += replayed.grown
         counted = f"computed: {self.replays} times the step or a part of it, {self.computed:.1f} steps in all"
         if self.of_documents:
             counted += f"; and {self.of_documents} times a single document"
@@ -236,29 +341,6 @@ class _Finder(Observer):
             replayed,
             tuple(lines),
         )
-
-
-def _standing_out(searched: Searched, whole: float) -> list[Part]:
-    """Return the found members whose parts are far above the others'."""
-    others = sum(len(one.members) for one in searched.others)
-    if not others:
-        return []
-    if all(len(one.members) == 1 for one in searched.others):
-        mean = sum(abs(one.part) for one in searched.others) / others
-    else:
-        mean = abs(whole - sum(one.part for one in searched.found)) / others
-    return [one for one in searched.found if one.part >= _OVER_OTHERS * mean]
-
-
-def _few_together(searched: Searched, wanted: float) -> list[int]:
-    """Return the few members that make so much together, though none does alone; none if it takes many."""
-    parts = sorted((*searched.found, *searched.others), key=lambda one: -one.part / len(one.members))
-    total, chosen, count = 0.0, list[int](), sum(len(one.members) for one in parts)
-    for one in parts:
-        if total >= wanted:
-            break
-        total, chosen = total + one.part, [*chosen, *one.members]
-    return sorted(chosen) if total >= wanted > 0 and len(chosen) <= _FEW * count else []
 
 
 def _densest(others: Sequence[Part], total: float) -> tuple[int, int, float] | None:

@@ -1,13 +1,13 @@
 """The documents that `bisect` found: as text, and as files that the report and `data check` read."""
 
 import json
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.cells import cell_len, chop_cells, set_cell_size
 
 from truestep.config.schema import Config
 from truestep.files.whole import write_json_lines
@@ -26,7 +26,7 @@ FOUND = "found.jsonl"
 _WIDTH = 80
 _MOST_LABELS = 8  # of a document that are shown
 _MOST_TEXT = 320  # characters of a prompt or a completion that are shown
-_MOST_IDS = 5
+_MOST_SHOWN = 5  # documents
 _MOST_OF_IT = 0.5  # of a jump, from which documents are said to make it
 _LARGEST_FILE = 1 << 30  # bytes of a file of records in which a line is looked for
 
@@ -103,54 +103,87 @@ def _labels(labels: Labels, shares: Mapping[int, float]) -> Iterator[FoundLabel]
         )
 
 
-def describe(
-    config: Config,
-    policy: Policy,
-    jump: Jump,
-    plan: StepPlan,
-    found: Sequence[FoundDocument],
-    together: Sequence[Rollout],
-    without: float | None,
-) -> list[str]:
+@dataclass(frozen=True)
+class Found:
+    """What a search has found of a jump."""
+
+    jump: Jump
+    value: float  # of the metric in the replay
+    plan: StepPlan
+    documents: Sequence[FoundDocument]
+    together: Sequence[Rollout]
+    without: float | None
+    unsearched: Sequence[str]  # what was not looked into
+
+    @property
+    def explains(self) -> bool:
+        """True if the metric without the documents is within the usual range, or at most half as far from it."""
+        if not self.jump.jumped or self.without is None:
+            return True
+        usual = min(self.jump.around) <= self.without <= max(self.jump.around)
+        return usual or self.jump.unusual(self.without) <= _MOST_OF_IT
+
+
+def describe(config: Config, policy: Policy, found: Found) -> list[str]:
     """Say which documents made a jump, and which of their labels, in lines of a terminal's width."""
-    total, rest = len(plan.documents), "" if without is None else f"; without %s {jump.metric} is {number(without)}"
+    jump, together, documents, without = found.jump, found.together, found.documents, found.without
+    total, rest = len(found.plan.documents), ""
+    if without is not None:
+        rest = f"; without {'it' if len(documents) == 1 else 'them'} {jump.metric} is {number(without)}"
+        rest += "" if found.explains else ", so this does not explain the jump"
     if together:
-        ids = ", ".join(printable(one.id, 40) for one in together[:_MOST_IDS])
-        more = f" and {len(together) - _MOST_IDS} more" if len(together) > _MOST_IDS else ""
+        ids = ", ".join(printable(one.id, 40) for one in together[:_MOST_SHOWN])
+        more = f" and {len(together) - _MOST_SHOWN} more" if len(together) > _MOST_SHOWN else ""
         groups = {one.group_id for one in together}
         group = f", all of group {printable(together[0].group_id, 40)}" if groups != {None} and len(groups) == 1 else ""
-        rest = rest % "them" if rest else ""
-        said = f"no document alone makes it; {len(together)} of {total} together do{rest}{group}: {ids}{more}"
-        return wrapped(said)
-    if not found:
+        does = "do" if found.explains else "have more than half of it"
+        return wrapped(
+            f"no document alone makes it; {len(together)} of {total} together {does}{rest}{group}: {ids}{more}"
+        )
+    if not documents:
+        if found.unsearched:
+            return wrapped(f"none of the documents that were looked into, of {total}, makes much more than the others")
         whole = (
             "the whole step does (its documents in common, the weights, an option)"
             if jump.jumped
             else "nothing stands out"
         )
         return wrapped(f"no document and no few of {total} make much more of it than the others: {whole}")
-    share = sum(one.share for one in found)
+    share = sum(one.share for one in documents)
+    makes = "makes" if len(documents) == 1 else "make"
     what = "it" if jump.jumped and share >= _MOST_OF_IT else f"{share:.0%} of it"
-    makes, them = ("makes", "it") if len(found) == 1 else ("make", "them")
-    lines = wrapped(f"{len(found)} of {total} documents {makes} {what}{rest % them if rest else ''}")
-    for one in found:
-        lines += ["", *_document(config, policy, jump, one)]
+    if not found.explains:
+        makes, what = ("has" if len(documents) == 1 else "have"), "a large part of it"
+    lines = wrapped(f"{len(documents)} of {total} documents {makes} {what}{rest}")
+    for one in documents[:_MOST_SHOWN]:
+        lines += ["", *_document(config, policy, jump, found.value, one)]
+    if len(documents) > _MOST_SHOWN:
+        lines += ["", f"and {len(documents) - _MOST_SHOWN} more"]
     return lines
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """Return text in lines of a terminal's width."""
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  ") or [indent]
+    """Return text in lines of a terminal's width, where some characters take two cells."""
+    lines, line = [], indent
+    for word in text.split():
+        if line.strip() and cell_len(line) + 1 + cell_len(word) > _WIDTH:
+            lines.append(line)
+            line = indent + "  "
+        line += f" {word}" if line.strip() else word
+        if cell_len(line) > _WIDTH:  # a text without spaces
+            *full, line = chop_cells(line, _WIDTH)
+            lines += full
+    return [*lines, line]
 
 
-def _document(config: Config, policy: Policy, jump: Jump, one: FoundDocument) -> list[str]:
+def _document(config: Config, policy: Policy, jump: Jump, value: float, one: FoundDocument) -> list[str]:
     document = one.document
     named = [f"document {printable(document.id, 60)}"]
     if document.group_id is not None:
         named.append(f"group {printable(document.group_id, 30)}")
     if (where := _where(config, document)) is not None:
         named.append(where)
-    facts = [f"its part of {jump.metric} is {number(one.part)}, of {number(jump.value)} in all"]
+    facts = [f"its part of {jump.metric} is {number(one.part)}, of {number(value)} in all"]
     if document.reward is not None:
         facts.append(f"reward {number(document.reward)}")
     if document.advantages is not None and document.num_labels:
@@ -184,8 +217,11 @@ def _of_labels(one: FoundDocument, reader: Reader | None) -> list[str]:
             for value, width in zip(values, (9, 9, 10, 10), strict=True)
         ]
         part = "" if label.share is None else f"{min(label.share, 1.0):.0%}"
-        line = f"  {label.place:>5}  {label.token:<6} {' '.join(shown)} {part:>6}  {pieces.get(label.place, '')!r:.16}"
-        lines.append(line.removesuffix("  ''").rstrip())
+        line = f"  {label.place:>5}  {label.token:<6} {' '.join(shown)} {part:>6}"
+        if piece := pieces.get(label.place):
+            quoted = f"'{piece}'"
+            line += f"  {quoted if cell_len(quoted) <= _WIDTH - cell_len(line) - 2 else set_cell_size(quoted, 14)}"
+        lines.append(line.rstrip())
     return lines
 
 
@@ -231,7 +267,10 @@ def _files(given: Any) -> list[Path]:
 
 
 def _line_of(file: Path, wanted: Sequence[str]) -> int | None:
-    quoted = tuple(json.dumps(name)[1:-1].encode() for name in wanted)
+    """Return the line of the record with one of these ids. Only lines that have the id between quotes are parsed, so
+    that a short one, which many lines contain, is found as fast."""
+    forms = {json.dumps(name, ensure_ascii=ascii) for name in wanted for ascii in (True, False)}
+    quoted = tuple(form.encode() for form in (*forms, *(f": {name}" for name in wanted if name.isdigit())))
     try:
         with file.open("rb") as lines:
             for place, line in enumerate(lines, 1):

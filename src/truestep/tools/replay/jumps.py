@@ -3,6 +3,7 @@
 import difflib
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from truestep.run.again import ReplayError
 
 _AROUND = 20  # steps that a step is compared with
 _LEAST_BEFORE = 4  # if fewer steps are before a step, those after it count too
-_FAR = 8.0  # spreads from the median, from which a step has jumped
-_FLOOR = 0.05  # a spread is at least this share of the median: smaller scatter is no measure of what is usual
+FAR = 8.0  # spreads from the median, from which a step has jumped
+_FLOOR = 0.005  # a spread is at least this share of the median: smaller scatter is no measure of what is usual
 # Numbers of a step that no document makes.
 _OF_NO_DOCUMENT = frozenset(
     {
@@ -50,9 +51,14 @@ class Jump:
         floor = max(_FLOOR * statistics.median(map(abs, self.around)), 1e-12)
         return abs(self.value - usual) / max(deviation, few, floor)
 
+    def unusual(self, value: float) -> float:
+        """Return how far a value is from the usual one, as a share of this step's distance."""
+        usual = self.usual
+        return 1.0 if usual is None or usual == self.value else abs(value - usual) / abs(self.value - usual)
+
     @property
     def jumped(self) -> bool:
-        return not self.spreads <= _FAR
+        return not self.spreads <= FAR
 
     @property
     def text(self) -> str:
@@ -82,8 +88,9 @@ def values_of(run: Path, metric: str, lines: Mapping[int, Mapping[str, Any]]) ->
     if not names:
         raise ReplayError(f"{run} has no metrics.jsonl with a step: logging.jsonl writes it")
     close = difflib.get_close_matches(metric, names, 3, 0.5)
-    hint = f"; did you mean {', '.join(close)}?" if close else ""
-    raise ReplayError(f"{run} has no metric {metric}{hint} It has {', '.join(names)}".replace("?.", "?"))
+    hint = f"; did you mean {', '.join(close)}?" if close else "."
+    listed = textwrap.fill(", ".join(names), 78, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    raise ReplayError(f"{run} has no metric {metric}{hint} It has\n{listed}")
 
 
 def jump_at(metric: str, values: Mapping[int, float], step: int) -> Jump:
@@ -94,6 +101,11 @@ def jump_at(metric: str, values: Mapping[int, float], step: int) -> Jump:
         after = [other for other in steps if other > step]
         before += after[: 2 * _LEAST_BEFORE - len(before)]
     return Jump(metric, step, values[step], [values[other] for other in before if math.isfinite(values[other])])
+
+
+def farthest(metric: str, values: Mapping[int, float]) -> Jump:
+    """Return the step that is farthest from the steps around it."""
+    return max((jump_at(metric, values, step) for step in sorted(values)), key=lambda jump: jump.spreads)
 
 
 def find_jump(metric: str, values: Mapping[int, float]) -> Jump | None:

@@ -243,6 +243,17 @@ class Scale:
             return (value - self.usual) / self.jump
         return self.amount(part) / self.jump if self.jump else 0.0
 
+    def weight(self, part: Metric, labels: int) -> float:
+        """Return what a part's size is compared by: what its mean counts, or its labels."""
+        return float(part.count) if isinstance(part, Mean) else float(labels)
+
+    @property
+    def falls_short(self) -> bool:
+        """True if a maximum fell or a minimum rose: no document can have made that."""
+        if self.usual is None:
+            return False
+        return (isinstance(self.whole, Max) and self.jump < 0) or (isinstance(self.whole, Min) and self.jump > 0)
+
     def amount(self, part: Metric) -> float:
         """Return how much of the step's value a part makes: what leaving it out takes away."""
         if isinstance(part, Max | Min):

@@ -1,5 +1,6 @@
 """Makes a step of a run again, from what the run kept, and says how it compares with the original."""
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,8 +50,16 @@ class Replay:
     """True if the first step that was made again differs from the original by rounding alone."""
     metrics: dict[str, Any]
     """The step's line of metrics, made again."""
-    lines: tuple[str, ...]
-    """The verdict and the table of differences."""
+    said: tuple[str, ...]
+    """The verdict."""
+    differences: tuple[str, ...]
+    """The table of differences."""
+    grown: tuple[str, ...]
+    """The layers whose gradient grew most since the step before."""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return (*self.said, *self.differences, *self.grown)
 
     @property
     def text(self) -> str:
@@ -68,9 +77,17 @@ class Again:
     ranks: Ranks
     made: Made
 
+    @property
+    def changed(self) -> bool:
+        """True if options were changed that change results."""
+        return bool(Changed.of(flat(self.original.model_dump()), flat(self.config.model_dump())).of_numbers)
+
     def run(self) -> Replay:
         """Make the step, and compare it with the original. Every rank calls this."""
-        self.made.trainer.run()
+        trainer = self.made.trainer
+        trainer.run()
+        if not trainer.finished:
+            raise KeyboardInterrupt
         return self.ranks.share(lambda: _judge(self.past, self.made, self.original, self.config, self.folder))
 
 
@@ -103,7 +120,13 @@ def _folder(output: Path | None, ranks: Ranks) -> Iterator[Path]:
     if ranks.share(lambda: output.exists() and any(output.iterdir())):
         raise ReplayError(f"--output {output} is not empty: name a new directory")
     ranks.share(lambda: output.mkdir(parents=True, exist_ok=True))
-    yield output
+    try:
+        yield output
+    except BaseException:  # what an error leaves half done is removed, so that the directory can be named again
+        if ranks.first:
+            for path in output.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
 
 
 def _changed(past: Past, original: Config, overrides: Sequence[str]) -> Config:
@@ -155,10 +178,11 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
     metrics, compared = compare_metrics(was.metrics.get(past.step, {}), now.metrics[past.step])
     weights = compare_weights(was.weights.get(past.step), now.weights.get(past.step))
     exact = not metrics and compared > 0 and weights is not None and not weights.weights
-    judged, _ = compare_metrics(was.metrics.get(first, {}), now.metrics[first])
     bound = BOUND.get(config.model.dtype, HALF_BOUND)
-    beyond = [one for one in judged if not one.size <= bound]
+    beyond = _beyond(past, was, now, bound)
     lines = _at_the_beginning(past, made, was, config)
+    if made.damage is not None:
+        lines.append(f"{past.checkpoint} is damaged: {made.damage}")
     damaged = bool(lines)
     if was.weights and past.begins not in was.weights:
         what = "its first weights" if past.checkpoint is None else f"the weights after step {past.begins}"
@@ -175,17 +199,31 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
         made_by = [dict(line.made_by) if (line := run.weights.get(past.step)) else {} for run in (was, now)]
         lines += _not_exact(past, beyond, bound, compared, metrics, _weights_said(weights))
         lines.append(numerics(changed, *made_by))
-    lines += table([*metrics, *([] if weights is None else weights.norms)], ("original", "replay"))
-    lines += _beside_the_step_before(past.step, now, was)
     return Replay(
         past.step,
         past.begins,
         tuple(changed.of_numbers),
         exact,
-        not beyond and not damaged and compared > 0,
+        not beyond[1] and not damaged and compared > 0,
         dict(now.metrics[past.step]),
         tuple(lines),
+        tuple(table([*metrics, *([] if weights is None else weights.norms)], ("original", "replay"))),
+        tuple(_beside_the_step_before(past.step, now, was)),
     )
+
+
+def _beyond(past: Past, was: RunFiles, now: RunFiles, bound: float) -> tuple[int, list[Difference]]:
+    """Return the first step that is not what it was, and its metrics that differ by more than rounding makes. Judged
+    are the first step that was made again, and the step itself if the weights before it have the original's bits."""
+    judged = [past.begins + 1]
+    before = compare_weights(was.weights.get(past.step - 1), now.weights.get(past.step - 1))
+    if past.step > judged[0] and before is not None and before.compared and not before.weights:
+        judged.append(past.step)
+    for step in judged:
+        found, _ = compare_metrics(was.metrics.get(step, {}), now.metrics[step])
+        if beyond := [one for one in found if not one.size <= bound]:
+            return step, beyond
+    return judged[-1], []
 
 
 def _what_if(changed: Changed) -> str:
@@ -237,16 +275,27 @@ def _weights_said(weights: Any) -> str:
 
 
 def _not_exact(
-    past: Past, beyond: list[Difference], bound: float, compared: int, metrics: list[Difference], weights: str
+    past: Past,
+    judged: tuple[int, list[Difference]],
+    bound: float,
+    compared: int,
+    metrics: list[Difference],
+    weights: str,
 ) -> list[str]:
     if not compared:
         return [f"step {past.step} was made again; the run kept no metrics to compare it with (logging.jsonl){weights}"]
     largest = f", by at most {metrics[0].size:.1e} ({metrics[0].name})" if metrics else ""
     differs = f"{len(metrics)} of {compared} metrics differ{largest}{weights}"
+    step, beyond = judged
     if beyond:
+        where = f"step {step}, the first that was made again," if step == past.begins + 1 else f"step {step}"
         return [
-            f"step {past.step} is not what it was: in step {past.begins + 1}, the first that was made again, "
-            f"{beyond[0].name} differs by {beyond[0].size:.1e}, more than rounding makes ({bound:g}). {differs}"
+            f"step {past.step} is not what it was: in {where} {beyond[0].name} differs by {beyond[0].size:.1e}, more "
+            f"than rounding makes ({bound:g}). {differs}"
         ]
-    later = " In later steps differences of rounding grow." if len(past.steps) > 1 else ""
-    return [f"step {past.step} is what it was, but for rounding: {differs}.{later}"]
+    if step == past.step or not metrics or metrics[0].size <= bound:
+        return [f"step {past.step} is what it was, but for rounding: {differs}."]
+    return [
+        f"step {step} is what it was, but for rounding. Step {past.step} was not judged, as the weights before it "
+        f"differ, and differences of rounding grow: {differs}. A checkpoint just before it would tell"
+    ]

@@ -1,7 +1,8 @@
 """The search for the few of many that make most of a sum.
 
-Parts of a sum add up, so one half is measured, and the other half's part is what is left. The half with the larger part
-is divided further. One among n is found with log2(n) measurements, of n members in all; k of them with k times as many.
+Parts of a sum add up, so one half is measured, and the other half's part is what is left. Of all intervals with enough,
+the shortest is divided further. One among n is found with log2(n) measurements, of n members in all; k of them with k
+times as many.
 """
 
 import heapq
@@ -26,6 +27,8 @@ class Searched:
     """The single members with a part of at least `least`."""
     others: list[Part]
     """All others, as far as they were divided, the largest part first."""
+    left: list[Part]
+    """Several members with a part of at least `least` that were not looked into, as the measurements ended."""
     measured: int
     members: int
     """How many members were measured in all."""
@@ -41,22 +44,48 @@ def search(
 ) -> Searched:
     """Find the members whose part of the sum `whole` is at least `least`, with at most `most` measurements."""
     found: list[Part] = []
+    others: list[Part] = []
     order = itertools.count()
-    waiting = [(-whole, next(order), Part(whole, members))]
+    waiting: list[tuple[int, float, int, Part]] = []  # the shortest first, of two as long the one with more
     measured = count = 0
-    while waiting and -waiting[0][0] >= least:
-        one = waiting[0][2]
-        if len(one.members) == 1:
+
+    def sort(one: Part) -> None:
+        if one.part < least:
+            others.append(one)
+        elif len(one.members) == 1:
             found.append(one)
-            heapq.heappop(waiting)
-            continue
-        if measured == most:
-            break
-        heapq.heappop(waiting)
+        else:
+            heapq.heappush(waiting, (len(one.members), -one.part, next(order), one))
+
+    if members:
+        sort(Part(whole, members))
+    while waiting and measured < most:
+        one = heapq.heappop(waiting)[-1]
         half = len(one.members) // 2
         first, second = one.members[:half], one.members[half:]
         part = measure(first)
         measured, count = measured + 1, count + len(first)
-        for each in (Part(part, first), Part(one.part - part, second)):
-            heapq.heappush(waiting, (-each.part, next(order), each))
-    return Searched(found, [one for _, _, one in sorted(waiting)], measured, count)
+        sort(Part(part, first))
+        sort(Part(one.part - part, second))
+    left = [one for *_, one in waiting]
+    for parts in (found, others, left):
+        parts.sort(key=lambda one: -one.part)
+    return Searched(found, others, left, measured, count)
+
+
+def search_extreme(
+    members: Sequence[int], measure: Callable[[Sequence[int]], float], least: float, *, most: int
+) -> list[Part]:
+    """Find the members whose own value is at least `least`, where that of several is their largest. None if they are
+    so many that `most` measurements do not find them all."""
+    found, waiting, measured = list[Part](), [members], 0
+    while waiting:
+        some = waiting.pop()
+        if measured == most:
+            return []
+        value, measured = measure(some), measured + 1
+        if value >= least and len(some) == 1:
+            found.append(Part(value, some))
+        elif value >= least:
+            waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
+    return found
