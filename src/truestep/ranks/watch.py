@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,9 +20,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from truestep.errors import TruestepError
 from truestep.gpu import marks
 from truestep.process import progress
-from truestep.ranks.axes import RankError
+from truestep.ranks.elastic import SHARES_STORE, Agent, RankLostError
 from truestep.ranks.group import Ranks
 from truestep.ranks.place import CodeLocation, find_place
 from truestep.ranks.processes import Activity, Identity
@@ -35,6 +36,8 @@ _OF_AN_END = ("closed", "reset by peer", "broken pipe", "remote worker")
 _CAUSE_SHOWS = 30.0  # seconds within which the cause of a closed connection is known
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _MOST_READ = 64  # most entries that a rank reads in a second; each rank reads those of all others
+_MOST_SILENCE = 30.0  # seconds without a word of a rank of another machine, in a run that goes on without it
+_HOLDS_STORE = 30.0  # most seconds that the first rank waits for the others to end before it
 ENDED_BY_ANOTHER = 3  # exit code of a rank that ends because of another
 STALLED = 1  # exit code of a rank that stalled itself
 
@@ -129,8 +132,13 @@ class _Heard:
 class Watch:
     """The watch of one rank: the main thread names its phases, and another thread compares all ranks."""
 
-    def __init__(self, ranks: Ranks, timeout: float):
-        self._ranks, self._timeout = ranks, timeout
+    def __init__(self, ranks: Ranks, timeout: float, agent: Agent | None = None):
+        self._ranks, self._timeout, self._agent = ranks, timeout, agent
+        self._silence = timeout if agent is None else min(timeout, _MOST_SILENCE)
+        # Called by the watch's thread before it ends the process, with the reason, and True if the run is over for all.
+        self.before_exit: Callable[[str, bool], None] = lambda reason, over: None
+        self.lost: list[int] = []  # ranks that were found to be gone
+        self._over = False  # a rank has failed in a way that no restart mends
         self._grace = min(5.0, max(2.0, timeout / 10))
         self._number, self._phase, self._since = 0, "starting", time.monotonic()
         self._beat = min(max(1.0, ranks.size / _MOST_READ), timeout / 10)
@@ -170,21 +178,36 @@ class Watch:
             self._stop()
             cause = self._cause_elsewhere(error)
             if cause is not None:
-                raise RankError(cause) from error
-            self._report_failure(f"{type(error).__name__}: {error}")
+                raise RankLostError(cause) from error
+            self._report_failure(error)
             raise
         self._stop()
         self.phase(_DONE)
         if self._store is not None:
             self._report(self._own())
+            self._hold_store()
 
     def _stop(self) -> None:
         self._stopped.set()
         self._thread.join()
 
+    @property
+    def _holds_store(self) -> bool:
+        """True if the store ends with this process. Else the launcher holds it."""
+        return self._ranks.first and os.environ.get(SHARES_STORE) != str(True)
+
+    def _hold_store(self) -> None:
+        """Wait until the other ranks are done, if the store ends with this process."""
+        deadline = time.monotonic() + _HOLDS_STORE
+        while self._holds_store and time.monotonic() < deadline:
+            others = self._others()
+            if all(state.phase == _DONE or state.process == "gone" for state in others):
+                break
+            time.sleep(self._beat / 10)
+
     def _cause_elsewhere(self, error: BaseException) -> str | None:
         """Return the message that names another rank as the cause of a communication error, or None."""
-        if self._store is None or not _raised_between_ranks(error):
+        if self._store is None or not raised_between_ranks(error):
             return None
         # After a connection error, a few beats without an entry show that a rank is gone. If the other end closed the
         # connection there must be a cause, which may take long to show on a busy machine.
@@ -201,16 +224,19 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._beat):
-            reason, code = self._reason_to_end(self._timeout)
+            reason, code = self._reason_to_end(self._silence)
             if reason is not None and not self._stopped.is_set():
                 # The main thread may be inside a call that never returns: end the process at once.
                 name = f"rank {self._ranks.rank} ends: " if self._ranks.size > 1 else ""
                 print(f"error: {name}{reason}", file=sys.stderr, flush=True)
+                self.before_exit(reason, self._over)
                 os._exit(code)
 
     def _reason_to_end(self, silence: float) -> tuple[str | None, int]:
         """Return why this rank has to end, or None, and the exit code."""
         own = self._own()
+        if self._agent is not None and self._agent.gone:
+            return "its launcher has ended", ENDED_BY_ANOTHER
         if self._store is None:
             return verdict(own, [], self._timeout, silence, self._grace), STALLED
         try:
@@ -218,14 +244,17 @@ class Watch:
             told = self._told()
             if told is not None:
                 return told, ENDED_BY_ANOTHER
-            reason = verdict(own, self._others(), self._timeout, silence, self._grace)
+            others = self._others()
+            self.lost = [state.rank for state in others if state.phase != _DONE and _is_gone(state, silence)]
+            reason = verdict(own, others, self._timeout, silence, self._grace)
             if reason is not None:
                 told = self._told()  # a rank that is gone may have written its reason only now
                 if told is not None:
                     return told, ENDED_BY_ANOTHER
                 self._store.set(_ENDED, json.dumps(reason))  # otherwise the others would blame this rank for being gone
         except Exception as error:  # the launcher or rank that hosted the store is gone
-            return f"the launcher's store cannot be reached any more: {error}", ENDED_BY_ANOTHER
+            holder = "the launcher's store" if os.environ.get(SHARES_STORE) == str(True) else "the store of rank 0"
+            return f"{holder} cannot be reached any more: {error}", ENDED_BY_ANOTHER
         return reason, STALLED if own.idle > self._timeout and not own.waits else ENDED_BY_ANOTHER
 
     def _told(self) -> str | None:
@@ -235,6 +264,7 @@ class Watch:
             return str(json.loads(self._store.get(_ENDED)))
         if self._store.check([_FAILED]):
             failed = json.loads(self._store.get(_FAILED))
+            self._over = failed["over"]
             if failed["rank"] != self._ranks.rank:
                 return f"rank {failed['rank']} failed: {failed['error']}"
         return None
@@ -310,18 +340,26 @@ class Watch:
                 idle = now - heard.moved
         return dataclasses.replace(said, since=said.since + silent, idle=idle, silent=silent, process=process)
 
-    def _report_failure(self, error: str) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         if self._store is None:
             return
+        failed = {"rank": self._ranks.rank, "error": f"{type(error).__name__}: {error}", "over": ends_run(error)}
         try:
             self._report(self._own())
             if not self._store.check([_FAILED]):
-                self._store.set(_FAILED, json.dumps({"rank": self._ranks.rank, "error": error}))
+                self._store.set(_FAILED, json.dumps(failed))
+            if self._holds_store:
+                time.sleep(3 * self._beat)  # the others read it meanwhile
         except Exception as unreachable:
             print(f"rank {self._ranks.rank}: the others could not be told: {unreachable}", file=sys.stderr)
 
 
-def _raised_between_ranks(error: BaseException) -> bool:
+def ends_run(error: BaseException) -> bool:
+    """Tell whether an error would come again on any ranks: one of the configuration, the data or the training."""
+    return isinstance(error, TruestepError) and not isinstance(error, RankLostError)
+
+
+def raised_between_ranks(error: BaseException) -> bool:
     """Return True if a call of torch.distributed raised the error, or one of its messages in flight failed."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     # An error of an asynchronous message has no frame in torch.distributed: only its words tell.

@@ -1,7 +1,7 @@
 """Builds a trainer from a configuration, restores its last checkpoint, and runs its loop."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from truestep.plan.rates import Rates, rates_here
 from truestep.plan.room import too_small
 from truestep.plan.search import settle_on
 from truestep.process.randomness import seed_random
-from truestep.ranks.group import ALONE, Ranks
+from truestep.ranks.elastic import SECONDS_TO_STOP, find_agent
+from truestep.ranks.group import ALONE, Ranks, leave
 from truestep.ranks.watch import Watch
 from truestep.report.verdicts.watching import Watching
 from truestep.rollouts.rejects import write_rejected
@@ -48,6 +49,7 @@ from truestep.run.checkpoint.checksums import find_damage
 from truestep.run.checkpoint.saves import SaveRule, Saves
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.run.directory import RunDirectory
+from truestep.run.elastic import Elastic, check_elastic
 from truestep.run.notes import options_before, run_notes, what_runs
 from truestep.run.terminal.display import Display
 from truestep.run.trainer import RunState, Trainer, TrainingError
@@ -65,6 +67,7 @@ from truestep.weights.digests import Trace
 from truestep.weights.errors import ModelError
 from truestep.weights.tensor_parts import StoredTensors
 
+_PATIENCE = 60.0  # seconds that a generation waits for the lock of the one before
 # The exceptions that a damaged checkpoint can raise when it is read.
 _ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
@@ -77,12 +80,39 @@ def train(
     sinks: Sequence[Sink] = (),
 ) -> Trainer:
     """Train to the end and return the trainer. Only the first rank calls callbacks and writes to sinks."""
+    elastic = _elastic(config)
+    with nullcontext() if elastic is None else elastic.ending():
+        trainer = _train(config, console, title, callbacks, sinks, elastic)
+    if elastic is not None:
+        elastic.ended(trainer.stopped_by is not None, trainer.notice)
+        if trainer.stopped_by is not None:  # a launcher whose processes end well ends the run
+            leave()
+            raise SystemExit(128 + trainer.stopped_by)
+    return trainer
+
+
+def _elastic(config: Config) -> Elastic | None:
+    """Return this rank's part in a run whose ranks come and go; None if their number is fixed."""
+    agent = find_agent()
+    return None if agent is None else Elastic(agent, Path(config.checkpoint.directory or "."))
+
+
+def _train(
+    config: Config,
+    console: Console,
+    title: str,
+    callbacks: Sequence[Callback],
+    sinks: Sequence[Sink],
+    elastic: Elastic | None,
+) -> Trainer:
+    if elastic is not None:
+        check_elastic(config, elastic.agent)
     ranks = join_ranks(config)
     notes: list[str] = []
     rates = measured_rates(config, ranks, notes)
     running, switched_on = settle_on(as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
     config = with_model(running, config.model.path)
-    watch = Watch(ranks, config.schedule.stall_timeout)
+    watch = Watch(ranks, config.schedule.stall_timeout, None if elastic is None else elastic.agent)
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
     for name, value in switched_on.items():
         display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
@@ -92,7 +122,11 @@ def train(
     if warning is not None:
         display.say(f"warning: {warning}")
     with watch.watching(), exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
-        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates)
+        generation = None
+        if elastic is not None:
+            generation, sentence = elastic.joined(ranks, watch)
+            display.say(sentence)
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates, generation)
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
@@ -117,10 +151,11 @@ def make_trainer(
     callbacks: Sequence[Callback] = (),
     display: Display | None = None,
     rates: Rates | None = None,
+    generation: dict[str, float] | None = None,
 ) -> Trainer:
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     with ExitStack() as opened:
-        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened)
+        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened, generation)
         opened.pop_all()  # from here on they end with the run
     return trainer
 
@@ -134,9 +169,10 @@ def _make_trainer(
     display: Display,
     rates: Rates | None,
     opened: ExitStack,
+    generation: dict[str, float] | None,
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
-    directory = _check(config, ranks)
+    directory = _check(config, ranks, generation is not None)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
@@ -176,7 +212,7 @@ def _make_trainer(
         directory=directory,
         checkpoints=store,
         saves=Saves(store, ranks),
-        save_rule=_save_rule(config),
+        save_rule=_save_rule(config, generation is not None),
         observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
         evaluator=evaluator,
@@ -184,6 +220,8 @@ def _make_trainer(
         state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
         put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
+        notice=None if config.schedule.preemption_file is None else Path(config.schedule.preemption_file),
+        marks={} if generation is None else generation,
     )
 
 
@@ -238,7 +276,7 @@ def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
         display.say(shown(note))
 
 
-def _check(config: Config, ranks: Ranks) -> RunDirectory:
+def _check(config: Config, ranks: Ranks, elastic: bool) -> RunDirectory:
     """Check the configuration and its inputs before the model is loaded, which can take minutes; return the run's
     directory."""
     keep_secrets_of(config.model_dump())
@@ -247,7 +285,9 @@ def _check(config: Config, ranks: Ranks) -> RunDirectory:
     check_inputs(config, ranks)
     check_custom_code(config)
     assert config.checkpoint.directory is not None
-    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
+    patience = _PATIENCE if elastic else 0.0
+    path, locks = Path(config.checkpoint.directory), config.checkpoint.lock
+    directory = RunDirectory(path, writes=ranks.first, locks=locks, patience=patience)
     ranks.share(directory.check)
     return directory
 
@@ -281,12 +321,13 @@ def policy_of(
     return policy
 
 
-def _save_rule(config: Config) -> SaveRule:
+def _save_rule(config: Config, elastic: bool) -> SaveRule:
     given, source = config.checkpoint, config.data.source
     announced = source is not None and source.type != "custom"  # rollout workers load the announced checkpoints
     announced &= config.adapter is None  # a checkpoint of an adapter is in peft's format already
     nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
-    return SaveRule(given.every, nth, given.grace)
+    grace = SECONDS_TO_STOP if elastic and given.grace is None else given.grace
+    return SaveRule(given.every, nth, grace)
 
 
 def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:

@@ -108,6 +108,11 @@ class Written:
     tensors: Mapping[str, Any]
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a complete checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 class CheckpointStore:
     """The checkpoints of a run, complete or being written."""
 

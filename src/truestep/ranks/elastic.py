@@ -1,0 +1,115 @@
+"""The agent of torch's elastic launcher (`torchrun --nnodes MIN:MAX`) that started this process.
+
+An agent starts its worker processes anew, in another generation of the run, when one of them has failed, when the
+workers of another agent have ended, and when an agent joins. An agent whose workers end too often, or whose worker
+ends well, closes the run for all agents. One that is ended by a signal does not: so a rank that must leave ends its
+agent by SIGTERM.
+"""
+
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from truestep.ranks.axes import RankError
+
+_ANCESTORS = 3  # an agent may start a worker through numactl or a shell
+# An agent gives its workers 30 s before it kills them, when it starts them anew.
+SECONDS_TO_STOP = 25.0
+SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+class RankLostError(RankError):
+    """The ranks cannot go on, because of another rank or the connection to it; the message names the cause."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The agent of this process, in a run whose number of agents may change."""
+
+    number: int  # the id of its process
+    least: int  # agents of a generation
+    most: int
+    processes: int = 1  # worker processes of an agent
+    local_rank: int = 0
+    last_start: bool = False  # after another failure it would close the run for all
+
+    @property
+    def name(self) -> str:
+        return f"{socket.gethostname()}/{self.number}"
+
+    @property
+    def gone(self) -> bool:
+        """True if the agent has ended, so that nobody would end this process."""
+        return not any(number == self.number for number in _ancestors())
+
+    def end(self) -> None:
+        """End the agent by a signal, so that it leaves the run to the others. One worker of each agent does it."""
+        if self.local_rank == 0 and not self.gone:
+            os.kill(self.number, signal.SIGTERM)
+
+
+def find_agent() -> Agent | None:
+    """Return the agent that started this process; None if the number of agents cannot change."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    for number in _ancestors():
+        nodes = _nodes_of(_command_line(number))
+        if nodes is None:
+            continue
+        return agent_of(number, *nodes)
+    return None
+
+
+def agent_of(number: int, least: int, most: int) -> Agent | None:
+    """Return the agent with this process id, by the variables that it set; None if its run has a fixed size."""
+    if least == most:
+        return None
+    count, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    return Agent(number, least, most, processes, local, last_start=count >= limit)
+
+
+def _ancestors() -> list[int]:
+    """Return the ids of the process's parents, nearest first."""
+    found, number = [os.getppid()], os.getppid()
+    while len(found) < _ANCESTORS:
+        try:
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            break
+        number = int(fields[1])
+        if number < 1:
+            break
+        found.append(number)
+    return found
+
+
+def _command_line(number: int) -> list[str]:
+    try:
+        words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [word.decode(errors="replace") for word in words[:-1]]
+
+
+def _nodes_of(words: Sequence[str]) -> tuple[int, int] | None:
+    """Return the least and the most agents by an agent's command line; None if it is not one of torchrun."""
+    start = next((place for place, word in enumerate(words[:6]) if _is_torchrun(word)), None)
+    if start is None:
+        return None
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    try:
+        given, _ = get_args_parser().parse_known_args(list(words[start + 1 :]))
+        least, most = parse_min_max_nnodes(given.nnodes)
+    except (SystemExit, RuntimeError, ValueError):
+        return None
+    return int(least), int(most)
+
+
+def _is_torchrun(word: str) -> bool:
+    return word == "torch.distributed.run" or word.endswith("torch/distributed/run.py") or Path(word).name == "torchrun"
