@@ -72,7 +72,7 @@ def _agent(folder: str, number: int, port: int, words: list[str], nodes: tuple[i
             "join_timeout": 600,
             "last_call_timeout": 3,
             "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 3,
+            "keep_alive_max_attempt": 5,
         },
         max_restarts=100,
         start_method="fork",
@@ -152,6 +152,14 @@ class Agents:
         for number in numbers:
             self.agents[number].join(seconds)
         return [self.agents[number].exitcode for number in numbers]
+
+    def end(self) -> list[int | None]:
+        """End the agents by a signal where they have not ended, and return their exit codes, of those not killed."""
+        for agent in self.agents.values():
+            agent.join(10)
+            agent.terminate()
+            agent.join(60)
+        return [agent.exitcode for agent in self.agents.values() if agent.exitcode != -signal.SIGKILL]
 
     def alive(self) -> list[int]:
         """The processes that these agents started and that are still there."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from agents import Agents
+from agents import LEAST, MOST, Agents
 from checkpoints import latest, read_states, read_weights
 from small_runs import write_rollouts
 
@@ -54,7 +56,8 @@ def compare(run: Path, whole: Path, bitwise: bool = False) -> None:
             if bitwise:
                 assert torch.equal(found[name], value), name
             else:
-                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+                # By the norm: Adam's update of a weight without a gradient to speak of is rounding.
+                assert (found[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
 def nothing_left(agents: Agents) -> None:
@@ -77,3 +80,102 @@ def test_a_rank_that_is_killed_comes_back_and_the_run_is_bit_for_bit_the_same(
         assert first["ranks"] == second["ranks"] == 3
         nothing_left(agents)
     compare(agents.run, undisturbed(tmp_path / "whole", model, 3), bitwise=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "whole", tiny_model("llama"), 3)
+
+
+@pytest.mark.long
+def test_ranks_that_leave_and_join(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    """One by a signal to its agent, one by a file, one that comes late."""
+    notice = tmp_path / "notice"
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        agents.start(0, 1)
+        agents.start(2, options=("--schedule.preemption_file", str(notice)))
+        agents.until(lambda: agents.steps >= 4)
+        agents.agents[1].terminate()
+        agents.until(lambda: len(agents.generations) == 2 and agents.steps >= 10)
+        agents.start(3)
+        agents.until(lambda: len(agents.generations) == 3 and agents.steps >= 14)
+        notice.touch()
+        assert agents.wait(0, 1, 2, 3) == [0, 1, 1, 0], agents.log()[-6000:]
+        assert [line["ranks"] for line in agents.generations] == [3, 2, 3, 2]
+        assert [line.get("lost_steps", 0) for line in agents.generations] == [0, 0, 0, 0]
+        assert "announces the end of its machine" in agents.generations[-1]["reason"]
+        nothing_left(agents)
+    compare(agents.run, whole)
+    steps = [line["step"] for line in agents.lines("metrics.jsonl")]
+    assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.long
+def test_a_rank_that_stands_still(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        agents.start(0, 1, 2, options=("--schedule.stall_timeout", "4"))
+        agents.until(lambda: agents.steps >= 5)
+        agents.signal(2, signal.SIGSTOP)
+        # Its own agent kills it after 30 s, and joins again if the run still goes on.
+        assert agents.wait(0, 1) == [0, 0], agents.log()[-6000:]
+        agents.wait(2)
+        assert "has made no progress" in agents.generations[1]["reason"]
+        nothing_left(agents)
+    compare(agents.run, whole)
+
+
+def disturb(agents: Agents, seed: int) -> None:
+    """Let ranks be killed, stopped, told to go and join, one or two at a time, at random instants. The first agent
+    stays, since it has the rendezvous, and no rank is killed twice."""
+    draw = random.Random(seed)
+    agents.start(*range(4))
+    alive, unhurt, new = [0, 1, 2, 3], [0, 1, 2, 3], 4
+    instants = sorted(draw.sample(range(1, STEPS - 4), 3))
+    for instant in instants:
+        agents.until(lambda instant=instant: agents.steps >= instant)
+        time.sleep(draw.uniform(0.0, 0.4))
+        for _ in range(draw.choice((1, 1, 2))):
+            what = draw.choice(("kill", "kill", "stop", "go", "lose", "join"))
+            leaving = [number for number in unhurt if number > 0]
+            if what in ("go", "lose", "stop") and leaving and len(alive) > LEAST:
+                number = draw.choice(leaving)
+                unhurt.remove(number)
+                alive.remove(number)
+                if what == "stop":
+                    agents.signal(number, signal.SIGSTOP)
+                elif what == "go":
+                    agents.agents[number].terminate()
+                else:
+                    agents.agents[number].kill()
+                    agents.signal(number, signal.SIGKILL)
+            elif what == "kill" and unhurt:
+                number = draw.choice(unhurt)
+                unhurt.remove(number)
+                agents.signal(number, signal.SIGKILL)
+            elif len(alive) < MOST:
+                agents.start(new)
+                alive.append(new)
+                unhurt.append(new)
+                new += 1
+            time.sleep(draw.choice((0.0, draw.uniform(0.0, 4.0))))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3)),
+        *(pytest.param(seed, marks=pytest.mark.release) for seed in range(3, 100)),
+    ],
+)
+def test_seeded_losses_and_joins(seed: int, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        disturb(agents, seed)
+        agents.until(lambda: "the data ended after step" in agents.log())
+        # One that joins when the run ends keeps the others waiting for minutes: torch's agents wait for each other.
+        assert set(agents.end()) <= {0, 1}, agents.log()[-6000:]
+        nothing_left(agents)
+        steps = [line["step"] for line in agents.lines("metrics.jsonl")]
+        assert steps == list(range(1, STEPS + 1))
+        numbers = [line["generation"] for line in agents.lines("metrics.jsonl")]
+        assert numbers == sorted(numbers) and {line["generation"] for line in agents.generations} >= set(numbers)
+    compare(agents.run, whole)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import shutil
+import signal
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from documents import make_documents
 from ranks.cases import train_and_do
 from ranks.test_train_over_ranks import config
 from selection import long_except
 from small_runs import read_lines, write_rollouts
+from truestep.config.schema import Config
+from truestep.ranks import processes, watch
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.group import Ranks, join
 from truestep.ranks.launch import run_ranks, start_ranks
+from truestep.ranks.lifelines import Lifelines
 from truestep.ranks.watch import ENDED_BY_ANOTHER, RankState, verdict
 from truestep.rollouts.source import FileSource
+from truestep.run.train import train
 from truestep.step.plan.ahead import PlansAhead
 from truestep.step.plan.plan import StepRule
 from truestep.step.plan.queue import PlanQueue
@@ -155,3 +166,78 @@ def test_ranks_that_plan_another_step_stop_before_anything_is_computed() -> None
 
 def test_one_process_needs_nobody() -> None:
     assert Ranks().gather("mine") == ["mine"] and Ranks().share(lambda: 3) == 3
+
+
+class _Store:
+    """A store of one process."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.entries for key in keys)
+
+    def set(self, key: str, value: str) -> None:
+        self.entries[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.entries[key]
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_connection_that_closes_tells_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    store: Any = _Store()
+    first, second, third = (Lifelines(rank, store) for rank in range(3))
+    assert second.ended() == set(), "the first rank does not listen yet"
+    for lines in (first, second, third, first):
+        assert lines.ended() == set()
+    port, _ = json.loads(store.get("truestep/lifelines"))
+    with socket.create_connection(("127.0.0.1", port)) as stranger:  # without the key
+        stranger.sendall(b"0123456789abcdef0123456789abcdef 2")
+        until(lambda: first.ended() == set() and not first._unknown)
+    second.close()
+    until(lambda: first.ended() == {1})
+    assert third.ended() == set()
+    first.close()
+    until(lambda: third.ended() == {0})
+    third.close()
+
+
+def _rank_of_another_machine(given: Any, who: int) -> None:
+    rank = int(os.environ["RANK"])
+    for module in (watch, processes):
+        module.machine = lambda: f"machine {rank}"
+    honest = watch.Watch.phase
+
+    def caught(self: watch.Watch, name: str) -> None:
+        honest(self, name)
+        if name == "computing step 2" and rank == who:
+            until(lambda: self._lifelines is not None and bool(self._lifelines._open))
+            time.sleep(3)  # until the first rank has looked
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch.Watch.phase = caught
+    train(Config.model_validate(given), Console(file=io.StringIO()))
+
+
+@pytest.mark.long
+def test_a_rank_of_another_machine_is_gone_when_its_connection_closes(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The ranks think that they are on machines of their own, so that none sees another's process."""
+    write_rollouts(tmp_path / "rollouts.jsonl", 40)
+    given = config(tiny_model("llama"), tmp_path / "rollouts.jsonl", tmp_path / "run", schedule={"stall_timeout": 500})
+    ranks, folder, _store = start_ranks(3, _rank_of_another_machine, (given, 1))
+    for process in ranks:
+        process.join(timeout=200)
+    assert all(process.exitcode for process in ranks), [process.exitcode for process in ranks]
+    said = (folder / "0").read_text(encoding="utf-8")
+    assert "rank 1 is gone: its process has ended" in said
+    shutil.rmtree(folder)

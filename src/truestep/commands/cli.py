@@ -200,6 +200,21 @@ def plan(
 
 
 @_config_command
+@click.option("--hosts", required=True, help="The machines, with commas between them. The first has the rendezvous.")
+@click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of each machine.")
+@click.option("--least", type=click.IntRange(1), help="The fewest agents to go on with. Default: half of them.")
+@click.option("--port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="A port of the first.")
+def elastic_command(config: "Config", hosts: str, gpus: int, least: int | None, port: int) -> None:
+    """Print a command for each machine. They start a run that goes on when GPUs are lost or join (docs/machines.md)."""
+    from truestep.tools.elastic_command import elastic_commands
+
+    names = [name for name in hosts.split(",") if name]
+    train = ["truestep", "train", *_as_typed()[2:]]
+    for host, command in zip(names, elastic_commands(config, train, names, gpus, least, port), strict=True):
+        click.echo(f"# {host}\n{command}")
+
+
+@_config_command
 @_output
 @click.option("--gradients", is_flag=True, help="Run the backward pass too: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:

@@ -25,8 +25,9 @@ from truestep.gpu import marks
 from truestep.process import progress
 from truestep.ranks.elastic import SHARES_STORE, Agent, RankLostError
 from truestep.ranks.group import Ranks
+from truestep.ranks.lifelines import Lifelines
 from truestep.ranks.place import CodeLocation, find_place
-from truestep.ranks.processes import Activity, Identity
+from truestep.ranks.processes import Activity, Identity, machine
 
 _FAILED = "truestep/failed"
 _ENDED = "truestep/ended"
@@ -148,6 +149,7 @@ class Watch:
         self._activity: Activity | None = None
         self._looked = time.monotonic()
         self._store: dist.Store | None = None  # of several ranks
+        self._lifelines: Lifelines | None = None  # to ranks of other machines
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watch")
 
     @property
@@ -315,6 +317,8 @@ class Watch:
 
     def _others(self) -> list[RankState]:
         assert self._store is not None
+        # Before entries are read: a rank that is done has written so before its process ends.
+        ended = set() if self._lifelines is None else self._lifelines.ended()
         others = []
         for rank in range(self._ranks.size):
             name = f"truestep/rank/{rank}"
@@ -325,7 +329,10 @@ class Watch:
             known = self._heard.get(rank)
             if known is None or known.entry != entry:
                 known = self._heard[rank] = _Heard(entry, now, Identity(**read["process"]))
-            others.append(self._judge(RankState(**read["state"]), known, now))
+            if self._lifelines is None and 0 in (rank, self._ranks.rank) and known.process.machine != machine():
+                self._lifelines = Lifelines(self._ranks.rank, self._store)
+            state = self._judge(RankState(**read["state"]), known, now)
+            others.append(dataclasses.replace(state, process="gone") if rank in ended else state)
         return others
 
     def _judge(self, said: RankState, heard: _Heard, now: float) -> RankState:

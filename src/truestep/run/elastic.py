@@ -30,6 +30,7 @@ from truestep.run.directory import RunDirectory
 from truestep.text import printable
 
 GENERATIONS = "generations.jsonl"
+MARKS = ("generation", "ranks", "lost_seconds")  # metrics
 _NOTE = ".generation-ended"  # why a generation ended: written by the first rank that knows, removed by the next
 _MOST_FAILURES = 2  # of an agent's ranks after the same checkpoint
 
@@ -92,13 +93,17 @@ class Elastic:
         self.ranks, self.watch = ranks, watch
         watch.before_exit = self._before_exit
         self.agents = ranks.gather(self.agent.name)
+        if ranks.size < self.agent.least * self.agent.processes:  # agents left while the launcher counted them
+            raise RankLostError(
+                f"{ranks.size} ranks are fewer than those of {self.agent.least} agents: all wait for more"
+            )
         line, before = ranks.share(self._begin)
         if line["unfit"]:
             if self.agent.name in line["unfit"]:
                 self._leave()
             names = ", ".join(line["unfit"])
             raise RankLostError(f"{names} failed {_MOST_FAILURES} times without a checkpoint in between, and leaves")
-        marks: dict[str, float] = {name: float(line[name]) for name in ("generation", "ranks", "lost_seconds") if name in line}
+        marks: dict[str, float] = {name: float(line[name]) for name in MARKS if name in line}
         return marks, _sentence(line, before)
 
     def _begin(self) -> tuple[dict[str, Any], dict[str, Any] | None]:

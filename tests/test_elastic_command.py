@@ -1,0 +1,158 @@
+"""The commands of a run whose ranks come and go, and what such a run is refused for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+from small_runs import merged
+from truestep.commands.cli import main
+from truestep.config.schema import Config
+from truestep.ranks import elastic
+from truestep.ranks.elastic import Agent, agent_of, find_agent
+from truestep.run.elastic import ElasticError, check_elastic
+
+GIVEN: dict[str, Any] = {
+    "model": {"path": "model"},
+    "data": {"path": "rollouts.jsonl", "advantages": "none"},
+    "schedule": {"docs_per_step": 8},
+}
+AGENT = Agent(number=1, least=2, most=4)
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate(merged(GIVEN, sections))
+
+
+def printed(tmp_path: Path, *words: str, **sections: Any) -> str:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged(GIVEN, sections)), encoding="utf-8")
+    done = CliRunner().invoke(main, ["elastic-command", str(tmp_path / "run.yaml"), *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def parsed(line: str) -> tuple[list[str], dict[str, Any]]:
+    """The GPUs of each agent, and what torchrun's own parser makes of its command."""
+    gpus, _, rest = line.removeprefix("for gpus in ").partition("; do ")
+    command, _, end = rest.partition(" & ")
+    assert end == "done; wait"
+    words = command.split()
+    assert words[:3] == [f"{elastic.OWN_STORE}=1", "CUDA_VISIBLE_DEVICES=$gpus", "torchrun"]
+    return gpus.split(), vars(get_args_parser().parse_args(words[3:]))
+
+
+def test_one_agent_a_gpu(tmp_path: Path) -> None:
+    lines = printed(tmp_path, "--hosts", "one,two", "--gpus", "4", "--seed", "3").splitlines()
+    assert lines[::2] == ["# one", "# two"]
+    for line, host in zip(lines[1::2], ("one", "two"), strict=True):
+        gpus, given = parsed(line)
+        assert gpus == ["0", "1", "2", "3"]
+        assert parse_min_max_nnodes(given["nnodes"]) == (4, 8) and given["nproc_per_node"] == "1"
+        assert (given["rdzv_backend"], given["rdzv_endpoint"], given["local_addr"]) == ("c10d", "one:29500", host)
+        assert given["max_restarts"] >= 100
+        settings = _parse_rendezvous_config(given["rdzv_conf"])
+        assert settings.keys() == {
+            *("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
+        }
+        assert given["module"] and given["training_script"] == "truestep"
+        assert given["training_script_args"] == ["train", str(tmp_path / "run.yaml"), "--seed", "3"]
+
+
+def test_gpus_that_a_layout_needs_together_have_one_agent(tmp_path: Path) -> None:
+    words = ("--hosts", "one", "--gpus", "8", "--least", "1", "--port", "4000")
+    gpus, given = parsed(printed(tmp_path, *words, parallel={"tensor": 2, "data_replicate": 2}).splitlines()[1])
+    assert gpus == ["0,1,2,3", "4,5,6,7"] and given["nproc_per_node"] == "4"
+    assert given["nnodes"] == "1:2" and given["rdzv_endpoint"] == "one:4000"
+
+
+@pytest.mark.parametrize(
+    ("words", "sections", "said"),
+    [
+        (["--hosts", "one,one"], {}, "names a machine twice"),
+        (["--hosts", "one", "--least", "9"], {}, "more than the 8 agents"),
+        (["--hosts", "one", "--gpus", "3"], {"parallel": {"tensor": 2}}, "make no team"),
+        (["--hosts", "one"], {"schedule": {"overshoot": "keep"}}, "set schedule.overshoot: carry"),
+    ],
+)
+def test_a_command_that_cannot_be_made(words: list[str], sections: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged(GIVEN, sections)), encoding="utf-8")
+    done = CliRunner().invoke(main, ["elastic-command", str(tmp_path / "run.yaml"), *words])
+    assert done.exit_code == 1 and said in " ".join(done.output.split())
+
+
+SERVER = {
+    "type": "server",
+    "start": {"gpus": "0"},
+    "prompts": "prompts.jsonl",
+    "reward": "package.module:reward",
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"schedule": {"docs_per_step": 0}}, "set schedule.docs_per_step"),
+        ({"schedule": {"overshoot": "keep"}}, "set schedule.overshoot: carry"),
+        ({"data": {"path": "part-{rank}.jsonl"}}, "name files that all ranks see"),
+        ({"parallel": {"data_shard": 2}}, "set parallel.data_shard: -1"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor: 2 does not divide the 3 ranks"),
+        ({"checkpoint": {"lock": False}}, "checkpoint.lock: false"),
+    ],
+)
+def test_what_a_run_whose_ranks_change_is_refused_for(sections: dict[str, Any], said: str) -> None:
+    check_elastic(config(), AGENT)
+    with pytest.raises(ElasticError, match="--nnodes 2:4") as refused:
+        check_elastic(config(**sections), AGENT)
+    assert said in str(refused.value)
+
+
+def test_servers_that_the_first_rank_starts_are_refused() -> None:
+    given = Config.model_validate(
+        {"model": {"path": "model"}, "data": {"group_size": 2}, "sampler": SERVER, "schedule": {"docs_per_step": 8}}
+    )
+    with pytest.raises(ElasticError, match=r"sampler\.start"):
+        check_elastic(given, AGENT)
+
+
+def test_agents_that_share_a_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's agents keep the address of the first agent's store when another agent becomes the first."""
+    monkeypatch.setenv(elastic.SHARES_STORE, "True")
+    with pytest.raises(ElasticError, match=f"{elastic.OWN_STORE}=1"):
+        check_elastic(config(), AGENT)
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes"),
+    [
+        (["python", "/bin/torchrun", "--nnodes", "2:4", "-m", "truestep", "train", "run.yaml"], (2, 4)),
+        (["python", "-m", "torch.distributed.run", "--nnodes=2:4", "-m", "truestep", "train", "run.yaml"], (2, 4)),
+        (["python", "/bin/torchrun", "--nnodes", "2", "-m", "truestep", "train", "run.yaml"], None),
+        (["python", "/bin/torchrun", "-m", "truestep", "train", "--nnodes", "2:4"], None),
+        (["python", "train.py", "--nnodes", "2:4"], None),
+        ([], None),
+    ],
+)
+def test_an_agent_is_known_by_its_command(
+    words: list[str], nodes: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "_command_line", lambda number: words if number == os.getppid() else [])
+    assert find_agent() is None, "a process that torchrun did not start"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    found = find_agent()
+    assert (None if found is None else (found.least, found.most)) == nodes
+    assert found is None or (found.number == os.getppid() and not found.gone)
+
+
+def test_an_agent_that_has_ended_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    agent = agent_of(2**22 + 1, 1, 2)
+    assert agent is not None and agent.gone and agent.last_start
+    agent.end()  # no process of another kind has its number
