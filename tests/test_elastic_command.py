@@ -89,7 +89,7 @@ def test_a_command_that_cannot_be_made(words: list[str], sections: dict[str, Any
 
 SERVER = {
     "type": "server",
-    "start": {"gpus": "0"},
+    "start": {"environment": "engine"},
     "prompts": "prompts.jsonl",
     "reward": "package.module:reward",
 }
@@ -115,7 +115,12 @@ def test_what_a_run_whose_ranks_change_is_refused_for(sections: dict[str, Any], 
 
 def test_servers_that_the_first_rank_starts_are_refused() -> None:
     given = Config.model_validate(
-        {"model": {"path": "model"}, "data": {"group_size": 2}, "sampler": SERVER, "schedule": {"docs_per_step": 8}}
+        {
+            "model": {"path": "model"},
+            "data": {"group_size": 2},
+            "sampler": SERVER,
+            "schedule": {"docs_per_step": 8, "steps": 1},
+        }
     )
     with pytest.raises(ElasticError, match=r"sampler\.start"):
         check_elastic(given, AGENT)

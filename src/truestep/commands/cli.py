@@ -139,7 +139,9 @@ def _config_command(command: Callable[..., None]) -> click.Command:
 
     words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
     file = click.argument("config", type=click.Path(path_type=Path))
-    return main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)(file(words(_guarded(with_config))))
+    name = command.__name__.replace("_", "-")
+    made = main.command(name=name, cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+    return made(file(words(_guarded(with_config))))
 
 
 _output = click.option("--output", required=True, type=click.Path(path_type=Path), help="Directory for the results.")

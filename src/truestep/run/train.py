@@ -122,11 +122,12 @@ def _train(
     if warning is not None:
         display.say(f"warning: {warning}")
     with watch.watching(), exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
-        generation = None
+        marks: dict[str, float] = {}
         if elastic is not None:
-            generation, sentence = elastic.joined(ranks, watch)
+            marks, sentence = elastic.joined(ranks, watch)
             display.say(sentence)
-        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates, generation)
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates, elastic is not None)
+        trainer.marks = marks
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
@@ -151,11 +152,13 @@ def make_trainer(
     callbacks: Sequence[Callback] = (),
     display: Display | None = None,
     rates: Rates | None = None,
-    generation: dict[str, float] | None = None,
+    elastic: bool = False,
 ) -> Trainer:
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     with ExitStack() as opened:
-        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened, generation)
+        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened, elastic)
+        if config.schedule.preemption_file is not None:
+            trainer.notice = Path(config.schedule.preemption_file)
         opened.pop_all()  # from here on they end with the run
     return trainer
 
@@ -169,10 +172,10 @@ def _make_trainer(
     display: Display,
     rates: Rates | None,
     opened: ExitStack,
-    generation: dict[str, float] | None,
+    elastic: bool,
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
-    directory = _check(config, ranks, generation is not None)
+    directory = _check(config, ranks, elastic)
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
@@ -194,10 +197,8 @@ def _make_trainer(
         sinks = make_sinks(config, directory, display, title, progress.step)
         begun = _begin(directory, config, policy, supply.source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
-    if latest is not None:  # the run may have been killed before it told the source of this checkpoint
-        supply.source.checkpointed(queue.documents_seen)
-        if supply.publication is not None:
-            supply.publication.saved(latest, progress.step, queue.documents_seen)
+    if latest is not None:
+        _tell_again(supply, latest, progress.step, queue.documents_seen)
     runner = runner.with_entropy_bonus(progress.entropy_bonus)
     trace = Trace(policy.weights) if keeps_records(config) else None
     return Trainer(
@@ -212,7 +213,7 @@ def _make_trainer(
         directory=directory,
         checkpoints=store,
         saves=Saves(store, ranks),
-        save_rule=_save_rule(config, generation is not None),
+        save_rule=_save_rule(config, elastic),
         observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
         evaluator=evaluator,
@@ -220,9 +221,14 @@ def _make_trainer(
         state=_state(progress, queue, ranks.share(directory.last_evaluated), latest),
         put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
-        notice=None if config.schedule.preemption_file is None else Path(config.schedule.preemption_file),
-        marks={} if generation is None else generation,
     )
+
+
+def _tell_again(supply: Supply, checkpoint: Path, step: int, documents_seen: int) -> None:
+    """Tell the source of a checkpoint: the run may have been killed before it did."""
+    supply.source.checkpointed(documents_seen)
+    if supply.publication is not None:
+        supply.publication.saved(checkpoint, step, documents_seen)
 
 
 def _start_servers(
