@@ -54,7 +54,15 @@ def _worker(folder: str, number: int, words: list[str], nodes: tuple[int, int]) 
     main(words, prog_name="truestep", standalone_mode=False)
 
 
-def _agent(folder: str, number: int, port: int, words: list[str], nodes: tuple[int, int], environment: dict[str, str]):
+def _agent(
+    folder: str,
+    number: int,
+    port: int,
+    words: list[str],
+    nodes: tuple[int, int],
+    present: tuple[int, int],
+    environment: dict[str, str],
+) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.update(environment)
@@ -62,7 +70,7 @@ def _agent(folder: str, number: int, port: int, words: list[str], nodes: tuple[i
     os.dup2(log, 1)
     os.dup2(log, 2)
     config = LaunchConfig(
-        *nodes,
+        *present,
         nproc_per_node=1,
         run_id="test",
         rdzv_backend="c10d",
@@ -70,7 +78,7 @@ def _agent(folder: str, number: int, port: int, words: list[str], nodes: tuple[i
         rdzv_configs={
             "is_host": number == 0,
             "join_timeout": 600,
-            "last_call_timeout": 3,
+            "last_call_timeout": 8,
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 5,
         },
@@ -94,6 +102,7 @@ class Agents:
     config: Path
     run: Path
     nodes: tuple[int, int] = (LEAST, MOST)
+    waits_for_all: bool = False  # a generation has the most agents, so that the layout never changes
     environment: dict[str, str] = field(default_factory=lambda: {elastic.OWN_STORE: "1"})
     port: int = field(default_factory=free_port)
     agents: dict[int, BaseProcess] = field(default_factory=dict)
@@ -112,7 +121,8 @@ class Agents:
         """Start agents. They may have further options of the command."""
         for number in numbers:
             words = ["train", str(self.config), *options]
-            given = str(self.folder), number, self.port, words, self.nodes, self.environment
+            least = self.nodes[self.waits_for_all], self.nodes[1]
+            given = str(self.folder), number, self.port, words, self.nodes, least, self.environment
             self.agents[number] = fork_context().Process(target=_agent, args=given)
             self.agents[number].start()
 
@@ -123,6 +133,7 @@ class Agents:
 
     def signal(self, number: int, kind: signal.Signals) -> None:
         """Send a signal to the worker of an agent."""
+        self.until(lambda: bool(self.workers(number)))
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.workers(number)[-1], kind)
 

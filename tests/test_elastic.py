@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 
-from agents import LEAST, MOST, Agents
+from agents import LEAST, MOST, Agents, free_port
 from checkpoints import latest, read_states, read_weights
 from small_runs import write_rollouts
+from truestep.commands.cli import main
 
 DOCUMENTS, STEPS = 150, 30
 
@@ -71,7 +77,7 @@ def test_a_rank_that_is_killed_comes_back_and_the_run_is_bit_for_bit_the_same(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = tiny_model("llama")
-    with agents_of(tmp_path / "elastic", model, nodes=(2, 3)) as agents:
+    with agents_of(tmp_path / "elastic", model, nodes=(2, 3), waits_for_all=True) as agents:
         agents.start(0, 1, 2)
         agents.until(lambda: agents.steps >= 7)
         agents.signal(1, signal.SIGKILL)
@@ -179,3 +185,39 @@ def test_seeded_losses_and_joins(seed: int, tiny_model: Callable[[str], Path], t
         numbers = [line["generation"] for line in agents.lines("metrics.jsonl")]
         assert numbers == sorted(numbers) and {line["generation"] for line in agents.generations} >= set(numbers)
     compare(agents.run, whole)
+
+
+def children(process: int) -> list[int]:
+    listed = Path(f"/proc/{process}/task/{process}/children")
+    return [int(word) for word in listed.read_text().split()] if listed.exists() else []
+
+
+@pytest.mark.nightly
+def test_the_printed_command_starts_a_run_that_survives(
+    tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    """As a user has it: torchrun in a shell, which nothing but its command line tells to be elastic."""
+    options = ["--hosts", "127.0.0.1", "--gpus", "2", "--least", "1", "--port", str(free_port())]
+    config = make_config(tmp_path, tiny_model("llama"))
+    printed = CliRunner().invoke(main, ["elastic-command", str(config), *options]).output.splitlines()[1]
+    command = printed.replace(" torchrun ", f" {sys.executable} -m torch.distributed.run ")
+    assert command != printed
+    run, log = tmp_path / "run", tmp_path / "log"
+    ledger = run / "ledger.jsonl"
+    with log.open("w", encoding="utf-8") as file:
+        shell = subprocess.Popen(["bash", "-c", command], stdout=file, stderr=file, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 400
+        while not (ledger.is_file() and len(ledger.read_text().splitlines()) >= 2):
+            assert time.monotonic() < deadline and shell.poll() is None, log.read_text()[-6000:]
+            time.sleep(0.01)
+        second = children(shell.pid)[1]
+        os.kill(children(second)[0], signal.SIGKILL)
+        assert shell.wait(timeout=500) == 0, log.read_text()[-6000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM)  # the agents end their workers
+            shell.wait(timeout=60)
+    said = log.read_text()
+    assert "generation 2: 2 ranks, 2 before; the one before ended because rank" in said, said[-6000:]
+    compare(run, whole)

@@ -14,7 +14,7 @@ from truestep.run.elastic import check_elastic
 
 # Settings of torch's rendezvous, in seconds. Agents wait a week for others; a generation begins this long after the
 # least number of agents is there; an agent that is silent for 5 intervals has left.
-RENDEZVOUS = {"join_timeout": 604800, "last_call_timeout": 10, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
+RENDEZVOUS = {"join_timeout": 604800, "last_call_timeout": 15, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 MAX_RESTARTS = 1000  # every agent spends one when a rank is lost
 
 
