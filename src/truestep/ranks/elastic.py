@@ -25,6 +25,10 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 class RankLostError(RankError):
     """The ranks cannot go on, because of another rank or the connection to it; the message names the cause."""
 
+    def __init__(self, cause: str, what_next: str = ""):
+        super().__init__(cause + what_next)
+        self.cause = cause
+
 
 @dataclass(frozen=True)
 class Agent:

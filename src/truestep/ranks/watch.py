@@ -180,7 +180,7 @@ class Watch:
             self._stop()
             cause = self._cause_elsewhere(error)
             if cause is not None:
-                raise RankLostError(cause) from error
+                raise RankLostError(cause, self._next) from error
             self._report_failure(error)
             raise
         self._stop()
@@ -192,6 +192,13 @@ class Watch:
     def _stop(self) -> None:
         self._stopped.set()
         self._thread.join()
+
+    @property
+    def _next(self) -> str:
+        """What comes after the end, where the run goes on without the rank that is lost."""
+        if self._agent is None or self._over:
+            return ""
+        return f"; the next generation begins when the launcher has {self._agent.least} agents or more"
 
     @property
     def _holds_store(self) -> bool:
@@ -230,7 +237,7 @@ class Watch:
             if reason is not None and not self._stopped.is_set():
                 # The main thread may be inside a call that never returns: end the process at once.
                 name = f"rank {self._ranks.rank} ends: " if self._ranks.size > 1 else ""
-                print(f"error: {name}{reason}", file=sys.stderr, flush=True)
+                print(f"error: {name}{reason}{self._next}", file=sys.stderr, flush=True)
                 self.before_exit(reason, self._over)
                 os._exit(code)
 

@@ -143,7 +143,8 @@ class Elastic:
             own = isinstance(error, Exception) and not isinstance(error, RankLostError)
             own = own and not raised_between_ranks(error)
             failure = f"rank {self.ranks.rank} failed: {type(error).__name__}: {error}"
-            self.note(failure if own else str(error), own)
+            cause = error.cause if isinstance(error, RankLostError) else str(error)
+            self.note(failure if own else cause, own)
             if ends_run(error) or self.agent.last_start:
                 self._leave()
             raise
