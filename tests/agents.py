@@ -164,13 +164,12 @@ class Agents:
             self.agents[number].join(seconds)
         return [self.agents[number].exitcode for number in numbers]
 
-    def end(self) -> list[int | None]:
-        """End the agents by a signal where they have not ended, and return their exit codes, of those not killed."""
+    def end(self) -> None:
+        """End the agents by a signal where they do not end by themselves."""
         for agent in self.agents.values():
             agent.join(10)
             agent.terminate()
             agent.join(60)
-        return [agent.exitcode for agent in self.agents.values() if agent.exitcode != -signal.SIGKILL]
 
     def alive(self) -> list[int]:
         """The processes that these agents started and that are still there."""

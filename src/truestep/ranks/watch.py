@@ -5,6 +5,7 @@ launcher's store, and reads the other ranks' entries. A run of one process is wa
 hang.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -192,6 +193,12 @@ class Watch:
     def _stop(self) -> None:
         self._stopped.set()
         self._thread.join()
+
+    def end_all(self, reason: str) -> None:
+        """Let all ranks end for this reason, because this one does."""
+        with contextlib.suppress(Exception):  # the store is gone, or held by this process and the others see its end
+            if self._store is not None and not self._store.check([_ENDED]):
+                self._store.set(_ENDED, json.dumps(reason))
 
     @property
     def _next(self) -> str:

@@ -137,8 +137,13 @@ class Elastic:
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """Note why this generation ends. End the agent too where its rank leaves, or where the run is over."""
+        before = signal.getsignal(signal.SIGTERM)
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, self._told_to_end)
         try:
             yield
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, before)
         except BaseException as error:
             own = isinstance(error, Exception) and not isinstance(error, RankLostError)
             own = own and not raised_between_ranks(error)
@@ -158,6 +163,14 @@ class Elastic:
             self._leave()
         if not stopped and self.ranks.first:
             self._note.unlink(missing_ok=True)
+
+    def _told_to_end(self, number: int, frame: object) -> None:
+        """End all ranks at once, by a signal of the agent before the first step, or by a second one."""
+        reason = f"rank {self.ranks.rank} was told to end by its launcher"
+        if self.watch is not None:
+            self.watch.end_all(reason)
+        self.note(reason, own=False)
+        os._exit(128 + number)
 
     def _before_exit(self, reason: str, over: bool) -> None:
         self.note(reason, False)
