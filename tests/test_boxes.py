@@ -98,15 +98,36 @@ def test_a_tiny_model_learns_it_in_process(warm: Path, tmp_path: Path, monkeypat
     check(trained(tmp_path, "train", **{"model.path": warm, "schedule.steps": 20}))
 
 
+def by_the_program(tmp_path: Path) -> dict[str, Any]:
+    """The same task, played by a program with OpenAI's package."""
+    command = {"type": "command", "run": [sys.executable, str(BOXES / "agent.py")]}
+    prompts = [dict(row) for row in boxes.Boxes.rows({}, False) or ()]
+    return {
+        "sampler.environment": json.dumps(command),
+        "sampler.prompts": write_lines(tmp_path / "prompts.jsonl", prompts),
+        "evaluation.prompts": write_lines(tmp_path / "held-out.jsonl", held_out()),
+    }
+
+
+@pytest.mark.release  # 768 times Python starts and imports that package
+@pytest.mark.timeout(1200)
+def test_a_tiny_model_learns_it_by_the_program_with_openais_package(
+    warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    fewer = {"schedule.docs_per_step": 32, "schedule.steps": 20, "evaluation.every": 20, "evaluation.max_prompts": 64}
+    check(trained(tmp_path, "train", **{"model.path": warm, **by_the_program(tmp_path), **fewer}))
+
+
 @pytest.mark.nightly
 def test_the_program_with_openais_package_is_trained_as_it_is(
     warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    prompts = write_lines(tmp_path / "prompts.jsonl", held_out()[:20])
-    command = {"type": "command", "run": [sys.executable, str(BOXES / "agent.py")]}
-    given = {"sampler.environment": json.dumps(command), "sampler.prompts": prompts, "evaluation": "null"}
+    given = by_the_program(tmp_path)
     given |= {"schedule.steps": 2, "schedule.docs_per_step": 16, "optimizer.warmup_steps": 0}
+    del given["evaluation.prompts"]
+    given["evaluation"] = "null"
     for line in read_lines(trained(tmp_path, "train", **{"model.path": warm, **given}) / "metrics.jsonl"):
         assert line["num_documents"] == line["num_sequences"] == 16, "a conversation is one sequence"
         assert line["policy_turns"] > 2 and 0 < line["reward"] < 1

@@ -1,6 +1,6 @@
-"""Makes foreign text safe to show: completions, exceptions of a user's reward, responses of servers, addresses.
+"""Makes untrusted text safe to show: completions, exceptions of a user's reward, responses of servers, addresses.
 
-Use `printable` for a foreign value inside a sentence, and `shown` for a whole message before it is printed. Both
+Use `printable` for an untrusted value inside a sentence, and `shown` for a whole message before it is printed. Both
 replace secrets, as `redacted` does.
 """
 
@@ -22,10 +22,11 @@ _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _SECRET = frozenset({"password", "passwd", "secret", "apikey", "credential", "credentials", "passphrase"})
 _SECRET_TEXT = frozenset({"key", "token", "auth", "authorization"})
 _NO_SECRET = frozenset({"", "null", "none", "~", "true", "false", HIDDEN})
-# Prose has "token: 5" and "key: 'id'": before a colon these words count only as the end of a name (api_key, hf_token).
+# Prose contains "token: 5" and "key: 'id'". Before a colon, these words name a secret only at the end of a longer name
+# (api_key, hf_token).
 _IN_PROSE = re.compile(r"(?i)^(key|token|auth)$")
 _known: set[str] = set()
-_SHORTEST_KNOWN = 8  # characters: replacing a shorter secret would also replace ordinary words
+_SHORTEST_KNOWN = 8  # characters; replacing a shorter secret would also replace ordinary words
 
 
 def keep_secret(value: str | None) -> None:
@@ -35,9 +36,9 @@ def keep_secret(value: str | None) -> None:
 
 
 def printable(text: object, limit: int = 300) -> str:
-    """Return foreign text on one line, without secrets or control characters, in at most `limit` characters."""
+    """Return untrusted text on one line, without secrets or control characters, in at most `limit` characters."""
     whole = _text_of(text)
-    # Redact some characters after the cut too, so that a secret across the cut is found.
+    # Also redact some characters after the cut, so that a secret across the cut is found.
     shown = redacted(whole[: limit + 4000])
     safe = "".join(letter if letter.isprintable() else _escaped(letter) for letter in shown[: limit + 1])
     cut = len(shown) > limit or len(whole) > limit + 4000
@@ -55,7 +56,7 @@ def _text_of(value: object) -> str:
     """Convert any object to text, even if its own conversion raises."""
     try:
         return value.decode("utf-8", errors="replace") if isinstance(value, bytes | bytearray) else str(value)
-    except Exception:  # `str` of a foreign object may raise any exception
+    except Exception:  # `str` of an unknown object may raise any exception
         return f"<{type(value).__name__} that cannot be shown>"
 
 
@@ -72,7 +73,7 @@ def redacted(text: str) -> str:
 
 
 def _without_forms(text: str) -> str:
-    """Replace text in the place of a secret: in an address, after `Bearer` or `Basic`, or after `api_key=`."""
+    """Replace text where a secret is expected: in an address, after `Bearer` or `Basic`, or after `api_key=`."""
     if "://" in text:
         text = _URL.sub(lambda found: _without_password(found.group()), text)
     text = _BEARER.sub(lambda found: f"{found[1]} {HIDDEN}", text)
@@ -89,7 +90,7 @@ def _without_password(url: str) -> str:
             return urlunsplit(parts._replace(netloc=f"{HIDDEN}@{parts.netloc.rpartition('@')[2]}"))
     except ValueError:
         pass
-    # urlsplit ends the host at a / or # in a password: replace all up to the last @.
+    # urlsplit ends the host at a / or # in a password, so everything up to the last @ is replaced.
     scheme, _, rest = url.partition("://")
     authority, at, host = rest.rpartition("@")
     return f"{scheme}://{HIDDEN}@{host}" if at and ":" in authority else url
@@ -122,7 +123,7 @@ def redacted_options(value: Any, name: str = "") -> Any:
         # A number named `token` or `key` is an id or a count; one named `password` is a password.
         if isinstance(value, str) or last not in _SECRET_TEXT:
             return value if str(value).lower() in _NO_SECRET else HIDDEN
-    # Not `redacted`: a dummy key given to `keep_secret` could be part of a path here.
+    # Not `redacted`: that would replace a dummy key inside a path.
     return _without_forms(value) if isinstance(value, str) else value
 
 
@@ -154,4 +155,4 @@ def hidden_options(value: Any, name: str = "") -> list[str]:
 
 
 def discard(text: str) -> None:
-    """Discard a message: where nobody is to be told."""
+    """Discard a message. For use where no message should be shown."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from truestep.text import printable
 
-if TYPE_CHECKING:  # reward processes import this file, and should not load torch
+if TYPE_CHECKING:  # reward processes import this file, and must not import torch
     import torch
 
 # The value of `data.share_prefixes`.
@@ -29,7 +29,7 @@ LONGEST_REASON = 1000  # characters of `Rejected.reason`
 
 @dataclass(frozen=True)
 class Turn:
-    """A span of a document's tokens: one completion of the policy, or what answered it."""
+    """A span of a document's tokens: one completion of the policy, or a reply to it (by a tool or a user)."""
 
     start: int
     end: int
@@ -39,18 +39,18 @@ class Turn:
 
 @dataclass(frozen=True)
 class Membership:
-    """The facts about a document of several sequences that one of them needs."""
+    """Facts about a whole document that each of its sequences needs."""
 
-    num_labels: int  # of the whole document
+    num_labels: int  # number of labels in the whole document
     counts: bool  # True for one sequence of the document: the first with labels, or else the first
-    others_have_advantage: bool  # a label of another sequence has an advantage that is not 0
+    others_have_advantage: bool  # True if a label of another sequence has a nonzero advantage
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """One document. Example: prompt `[5, 6]`, completion `[7, 8]`: loss_mask = [F, F, T, T].
 
-    A document of several sequences has their tokens one after another, and `starts` says where each begins.
+    If a document has several sequences, their tokens are concatenated, and `starts` has each one's first index.
     """
 
     id: str
@@ -61,34 +61,37 @@ class Rollout:
     reward: float | None = None
     group_id: str | None = None
     temperature: float = 1.0
-    model_version: np.ndarray | None = None  # [L] int64: documents the policy had seen when each token was sampled
+    # [L] int64; when each token was sampled: the number of documents that the policy had been trained on
+    model_version: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 outside the mask
     # [L] float32, computed by the trainer with the weights before the first update on this document; 0 outside the mask
     recomputed_logprobs: np.ndarray | None = None
-    chosen: np.ndarray | None = None  # [L] uint8; 1: loss.clip_cov or loss.kl_cov holds the label back in this step
-    targets: np.ndarray | None = None  # [L] int64: the token that is scored at each label; None: the document's own
+    chosen: np.ndarray | None = None  # [L] uint8; 1: chosen by loss.clip_cov or loss.kl_cov in this step
+    targets: np.ndarray | None = None  # [L] int64: the token to score at each label; None: the document's own
     truncated: bool | None = None  # the document ended at a length limit; None: unknown
     rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of the reward, by name
-    # The reward minus the group's baseline, if advantages are scaled over the whole step; None after that scaling.
+    # The reward minus the group's baseline, until advantages are scaled over the whole step; None afterwards or without
+    # it.
     difference: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    # By name, the document's other fields of `rollouts/fields.py` and of the user's `data.fields`.
+    # The document's other fields by name, from `rollouts/fields.py` and the user's `data.fields`.
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L], per label; 0 outside the mask
-    token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L, ...], per token; the last may be missing
+    # [L, ...], per token; the last token's may be missing
+    token_fields: Mapping[str, np.ndarray] = field(default_factory=dict)
     document_fields: Mapping[str, np.ndarray] = field(default_factory=dict)  # [], per document
     turns: tuple[Turn, ...] = ()
-    # Of a document made from records with a `document_id`: the first token and the record's id of each sequence.
+    # For a document made of several records with a `document_id`: the first token and the record's id of each sequence.
     starts: tuple[int, ...] = ()
     record_ids: tuple[str, ...] = ()
-    # Of a record with a `document_id`, before it is joined with the document's other records.
+    # For a record with a `document_id`, before it is joined with the document's other records.
     document_id: str | None = None
     num_sequences: int | None = None
     one_advantage: float | None = None  # the record's advantage, if it is one number
-    membership: Membership | None = None  # of a sequence that `sequences` returned; None: it is a whole document
+    membership: Membership | None = None  # set for a sequence returned by `sequences`; None: this is a whole document
 
     def value(self, name: str) -> Any:
         """Return a field by its name: an attribute, or an entry of the mappings in `PLACES`; None if it is missing."""
-        if name in _ATTRIBUTES:  # faster than getattr, as this is called for every field of every document
+        if name in _ATTRIBUTES:  # faster than getattr; this is called for every field of every document
             return self.__dict__[name]
         return next((held[name] for held in (getattr(self, place) for place in PLACES) if name in held), None)
 
@@ -108,7 +111,7 @@ class Rollout:
 
     @cached_property
     def completion(self) -> bytes:
-        """The ids of the labels, by which completions are compared."""
+        """The token ids of the labels as bytes, for comparing completions."""
         return self.input_ids[self.loss_mask].tobytes()
 
     @property
@@ -145,18 +148,18 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RouteShape:
-    """What `routed_experts` of a model's tokens are like. A model that replays none has no layers."""
+    """The required shape of `routed_experts` for a model. Without routing replay, `experts` is empty."""
 
-    experts: tuple[int, ...]  # of each layer that routes
-    chosen: int  # of a token in each
-    required: bool = False  # records must name them
-    name: str = "the model"  # its class, for messages
-    numbers: tuple[int, ...] = ()  # of these layers among all hidden layers, from 0
-    layers: int = 0  # all hidden layers, those that do not route included
+    experts: tuple[int, ...]  # number of experts in each layer with a router
+    chosen: int  # experts per token in each of these layers
+    required: bool = False  # True: every record must have routed_experts
+    name: str = "the model"  # the model's class, for messages
+    numbers: tuple[int, ...] = ()  # indices of these layers among all hidden layers, from 0
+    layers: int = 0  # number of all hidden layers
 
 
 NO_ROUTES = RouteShape((), 0)
-ROUTES = "routed_experts"  # the field of tokens that names their experts
+ROUTES = "routed_experts"  # the per-token field with the chosen experts
 
 
 def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:
@@ -164,7 +167,8 @@ def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:
     return tuple(sequence for document in documents for sequence in document.sequences)
 
 
-PLACES = ("fields", "token_fields", "document_fields")  # the mappings of fields that are not attributes of a rollout
+# the mappings that hold fields which are not attributes of a rollout
+PLACES = ("fields", "token_fields", "document_fields")
 _ATTRIBUTES = frozenset(item.name for item in fields(Rollout))
 
 
@@ -176,13 +180,13 @@ class Rejected:
     line: int  # 1-based line of a JSONL file, or row of a Parquet file
     reason: str
     id: str | None = None
-    group_id: str | None = None  # if known: a rejected record counts as a member of its group
+    group_id: str | None = None  # if known; a rejected record still counts as a member of its group
     prompt: str | None = None  # the text of the prompt, if a sampled completion was rejected
     completion: str | None = None  # the text of this completion
     traceback: str | None = None  # the traceback of a reward that raised
 
     def __post_init__(self) -> None:
-        # A reason may quote foreign text: the exception of a reward, the response of a server.
+        # A reason may quote untrusted text: a reward's exception, or a server's response.
         object.__setattr__(self, "reason", printable(self.reason, LONGEST_REASON))
 
 
@@ -207,27 +211,27 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How sequences of a micro-batch share the tokens with which they begin."""
+    """How sequences in a micro-batch share common prefixes."""
 
-    least: int = 1  # tokens that a shared segment must save
-    budget: int | None = None  # where a micro-batch would have more tokens, all that can be is shared
-    alike: tuple[str, ...] = ()  # fields of tokens that must be the same, too, where tokens are shared
+    least: int = 1  # fewest tokens that a shared segment must save
+    budget: int | None = None  # if a micro-batch exceeds this number of tokens, everything that can be shared is shared
+    alike: tuple[str, ...] = ()  # per-token fields that must be equal, too, in shared tokens
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """The documents of one step, and their packing into micro-batches. Made on the host, without the model."""
 
-    documents: tuple[Rollout, ...]  # in the global order
-    # Indices into `sequences`. Each micro-batch is one forward pass, and may be empty. Micro-batch k · ranks + r is the
-    # k-th of rank r.
+    documents: tuple[Rollout, ...]  # in the order of the data
+    # Indices into `sequences`. A micro-batch is one forward pass, and may be empty. Micro-batch k · ranks + r is the
+    # k-th micro-batch of rank r.
     micro_batches: tuple[tuple[int, ...], ...]
     totals: StepTotals
-    documents_seen: int  # before this step
+    documents_seen: int  # documents trained on before this step
     ranks: int = 1
     repeated: bool = False  # an earlier update trained on the same documents
     sharing: Sharing | None = None  # None: each sequence is computed alone
-    # The segments of each micro-batch that has been asked for, by its members: `prefixes.forest_of`.
+    # Cache of `prefixes.forest_of`: the segments of each micro-batch, by its members.
     forests: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -262,7 +266,7 @@ class StepPlan:
 
     @property
     def digest(self) -> str:
-        """A hash of the data that must be equal on all ranks before they compute."""
+        """A hash of the plan's data. It must be equal on all ranks before they compute."""
         content = hashlib.sha256(f"{self.micro_batches} {self.totals} {self.documents_seen} {self.ranks}\n".encode())
         for document in self.documents:
             content.update(
@@ -276,7 +280,7 @@ class StepPlan:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device without a synchronisation: for a GPU the tensor is pinned first."""
+    """Copy a tensor to a device without a host-device sync. For a GPU the tensor is pinned first."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -284,20 +288,21 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """Packed segments, one after another, the input of the model. Padding comes last, as a segment of its own.
+    """Packed segments, the input of the model. Padding is a segment at the end.
 
-    A segment is a whole sequence, or a run of tokens that follows a parent segment: sequences that begin with the same
-    tokens share these (`rollouts/prefixes.py`). A parent stands before its children.
+    A segment is a whole sequence, or the tokens that continue a parent segment: sequences with the same first tokens
+    share these (`rollouts/prefixes.py`). A parent comes before its children.
     """
 
     input_ids: torch.Tensor  # [S] int64
     position_ids: torch.Tensor  # [S] int64, from 0 in each sequence
-    # [G + 1] int32, or [G + 2] with padding: cumulative lengths, from 0 to S. On the host, which prepares attention.
+    # [G + 1] int32, or [G + 2] with padding: cumulative lengths, from 0 to S. It stays on the host, which prepares
+    # attention.
     segments: torch.Tensor
     num_segments: int  # G, without padding
     parents: tuple[int, ...] = ()  # [G] the parent of each segment, -1 for none; empty if no segment has one
-    sequences: torch.Tensor | None = None  # [S] int64: how many sequences have each token; None: one
-    # [S, ...] by name: the requested token fields that at least one document has.
+    sequences: torch.Tensor | None = None  # [S] int64: number of sequences that share each token; None: one each
+    # [S, ...] by name: the requested per-token fields that at least one document has.
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -329,11 +334,11 @@ class PackedLabels:
     """The data of a micro-batch's T labels, in order, and of its D sequences.
 
     A document is one sequence, or several, which may be in other micro-batches and on other ranks. Then `document`,
-    `num_labels` and the sums over documents are by sequence.
+    `num_labels` and the sums over documents are per sequence.
 
-    The hidden state at position t - 1 predicts the token at t: `rows` holds t - 1, shifted before tokens are cut into
-    shards. Example: documents `[5, 6, 7]` and `[8, 9]`, each with its last token as label: rows = [1, 3], ids = [7, 9].
-    Where sequences that share a prefix part, a row has a label of each.
+    The hidden state at position t - 1 predicts the token at t: `rows` holds t - 1, shifted before tokens are divided
+    over ranks. Example: documents `[5, 6, 7]` and `[8, 9]`, each with its last token as label: rows = [1, 3], ids = [7,
+    9]. Where sequences with a shared prefix diverge, one row predicts a label of each.
     """
 
     rows: torch.Tensor = field(metadata=per_label())  # index into S of the predicting position
@@ -345,17 +350,18 @@ class PackedLabels:
     model_version: torch.Tensor = field(metadata=per_label())
     recomputed_logprobs: torch.Tensor = field(metadata=per_label())
     reference_logprobs: torch.Tensor = field(metadata=per_label())
-    chosen: torch.Tensor = field(metadata=per_label())  # 1: loss.clip_cov or loss.kl_cov holds the label back
-    # Per sequence. `document_labels` and `counts` are what metrics and denominators of documents need.
+    chosen: torch.Tensor = field(metadata=per_label())  # 1: chosen by loss.clip_cov or loss.kl_cov
+    # Per sequence. Metrics and denominators over documents use `document_labels` and `counts`.
     num_labels: torch.Tensor  # [D] int64
     document_labels: torch.Tensor  # [D] int64: labels of the whole document, in all its sequences
     counts: torch.Tensor  # [D] bool: True for one sequence of each document
-    others_have_advantage: torch.Tensor  # [D] bool: a label of another sequence of the document has an advantage
+    # [D] bool: True if a label of another sequence of the document has a nonzero advantage
+    others_have_advantage: torch.Tensor
     reward: torch.Tensor  # [D] float32; 0 for a document without a reward
     rewards: Mapping[str, torch.Tensor]  # [D] float32 by the name of the reward's part; NaN for a document without it
     truncated: torch.Tensor  # [D] bool; False if unknown
     has: Mapping[str, torch.Tensor]  # [D] bool by rollout field: True if the document has the field
-    # By name, the other fields of `rollouts/fields.py` and of the user's `data.fields`.
+    # The other fields by name, from `rollouts/fields.py` and the user's `data.fields`.
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)  # [T]
     document_fields: Mapping[str, torch.Tensor] = field(default_factory=dict, kw_only=True)  # [D]
 

@@ -235,6 +235,8 @@ def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
             session.forward_backward(records, lambda logprobs, documents: 1.0)  # type: ignore[arg-type, return-value]
         with pytest.raises(TruestepError, match="records:1: input_ids"):
             session.forward_backward([records[0], {**records[1], "id": "another", "input_ids": [-5, 3]}])
+        with pytest.raises(SessionError, match="count is 0: draw one completion of a prompt or more"):
+            session.sample([[3, 4]], count=0)
         with pytest.raises(SessionError, match="no documents"):
             session.forward_backward([])
         for prompts, given, problem in (

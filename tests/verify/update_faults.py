@@ -143,7 +143,7 @@ def norm_of_matrices() -> None:
     honest = clipping._norm
 
     def norm(weights: Any, gradients: Any, *rest: Any) -> float:
-        return honest(weights, [gradient for gradient in gradients if len(gradient) > 32], *rest)
+        return honest(weights, {name: each for name, each in gradients.items() if len(each) > 32}, *rest)
 
     clipping._norm = norm
 
@@ -348,10 +348,10 @@ def gradient_times(factor: float) -> None:
     StepRunner._head = scaled  # type: ignore[method-assign]
     honest_norm = learner.gradient_norm
 
-    def norm(weights: Any, meanwhile: Any = lambda: None) -> float:
+    def norm(weights: Any, *rest: Any) -> float:
         for gradient in weights.gradients.values():
             gradient.mul_(factor)
-        return honest_norm(weights, meanwhile)
+        return honest_norm(weights, *rest)
 
     StepRunner._head = honest  # type: ignore[method-assign]
     learner.gradient_norm = norm
@@ -360,10 +360,10 @@ def gradient_times(factor: float) -> None:
 def divided_by_ranks() -> None:
     honest = learner.gradient_norm
 
-    def norm(weights: Any, meanwhile: Any = lambda: None) -> float:
+    def norm(weights: Any, *rest: Any) -> float:
         for gradient in weights.gradients.values():
             gradient.div_(weights.ranks.size)
-        return honest(weights, meanwhile)
+        return honest(weights, *rest)
 
     learner.gradient_norm = norm
 

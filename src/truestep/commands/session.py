@@ -483,6 +483,8 @@ class Session:
     def sample(self, prompts: Sequence[Prompt], count: int = 1, **options: Any) -> list[list[Sample]]:
         """Draw `count` completions of each prompt with the weights as they are. A prompt is text, chat messages or
         token ids. `options`: temperature, max_new_tokens, top_p, top_k, min_p, stop, as in `sampler`."""
+        if count < 1:
+            raise SessionError(f"sample: count is {count}: draw one completion of a prompt or more")
         parallel = self.config.parallel
         if parallel.pipeline > 1 or parallel.expert > 1:
             raise SessionError("sample: parallel.pipeline and parallel.expert divide layers, which sampling cannot use")

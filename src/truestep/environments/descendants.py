@@ -18,7 +18,7 @@ def children_of(pid: int) -> list[int]:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                 found += map(int, file.read().split())
-    except FileNotFoundError:  # the process is gone, or the kernel keeps no such lists
+    except FileNotFoundError:  # the process has exited, or the kernel provides no such lists
         return found if os.path.exists(f"/proc/self/task/{os.getpid()}/children") else _searched(pid)
     except OSError:
         return found
@@ -32,7 +32,7 @@ class Children:
         self._pid = pid
         try:
             self._list: int | None = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # the kernel keeps no such lists
+        except OSError:  # the kernel provides no such lists
             self._list = None
 
     def now(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What processes do that run a user's code, after they were forked. Imports no other module of truestep."""
+"""Set-up of forked processes that run a user's code. Imports no other module of truestep."""
 
 import contextlib
 import ctypes

@@ -41,7 +41,8 @@ NOBODY = 65534
 PRIVATE = "/dev/shm"
 """A directory of the private in-memory file system of an isolated reward; `/tmp` is on the same file system."""
 _TEMPORARY = ("/tmp", "/var/tmp")
-_SERVICES = ("/run", "/var/run")  # contain sockets through which a process could escape: docker, systemd, sessions
+# Directories with sockets through which a process could escape, such as those of docker, systemd and sessions.
+_SERVICES = ("/run", "/var/run")
 _MOST_FILES = 100_000
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "kfd", "dri", "nvidia*")
 _ROOM = "/dev/.room"
@@ -67,7 +68,7 @@ def enter(room: dict[str, Any]) -> None:
     """Isolate this process, which must have one thread.
 
     Returns in a child, the first process of the new namespaces. The calling process only waits: it exits when the child
-    does, and kills the child when the run is gone.
+    does, and kills the child when the run exits.
     """
     if sys.platform != "linux":
         raise IsolationError("it needs Linux")
@@ -121,7 +122,7 @@ def _checked(result: int, what: str) -> int:
 def _leave_namespaces(network: bool) -> None:
     """Move to new namespaces. Processes started after this are in the new PID namespace."""
     waits, goes = os.pipe()
-    helper = os.fork()  # stays outside: only from there can several users be mapped into the namespace
+    helper = os.fork()  # stays outside, because only a process outside can map several users into the namespace
     if helper == 0:
         code = 1
         try:

@@ -1,4 +1,4 @@
-"""The limits that a supervisor enforces on its worker and all that it starts."""
+"""The limits that a supervisor enforces on its worker and on all descendants of the worker."""
 
 import contextlib
 import os
@@ -11,14 +11,14 @@ from truestep.environments.descendants import children_of, descendants, kill_bel
 from truestep.environments.memory import memory_of, outside_processes, takes_more
 
 MOST_PROCESSES = 256  # limit of a supervisor's descendants
-_OF_AN_EPISODE = 16  # more of them for each episode
+_OF_AN_EPISODE = 16  # additional processes for each episode
 _TICK = 0.1  # seconds between checks
-_SHARE = 0.1  # of the time that checks may take, where there are many processes
-_SOON = 10.0  # seconds in which a killed process is gone
+_SHARE = 0.1  # the largest share of the time that checks may take
+_SOON = 10.0  # seconds to wait until a killed process has exited
 
 
 class Pace:
-    """The pace of a check: it is made again after `_TICK`, or later where it would take more than `_SHARE` of the
+    """Limits how often a check is made: every `_TICK` seconds, or less often if it would take more than `_SHARE` of the
     time."""
 
     def __init__(self) -> None:
@@ -47,7 +47,8 @@ class Limits:
     def breach(self, started: bool) -> str | None:
         """Return the limit that all descendants together exceed, as a message, or None.
 
-        Before the worker has `started`, it may still be hidden, like the supervisor that it was forked from.
+        Until the worker has `started`, its memory may be unreadable (`isolation.hide`), as is that of the supervisor
+        from which it was forked.
         """
         return self._of_processes.made(self._count) or self._of_memory.made(lambda: self._measure(started))
 
@@ -73,10 +74,11 @@ class Limits:
 
 
 class EpisodeLimits(Limits):
-    """Limits of a worker that forks a process for each episode: the one that takes most is killed, if that helps."""
+    """Limits of a worker that forks a process for each episode. At a limit, the largest episode is killed, if that is
+    enough."""
 
     def __init__(self, what: str, memory: int, private: str | None, worker: int, say: Callable[[dict[str, Any]], None]):
-        """`say` tells the run which process was killed, and why, before it is."""
+        """`say` tells the run which process will be killed, and why. It is called before the kill."""
         super().__init__(what, memory, private)
         self._worker, self._say = worker, say
 
@@ -90,7 +92,7 @@ class EpisodeLimits(Limits):
 
     def _too_large(self) -> str | None:
         reason = super()._too_large() or ""
-        if outside_processes(self.private) > self.memory / 2:  # files stay when an episode ends
+        if outside_processes(self.private) > self.memory / 2:  # killing an episode would not remove its files
             return f"{reason}, most of it in files"
         found = {pid: sum(map(memory_of, [pid, *descendants(pid)])) for pid in children_of(self._worker)}
         if not found or max(found.values()) < memory_of(self._worker):
@@ -101,11 +103,11 @@ class EpisodeLimits(Limits):
         return self._kill_largest(found, reason)
 
     def _kill_largest(self, found: dict[int, int], reason: str) -> str | None:
-        """Kill the largest child of the worker, with all below it. Returns the reason if it does not die."""
+        """Kill the largest child of the worker and all its descendants. Returns the reason if it does not die."""
         largest = max(found, key=lambda pid: found[pid])
         self._say({"killed": largest, "reason": reason})
         with contextlib.suppress(OSError):
-            os.kill(largest, signal.SIGSTOP)  # what it starts must not outrun this
+            os.kill(largest, signal.SIGSTOP)  # so that it cannot start processes meanwhile
             kill_below(largest, _SOON)
             os.kill(largest, signal.SIGKILL)
         deadline = time.monotonic() + _SOON

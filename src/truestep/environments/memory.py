@@ -19,8 +19,8 @@ _libc = ctypes.CDLL(None)
 def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
     """Return whether processes take more than `limit` bytes. `private` is their own in-memory file system, if any.
 
-    Shared memory counts once. That costs more to measure, so it is done only if the plain sum exceeds the limit. A
-    PermissionError means that a process of the private namespaces hides itself, which no program does by chance.
+    Shared memory counts once. That costs more to measure, so it is done only if the plain sum exceeds the limit. It
+    raises PermissionError if a process of the private namespaces hides its memory, which no program does by chance.
     """
     outside = _in_descriptors(pids, private is not None) + outside_processes(private)
     if sum(map(_resident, pids)) + outside <= limit:
@@ -39,7 +39,7 @@ def outside_processes(private: str | None) -> int:
 
 
 def memory_of(pid: int) -> int:
-    """Return a process's share of memory in bytes, with the files in memory that it has open."""
+    """Return a process's share of memory in bytes, including files in memory that it has open."""
     return sum(_proportional(pid)) + _in_descriptors([pid], False)
 
 
@@ -77,12 +77,12 @@ def _in_descriptors(pids: list[int], all_can_be_seen: bool) -> int:
 
 
 def _descriptors(pid: int) -> Iterator[str]:
-    """Yield the descriptors of a process, and those of its threads that have a table for themselves."""
+    """Yield the descriptors of a process, and those of its threads that have their own descriptor table."""
     yield from (f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd"))
     threads = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
     for thread in threads:
         if _SYS_KCMP is not None and _libc.syscall(_SYS_KCMP, pid, thread, _DESCRIPTORS, 0, 0) == 0:
-            continue  # the process's own table
+            continue  # the thread uses the process's table
         folder = f"/proc/{pid}/task/{thread}/fd"
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             yield from (f"{folder}/{name}" for name in os.listdir(folder))

@@ -1,6 +1,6 @@
 """The log of the last output that rewards and environments print, a file in the run's directory.
 
-Imports no torch, as the processes of episodes import it.
+Imports no torch, because the processes of episodes import this module.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class PrintedLog:
 
 
 class _NamedLines:
-    """A text stream that writes whole lines to another one, each with a name before it."""
+    """A text stream that writes whole lines to another stream, each with a name before it."""
 
     def __init__(self, stream: TextIO, name: str):
         self._stream, self._name, self._rest = stream, name, ""

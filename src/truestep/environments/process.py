@@ -1,4 +1,4 @@
-"""A worker process as the run sees it: starts it with its supervisor, requests ratings, and ends its process tree."""
+"""The run's handle of a worker process: starts it with its supervisor, requests ratings, and ends its process tree."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from truestep.process import progress
 from truestep.text import printable
 from truestep.types import LARGEST_REWARD
 
-# Limit for starting the process and importing the user's module, which does not count as the reward's time.
+# Seconds to start the process and import the user's module. They do not count towards the reward's time limit.
 _START_SECONDS = 180.0
 _END_SECONDS = 6.0
 _HEALTHY_SECONDS = 0.2  # longest single wait; each wait is reported as progress, so that the run is not seen as stalled
@@ -37,17 +37,18 @@ _PASSED_ON = frozenset(
     }
 )
 
-SAME_PROCESS = "same_process"  # of `reward_isolation`: called in the trainer's own process (`same_process`)
+# A value of `reward_isolation`: the trainer's own process calls the reward (`same_process`).
+SAME_PROCESS = "same_process"
 
 _Begun = TypeVar("_Begun")
 
 
 class LostError(Exception):
-    """A worker that has exited or was given up. The message is the reason."""
+    """The worker has exited or was given up. The message says why."""
 
 
 class LateRewardError(LostError):
-    """A worker that exceeded the time limit of a completion."""
+    """The worker exceeded the time limit of a completion."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class WorkerOptions:
     isolation: Literal["auto", "require", "off", "same_process"] = "auto"
     writable: tuple[str, ...] = ()  # directories
     network: bool = True
-    # The object behind the name `reward`, for the worker, if it is an object of this program (`config.held`).
+    # If the name `reward` stands for an object of this program (`config.held`): the object as base64 text, by name.
     objects: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -111,7 +112,7 @@ def printable_traceback(traceback: Any) -> str | None:
 
 
 class Supervised:
-    """A process and its supervisor, as the run sees them. After a LostError of any method both are unusable."""
+    """The run's handle of a process and its supervisor. After a LostError of any method, both are unusable."""
 
     _what = "reward"  # what the process runs, for messages
 
@@ -149,7 +150,8 @@ class Supervised:
             works.close()
 
     def _begin(self, settings: dict[str, Any], answer: Callable[[str, float], _Begun]) -> _Begun:
-        """Send the settings, and return what `answer` makes of (nonce, deadline). Raises LostError."""
+        """Send the settings, and return the result of `answer(nonce, deadline)`, which waits for the answer. Raises
+        LostError."""
         nonce = secrets.token_hex(16)
         deadline = time.monotonic() + _START_SECONDS
         start = {"what": self._what, "memory": self._options.memory, "nonce": nonce, **settings}
@@ -172,7 +174,7 @@ class Supervised:
             ) from None
 
     def _wait(self, deadline: float) -> None:
-        """Wait for input, and read what came."""
+        """Wait for input, and read it."""
         if self._ended is not None:
             raise frames.EndOfFramesError
         left = deadline - time.monotonic()
@@ -201,7 +203,7 @@ class Supervised:
                 self._heard(message)
 
     def _heard(self, message: dict[str, Any]) -> None:
-        """Apply a message that only some processes have."""
+        """Handle a message that only a subclass knows."""
 
     def _lost(self, what: str) -> LostError:
         """End the worker, and return the error with the exceeded limit, or with the exit code and last output."""
@@ -223,7 +225,7 @@ class Supervised:
             self._control.send(frames.encode({"end": True}), time.monotonic() + 1.0)
 
     def end(self) -> None:
-        """End the worker, its supervisor and all descendants, and wait until they are gone."""
+        """End the worker, its supervisor and all descendants, and wait until they have exited."""
         if self._supervisor.returncode is not None:
             return
         self.ask_to_end()
@@ -278,15 +280,15 @@ class Worker(Supervised):
     """A worker process and its supervisor. After a LostError of any method both are unusable."""
 
     num_rated = 0
-    _number = 0  # of the last request
+    _number = 0  # the number of the last request
 
     def start(self, fields: Sequence[tuple[str, Sequence[str]]] | None = None) -> None:
         """Wait until the reward is imported. Raises RewardError if the import fails."""
         self._begin({"reward": self._options.reward, "fields": fields}, self._answer)
 
     def rate(self, request: dict[str, Any]) -> Rating:
-        """Rate a completion. Raises RewardError or what JSON raises for a request that it cannot hold, and LostError if
-        the worker is lost."""
+        """Rate a completion. Raises RewardError; an error of `json` if JSON cannot hold the request; LostError if the
+        worker is lost."""
         nonce = secrets.token_hex(16)
         try:
             frame = frames.encode({"number": self._number + 1, "nonce": nonce, **request})

@@ -32,11 +32,11 @@ class Prompt:
     prompt: str | list[dict[str, Any]]  # text, or chat messages
     fields: dict[str, Any]  # all other fields of the record, passed to the reward
     input_ids: tuple[int, ...]
-    source: str = ""  # its name in the mixture; empty: there is one source
+    source: str = ""  # the name of its source in a mixture; empty: there is only one source
 
     @property
     def record(self) -> dict[str, Any]:
-        """What environments get of it."""
+        """The record that environments get."""
         return {"id": self.id, "prompt": self.prompt, **self.fields}
 
 
@@ -45,7 +45,7 @@ _EXAMPLE = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
 def load_prompts(path: str | Path, tokenizer: Any, vocabulary_size: int | None = None, name: str = "") -> list[Prompt]:
-    """Read the prompts of a file. `name`: of the source that it is in a mixture."""
+    """Read the prompts of a file. `name` is the name of this source in a mixture."""
     if tokenizer is None:
         raise PromptError("prompts need a tokenizer, and model.path has none")
     source = find_prompts(path)
@@ -70,7 +70,7 @@ def _prompts(
     vocabulary_size: int | None,
     name: str = "",
 ) -> list[Prompt]:
-    """Make prompts of numbered records from `source`, which is named in errors; `short` is a part of their ids."""
+    """Make prompts of numbered records. Errors name the `source`, and the prompts' ids contain `short`."""
     prompts = []
     for number, record in records:
         where = f"{source}:{number}"
@@ -148,7 +148,7 @@ def find_prompts(path: str | Path, option: str | None = None) -> Path:
 
 
 def tokenise(prompt: Any, tokenizer: Any, where: str) -> tuple[int, ...]:
-    """Return the ids of a prompt, which is text or chat messages. `where` stands in messages."""
+    """Return the ids of a prompt, which is text or chat messages. Error messages say `where` it is."""
     if isinstance(prompt, str):
         try:
             prompt.encode()

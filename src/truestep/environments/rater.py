@@ -21,7 +21,7 @@ from truestep.errors import TruestepError
 from truestep.process import progress
 
 _JOIN_SECONDS = 30.0
-_NEVER_WORKED = 16  # if the first so many completions of a run all fail alike, the reward is at fault
+_NEVER_WORKED = 16  # if this many completions at the run's beginning all fail for the same reason, the reward is broken
 
 
 _Worker = Worker | SameProcessWorker
@@ -67,7 +67,7 @@ def _settle(task: _Task, rating: Rating | BaseException) -> None:
 
 
 class FirstOnes:
-    """A check of a run's first completions, or episodes: it fails the run if the reward never works."""
+    """A check of a run's first completions or episodes. It ends the run if the reward never works."""
 
     most = _NEVER_WORKED
 
@@ -77,7 +77,8 @@ class FirstOnes:
         self._lock = threading.Lock()
 
     def judge(self, rating: Rating | BaseException) -> Rating | BaseException:
-        """Return the rating or error of a completion, or a FailingRewardError if all first completions failed alike."""
+        """Return the rating or error of a completion. If all first completions failed for the same reason, return a
+        FailingRewardError."""
         with self._lock:
             if self._reasons is None or not isinstance(rating, RewardError | Rating):
                 return rating

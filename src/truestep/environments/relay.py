@@ -1,4 +1,5 @@
-"""The supervisor's relay of bytes, both ways, between the run and the worker. The run checks all that it gets."""
+"""Passes bytes in both directions between the run and the worker, in the supervisor. The run checks all data that it
+gets."""
 
 import contextlib
 import select
@@ -12,8 +13,8 @@ _SAYS_EVERY = 0.2  # seconds
 
 
 class Relay:
-    """`answered` is called when the worker has sent something, before the run gets it. `say_printed` is called now and
-    then, while there is something to do."""
+    """Passes bytes between the run and the worker. `answered` is called when the worker has sent something, before the
+    run gets it. `say_printed` is called at most every `_SAYS_EVERY` seconds."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Relay:
         self._wanted = wanted
 
     def turn(self, ready: set[int]) -> bool:
-        """Process ready connections. Returns False if the run is gone."""
+        """Process ready connections. Returns False if the run has closed its connection."""
         if self._run.fileno() in ready and not self._read(self._run, self._to_worker):
             return False
         if self._worker.fileno() in ready and not self._broken:
@@ -70,7 +71,8 @@ class Relay:
         return True
 
     def _read(self, source: socket.socket, waiting: bytearray) -> bool:
-        """Read what has come, unless enough waits. Returns False if the other side is gone."""
+        """Read the available bytes, unless many bytes are waiting already. Returns False if the other side has
+        closed."""
         if len(waiting) >= _MOST_WAITING:
             return True
         try:

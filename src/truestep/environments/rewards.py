@@ -38,7 +38,7 @@ class Rating(float):
 
 
 class RewardError(TruestepError):
-    """An error because of which a completion has no reward."""
+    """An error that leaves a completion without a reward."""
 
     def __init__(self, message: str, traceback: str | None = None):
         """`traceback` is set if the user's function raised."""
@@ -118,7 +118,7 @@ def failure(error: BaseException, inside: TracebackType | None, what: str = "the
 
 
 def rating_of(returned: Any, what: str = "the reward", otherwise: str = "not a number") -> Rating:
-    """Return the rating that a user's code, named `what`, returned as a number or as parts."""
+    """Return the rating that a user's code returned as a number or as parts. `what` names that code in errors."""
     if issubclass(type(returned), dict):  # isinstance would call the object's __class__
         return _of_parts(returned, what)
     value = _number(returned)

@@ -1,7 +1,7 @@
 """A reward that is called in the trainer's own process, with `reward_isolation: same_process`.
 
-It has the interface of `process.Worker` and none of its limits: what the user's code does, it does to the run. Its
-objects keep their state from one call to the next.
+`SameProcessWorker` has the interface of `process.Worker`, but none of its limits: an exit, a hang or a memory leak of
+the user's code is one of the run. The user's objects keep their state from one call to the next.
 """
 
 from collections.abc import Mapping, Sequence

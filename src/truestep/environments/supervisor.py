@@ -2,7 +2,7 @@
 
 A reward may start processes that move to other sessions or outlive their parents. The supervisor adopts orphaned
 descendants (PR_SET_CHILD_SUBREAPER). It kills all its descendants when the run asks, when the worker exits, or when the
-run is gone. It never runs a user's code itself. If the worker is isolated, the supervisor is the first process of the
+run exits. It never runs a user's code itself. If the worker is isolated, the supervisor is the first process of the
 namespaces (`isolation`), which end with it.
 
     python -P -m truestep.environments.supervisor     stdin: a socket for control frames from and to the run
@@ -92,7 +92,7 @@ class _Supervisor:
         os.set_blocking(output, False)
 
     def serve(self) -> None:
-        """Serve until the worker exits or exceeds a limit, or the run asks for the end or is gone."""
+        """Serve until the worker exits or exceeds a limit, or the run asks for the end or exits."""
         if self._limits.private is None:  # in another PID namespace the PID would mean nothing to the run
             self._say({"worker": self._worker})
         woken, wakes = os.pipe()
@@ -102,7 +102,7 @@ class _Supervisor:
         poll = select.poll()
         for descriptor in (self._control.fileno(), self._output, woken):
             poll.register(descriptor, select.POLLIN)
-        breach, wanted = None, self._hear()  # the end may have come with the start
+        breach, wanted = None, self._hear()  # a request to end may have arrived together with the settings
         while wanted and breach is None and self._status is None:
             self._relay.register(poll)
             ready = {descriptor for descriptor, _ in poll.poll(_TICK * 1000)}
@@ -119,7 +119,7 @@ class _Supervisor:
         self._end(breach)
 
     def _hear(self) -> bool:
-        """Read control messages of the run. Returns False if the run asks for the end or is gone."""
+        """Read control messages of the run. Returns False if the run asks for the end or has exited."""
         try:
             self._control.fill()
             while (message := self._control.take()) is not None:
@@ -130,7 +130,8 @@ class _Supervisor:
         return True
 
     def _answered(self) -> None:
-        """Before the run gets the answer to a completion: end what its code left behind, and send what it printed."""
+        """Kill the processes that a completion's code left behind, and send what it printed. This is called before the
+        run gets the answer to the completion."""
         self._end_orphans()
         self._read_output()
         self._say_printed()

@@ -1,6 +1,6 @@
 """The process that imports a user's reward and calls it, one completion at a time.
 
-If the start names an environment instead, it forks a process for each of its episodes (`episodes.worker`).
+If the settings name an environment instead, it forks a process for each of its episodes (`episodes.worker`).
 
 The supervisor forks it, and it dies with the supervisor. It has its own environment, session and limits, and one
 connection for frames (`frames`).
@@ -34,7 +34,8 @@ def work(channel: int, supervisor: int, start: dict[str, Any]) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         _limit(start["memory"])
         isolation.limit_worker(isolated=start["room"] is not None)
-        sys.path.extend(start["directories"])  # last, so that a user's modules replace no others, as in the run
+        # Last, as in the run, so that a user's modules cannot replace other modules.
+        sys.path.extend(start["directories"])
         held.receive(start["objects"])
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]

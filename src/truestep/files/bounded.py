@@ -10,12 +10,13 @@ from typing import Any, BinaryIO
 
 MIB = 2**20
 RECORD = 128 * MIB  # bytes of a line, a message or a row: one record
-TOKEN_FIELD = 96 * MIB  # bytes of a field with numbers for each token of a document, such as routed_experts
+TOKEN_FIELD = 96 * MIB  # bytes of a field with numbers per token, such as routed_experts
 SETTINGS = 16 * MIB  # bytes of a JSON file of settings
 _PIECE = MIB
-_UNCOUNTED = MIB  # bytes of JSON that are harmless whatever they contain
-_MOST_PARTS = MIB  # lists and objects in a JSON text: each takes at least 60 bytes of memory, and 3 bytes of text
-_MOST_QUOTES = 4 * MIB  # two for each string, which takes at least 50 bytes of memory
+_UNCOUNTED = MIB  # shorter JSON is harmless, whatever it contains
+# most lists and objects in a JSON text; each takes at least 60 bytes of memory, but only 3 bytes of text
+_MOST_PARTS = MIB
+_MOST_QUOTES = 4 * MIB  # most quotes; a string has two, and takes at least 50 bytes of memory
 
 
 class TooLargeError(ValueError):
@@ -25,8 +26,9 @@ class TooLargeError(ValueError):
 def read_line(
     file: BinaryIO, each: Callable[[bytes], None] = lambda piece: None, limit: int | None = None
 ) -> tuple[bytes | None, int, bool]:
-    """Read a line. Return its content, or None if it has more than `limit` bytes (None: `RECORD`); its length; and
-    whether it ends with a line break. `each` is called with all bytes in parts; no more than `limit` are held."""
+    """Read a line. Return its content (None if it has more than `limit` bytes), its length, and whether it ends with
+    a line break. `limit` None: `RECORD`. `each` is called with all bytes, in parts. At most `limit` bytes are in
+    memory."""
     limit = RECORD if limit is None else limit
     line = file.readline(limit + 1)
     each(line)
@@ -39,7 +41,8 @@ def read_line(
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[bytes | None, int]]:
-    """Yield the content and length of each line from the file's position on. The content is None if it is too long."""
+    """Yield the content and length of each line from the file's current position. The content is None if the line is
+    too long."""
     while True:
         line, length, _ = read_line(file)
         if not length:
@@ -54,7 +57,7 @@ def too_long(limit: int | None = None) -> str:
 
 
 def check_json(text: bytes, scale: int = 1) -> None:
-    """Raise `TooLargeError` for JSON that would take far more memory than its text. `scale`: multiple of the limits."""
+    """Raise `TooLargeError` for JSON that would take far more memory than its text. `scale` multiplies the limits."""
     if len(text) <= _UNCOUNTED:
         return
     for count, most, what in (

@@ -1,4 +1,4 @@
-"""Disk errors as messages that name the file, the disk and what to do; and paths that are not regular files."""
+"""Disk errors, with messages that name the file, the disk and the remedy; and paths that are not regular files."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from truestep.errors import TruestepError
 from truestep.text import printable
 
-# Errors that are the disk's, not the program's. Those of write, fsync and close do not name the file.
+# Errors caused by the disk, not by the program. In errors of write, fsync and close, Python does not name the file.
 _REFUSALS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota on this disk is used up",
@@ -41,8 +41,8 @@ class DiskError(TruestepError, OSError):
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise disk errors of the block as `DiskError` with this file. `path`: a file, or a directory if several are
-    written."""
+    """Raise disk errors within the block as `DiskError` with this path. `path`: a file, or a directory if several files
+    are written."""
     try:
         yield
     except DiskError:
@@ -56,7 +56,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def refusal(error: Exception) -> int | None:
-    """Return the errno of a disk error, or None for other errors. Rust libraries have it in their message."""
+    """Return the errno of a disk error, or None for other errors. Errors of Rust libraries have it in their message."""
     written = re.search(r"\(os error (\d+)\)$", str(error))
     number = error.errno if isinstance(error, OSError) else int(written[1]) if written else None
     return number if number in _REFUSALS else None
@@ -85,7 +85,7 @@ def _disk_of(path: Path) -> str:
     return f"; of the {size:,} bytes at {printable(place)}, {free:,} are free now{inodes}"
 
 
-_GIVEN = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # inherited files, which are open already
+_GIVEN = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # inherited files, which are already open
 _KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISBLK, "a device"))
 
 

@@ -1,6 +1,8 @@
-"""safetensors files, written and read in parts: each part reports progress, and a disk that hangs is named.
+"""safetensors files, written and read in pieces: each piece reports progress, so an error message can name a disk that
+hangs.
 
-safetensors' own writer is one call that holds the GIL until the last byte is written. The files are byte-identical.
+safetensors' own writer is one call that holds the GIL until the last byte is written. Our files are byte-identical to
+its files.
 """
 
 import errno
@@ -20,12 +22,13 @@ from truestep.process import progress
 
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors' own reader
 
-_PIECE = 2**24  # bytes of a write
+_PIECE = 2**24  # most bytes per write
 # Bytes between two syncs: a single sync of a whole model would be one long wait without progress, and is no faster.
 _SYNCED = 2**26
 # Alignment of direct I/O, in memory and in the file.
 _PAGE = 2**12
-# Names of dtypes in a file, in the order of their tensors in the file: so each tensor is aligned to its item size.
+# Names of dtypes in a file, in the order in which tensors are stored. In this order each tensor is aligned to its item
+# size.
 _TYPES = {
     getattr(torch, name): stored
     for name, stored in (
@@ -165,7 +168,7 @@ class _Written:
 
 @contextmanager
 def _direct(handle: int) -> Iterator[bool]:
-    """Switch a file to direct I/O, inside. Yield False if the system or file system does not support it."""
+    """Switch a file to direct I/O within the block. Yield False if the system or file system does not support it."""
     flag = getattr(os, "O_DIRECT", 0)
     before = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
@@ -205,8 +208,8 @@ def tensor_places(file: str | os.PathLike[str]) -> dict[str, tuple[str, int, lis
 
 @contextmanager
 def transformers_write_tensors(write: Callable[..., None] = write_tensors) -> Iterator[None]:
-    """Make transformers write its safetensors files with `write_tensors`, or another function, inside. This replaces
-    its `safe_save_file`; should transformers not call that, the files would be the same."""
+    """Make transformers write its safetensors files with `write_tensors`, or another function, within the block. This
+    replaces its `safe_save_file`. If a version of transformers does not call that, the files are the same."""
     from transformers import modeling_utils
 
     module: Any = modeling_utils

@@ -18,9 +18,10 @@ from truestep.text import printable
 
 log = logging.getLogger(__name__)
 
-DEEPEST = 100  # levels of nested lists and objects in a line; Python's json fails at some depth of the stack
+# most levels of nested lists and objects in a line; Python's json fails at a depth that depends on the stack
+DEEPEST = 100
 _READ_AHEAD = 1 << 17  # bytes
-LONGEST_LINE = 1 << 28  # bytes; a step of a million documents with long names takes a third of it
+LONGEST_LINE = 1 << 28  # bytes; a step of a million documents with long names takes a third of this
 
 
 def sync_directory(directory: Path) -> None:
@@ -34,14 +35,14 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_files(files: Iterable[Path]) -> None:
-    """Sync files; those that do not exist are skipped."""
+    """Sync files. Files that do not exist are skipped."""
     for path in files:
         with contextlib.suppress(FileNotFoundError), writing(path), path.open("rb") as file:
             os.fsync(file.fileno())
 
 
 def sync_tree(directory: Path) -> None:
-    """Sync all files below a directory, for use before it is renamed to its final name."""
+    """Sync all files in a directory tree. For use before it is renamed to its final name."""
     for folder, _, names in os.walk(directory):
         for name in names:
             path = Path(folder) / name
@@ -62,7 +63,7 @@ def write_whole(path: Path, content: bytes) -> Path:
                 os.fsync(file.fileno())
             os.replace(partial, path)
         finally:
-            with contextlib.suppress(OSError):  # it must not hide the error of the write
+            with contextlib.suppress(OSError):  # an error here must not hide the error of the write
                 partial.unlink(missing_ok=True)
     sync_directory(path.parent)
     return path
@@ -74,7 +75,7 @@ def write_text_whole(path: Path, text: str) -> Path:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """Format a line. Floats keep all digits, so that they are read back bit by bit. NaN and infinity become null."""
+    """Format a line. Floats keep all digits, so that reading gives the same bits. NaN and infinity become null."""
     try:
         line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:  # JSON has no NaN and no infinity
@@ -82,13 +83,13 @@ def json_line(value: Mapping[str, Any]) -> str:
         line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which JSON can escape and UTF-8 cannot encode
+    except UnicodeEncodeError:  # a lone surrogate: JSON can escape it, but UTF-8 cannot encode it
         line = json.dumps(value)
     return line + "\n"
 
 
 def finite_or_null(value: Any) -> Any:
-    """Replace NaN and infinity, at any depth, by None, since JSON has neither."""
+    """Replace NaN and infinity, at any depth, by None, since JSON does not have them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -141,7 +142,7 @@ def exact_object(line: bytes, *, lenient: bool = False) -> dict[str, Any]:
         raise LineError(f"nested deeper than {DEEPEST} levels") from None
     except LineError:
         raise
-    except ValueError as error:  # an integer of thousands of digits
+    except ValueError as error:  # for example, an integer of thousands of digits
         raise LineError(f"not readable: {printable(error)}") from None
     if not isinstance(value, dict):
         raise LineError("not a JSON object")
@@ -178,7 +179,7 @@ class Line:
     end: int  # offset of the byte after its line break
     value: dict[str, Any] | None  # None: the line is damaged
     damage: str = ""
-    whole: bool = True  # False: a last line without a line break, cut short when the process was killed
+    whole: bool = True  # False: the last line has no line break, because the process was killed while writing it
 
     @property
     def place(self) -> str:
@@ -205,7 +206,8 @@ def _line_of(path: Path, number: int | None, start: int, content: bytes, lenient
 
 
 def scan_lines(path: Path, *, lenient: bool = False) -> Iterator[Line]:
-    """Yield the lines of a JSON Lines file one at a time, damaged ones with their reason. A missing file has none.
+    """Yield the lines of a JSON Lines file one at a time. Damaged lines come with the reason. A missing file has no
+    lines.
 
     `lenient` is for files that are only displayed: it accepts NaN, and a complete last line without a line break.
     """
@@ -228,7 +230,7 @@ def scan_lines(path: Path, *, lenient: bool = False) -> Iterator[Line]:
 
 
 def lines_from_the_end(path: Path, block: int = 1 << 16) -> Iterator[Line]:
-    """Yield the lines of a JSON Lines file from the last one backwards. Only as much is read as is consumed."""
+    """Yield the lines of a JSON Lines file, the last line first. The file is read only as far as lines are consumed."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -262,7 +264,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all valid lines. A last line without a line break is skipped, a damaged one is skipped with a warning."""
+    """Read all valid lines. A last line without a line break is skipped; a damaged line is skipped with a warning."""
     lines, damaged = [], []
     for line in scan_lines(path):
         if line.value is not None:

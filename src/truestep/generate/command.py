@@ -1,5 +1,5 @@
-"""Plays episodes that ask for completions at the endpoint, each with a key that names its document: programs, and other
-environments that drive the policy themselves."""
+"""Plays episodes that request completions from the endpoint: programs, and other environments that call the policy
+themselves. Each episode has a key, which names its document."""
 
 import asyncio
 import json
@@ -35,8 +35,8 @@ class CommandPlay:
         say: Callable[[str], None],
         longest_step: float = 10.0,
     ):
-        """`stops_by_text`: the generator knows stop texts. `say` shows a message. `longest_step`: seconds of one wait
-        for the end of an episode, which is less than the limit of a call."""
+        """`stops_by_text`: the generator supports stop texts. `say` shows a message. `longest_step`: the most seconds
+        of one wait for the end of an episode. It must be less than the time limit of a call."""
         self._service, self._tokenizer, self._limits = service, tokenizer, limits
         self._stops_by_text, self._say, self._longest_step = stops_by_text, say, longest_step
         self._keys = SecretKeys()
@@ -71,7 +71,7 @@ class CommandPlay:
         except TimeoutError:
             cut_by = "episode_timeout"
         except RewardError as error:
-            problem = error  # where a limit was reached, the program may well fail of it
+            problem = error  # after a limit was reached, the program often fails because of it
         finally:
             self._keys.remove(key)
             document.close()
@@ -123,5 +123,5 @@ class CommandPlay:
 
 
 def _rating_of(document: Document) -> Rating:
-    """Return the reward that was posted, with its parts, also where it is 0."""
+    """Return the reward that was posted, with its parts; 0 if none was posted."""
     return Rating(0.0) if document.rating is None else document.rating

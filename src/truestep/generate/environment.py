@@ -1,4 +1,5 @@
-"""Plays episodes of several turns: the policy and its environment in turn, token for token."""
+"""Plays episodes of several turns: the policy and its environment take turns, and sampled tokens are kept as
+they are."""
 
 import asyncio
 import time
@@ -21,16 +22,16 @@ _NO_TURN = "an episode in which the policy drew nothing has nothing to learn fro
 
 @dataclass
 class _Progress:
-    """An episode as far as it has been played."""
+    """The state of an episode in progress."""
 
     conversation: Conversation
-    tools: tuple[str, ...]  # names of which calls are counted by themselves
+    tools: tuple[str, ...]  # the names of tools whose calls are counted separately
     completions: list[Completion] = field(default_factory=list)
     turns: list[TurnFacts] = field(default_factory=list)  # one for each completion
     rating: Rating | RewardError | None = None
     turn_rewards: list[float | None] = field(default_factory=list)
-    ended_by: str = "environment"  # or the limit that cut it
-    in_environment: bool = False  # it has a call that is not answered
+    ended_by: str = "environment"  # the environment, or the limit that cut the episode off
+    in_environment: bool = False  # the environment has a call that it has not answered
 
 
 class EnvironmentPlay:
@@ -83,7 +84,7 @@ class EnvironmentPlay:
             start = time.perf_counter()
             completion = await generate(request)
             drawing += time.perf_counter() - start
-            if completion.aborted:  # for new weights: the turn is drawn again
+            if completion.aborted:  # because of new weights; the turn is sampled again
                 continue
             number += 1
             progress.completions.append(completion)
@@ -107,7 +108,8 @@ class EnvironmentPlay:
         await self._cut(handle, progress)
 
     async def _cut(self, handle: Handle, progress: _Progress) -> None:
-        """Ask for the reward of an episode that is cut. One whose environment does not answer has 0."""
+        """Ask for the reward of an episode that is cut off. If the environment has not answered its last call, the
+        reward is 0."""
         if not progress.completions:
             raise RewardError(f"sampler.{progress.ended_by}: {_NO_TURN}")
         progress.rating = Rating(0.0)
@@ -129,7 +131,7 @@ class EnvironmentPlay:
 
 
 def _add_seconds(turn: TurnFacts, seconds: Mapping[str, float], known: Collection[str]) -> None:
-    """Add what the episode's process measured, of tools that the policy called."""
+    """Add the seconds that the episode's process measured for the tools that the policy called."""
     for name, spent in seconds.items():
         use = turn.tools.get(name if name in known else OTHER_TOOL)
         if use is not None:
@@ -138,7 +140,7 @@ def _add_seconds(turn: TurnFacts, seconds: Mapping[str, float], known: Collectio
 
 @contextmanager
 def _timed(turn: TurnFacts) -> Iterator[None]:
-    """Note how long the environment takes, also where a limit of time ends it."""
+    """Measure how long the environment takes, even if a time limit ends it."""
     start = time.perf_counter()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Errors of servers, by what is done about them."""
+"""Errors of servers, by how they are handled."""
 
 from truestep.errors import TruestepError
 
@@ -16,7 +16,7 @@ class UnreachableError(Exception):
 
 
 class ForgottenError(UnreachableError):
-    """The server answers but has lost what it was sent: it was restarted."""
+    """The server answers, but has lost what was sent to it, because it was restarted."""
 
 
 class BadAnswerError(Exception):

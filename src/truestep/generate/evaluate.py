@@ -24,7 +24,7 @@ class Evaluator:
     generator: Generator
     prompts: Sequence[Prompt]
     plays: Plays
-    options: DrawOptions  # of the sampled completions
+    options: DrawOptions  # sampling options of the sampled completions
     samples_per_prompt: int
     seed: int
     pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k
@@ -126,7 +126,7 @@ def _answered(prompt: Prompt, played: Played) -> dict[str, Any]:
 
 
 def _by_source(**answers: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the mean rewards of each source, where the prompts are of several."""
+    """Return the mean rewards of each source, if the prompts come from several sources."""
     names = dict.fromkeys(answer["source"] for each in answers.values() for answer in each if "source" in answer)
     return {
         f"{metric}/{name}": _mean([answer for answer in each if answer["source"] == name])

@@ -30,7 +30,7 @@ class DrawOptions:
 
     @property
     def truncates(self) -> bool:
-        """True where not every token of the vocabulary can be drawn."""
+        """True if some tokens of the vocabulary cannot be drawn."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -40,8 +40,8 @@ class Request:
 
     token_ids: tuple[int, ...]
     options: DrawOptions
-    seed: tuple[int, ...] = ()  # the completion's draws depend on this alone; servers draw with seeds of their own
-    session: str | None = None  # requests of one conversation: they go to where their past is in the cache
+    seed: tuple[int, ...] = ()  # the completion's draws depend only on this; servers use their own seeds
+    session: str | None = None  # the name of a conversation: its requests go to where its past is in the cache
 
     @property
     def most_tokens(self) -> int:
@@ -52,16 +52,17 @@ class Request:
 @dataclass(frozen=True)
 class Completion:
     token_ids: list[int]  # the stop token included
-    logprobs: list[float]  # of each at the request's temperature, given those before it
-    stopped: bool  # by a stop token or a stop text, and not by the length
+    logprobs: list[float]  # log-prob of each token at the request's temperature, given the tokens before it
+    stopped: bool  # a stop token or a stop text ended it, not the length limit
     truncated_logprobs: list[float] | None = None  # after top_p, top_k and min_p; None: none of them is used
-    versions: Sequence[int] = ()  # of the weights that drew each token
+    versions: Sequence[int] = ()  # versions of the weights that drew each token
     server: str | None = None  # URL of the server that drew it; None: drawn in process
-    aborted: bool = False  # a server gave it up, for new weights: it has no tokens and is requested again
-    # [tokens that were fed, layers that route, k] the experts of the prompt's tokens and the completion's, but for its
-    # last, which is fed to nobody; None: unknown.
+    aborted: bool = False  # a server gave it up because of new weights: it has no tokens and is requested again
+    # [tokens, layers that route, k] the experts of the prompt's and the completion's tokens. The last token has none,
+    # because the model did not process it. None: unknown.
     routes: np.ndarray | None = field(default=None, compare=False)
-    answer: Any = field(default=None, compare=False)  # the answer of a server that a later probe confirms or makes void
+    # The answer of a server, which a later probe confirms or makes void.
+    answer: Any = field(default=None, compare=False)
 
 
 OnTokens = Callable[[Sequence[int]], None]  # called with the tokens drawn since its last call
@@ -82,8 +83,8 @@ class Generator(Protocol):
     def generate(self) -> Generate: ...
 
     def weights(self, version: int) -> None:
-        """Let later completions be drawn with weights of this version. Called on all ranks before they ask, and after
-        each update; nothing that was computed with older weights is used again."""
+        """Set the version of the weights for later completions. Called on all ranks before their first request, and
+        after each update. Nothing that was computed with older weights is used again."""
         ...
 
     def map(
@@ -101,7 +102,7 @@ class Generator(Protocol):
 
 
 def pass_on(done: "asyncio.Task[T]", future: "Future[T]") -> None:
-    """Settle a future of another thread, which may have been cancelled, as a task has ended."""
+    """Settle a future of another thread with the outcome of a task. The future may have been cancelled."""
     if done.cancelled():
         future.cancel()
         return
@@ -117,7 +118,7 @@ def pass_on(done: "asyncio.Task[T]", future: "Future[T]") -> None:
 def completing(
     done: Callable[[int, Completion], None],
 ) -> Callable[[tuple[int, Request], Generate], Coroutine[Any, Any, Completion]]:
-    """Return what completes a numbered request, and says so at once."""
+    """Return a coroutine function that completes a numbered request and then calls `done`."""
 
     async def work(item: tuple[int, Request], generate: Generate) -> Completion:
         number, request = item

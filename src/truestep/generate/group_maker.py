@@ -1,4 +1,4 @@
-"""Makes groups: plays episodes of a prompt, and plays anew those that cannot be used."""
+"""Makes groups: plays episodes of a prompt, and further ones in place of those that cannot be used."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from truestep.generate.parts import part_of_work
 from truestep.generate.play import Episode, Played, Plays
 from truestep.types import Rejected, Rollout
 
-_CHECKED_DRAWS = 4  # a random stream of its own; that of the probes is 3
+_CHECKED_DRAWS = 4  # the number of a random stream for this module; the probes have stream 3
 _RETRY_SECONDS = 0.05  # before the next server is asked; the one that failed gets no requests until it is recovered
 
 
@@ -28,25 +28,26 @@ class GroupOptions:
     seed: int
     draw: DrawOptions
     stop_at_rejected: bool = False
-    # An episode that cannot be used is played anew at once. False: when its group's others have ended, so that what the
-    # engine computes together, and with it how sums are rounded, does not depend on when rewards come.
+    # Whether an episode that cannot be used is played again at once. False: only when the others of its group have
+    # ended. Then the requests that the engine computes together, and so the rounding of sums, do not depend on when
+    # rewards arrive.
     anew_at_once: bool = False
     check_share: float = 0.0  # fraction of completions whose log-probs are compared with the policy's on arrival
-    order: OrderOptions = field(default_factory=OrderOptions)  # of the groups' prompts
+    order: OrderOptions = field(default_factory=OrderOptions)  # the order of the groups' prompts
 
 
 @dataclass(frozen=True)
 class Member:
-    """An episode that is rated, as a document, and its completions as they came."""
+    """A rated episode: its document, and its completions in the order received."""
 
-    number: int  # in its group
+    number: int  # its number in the group
     rollout: Rollout
     completions: Sequence[Completion]
 
 
 @dataclass(eq=False)
 class Group:
-    """The episodes of one prompt that are rated so far."""
+    """A group: the episodes of one prompt that have been rated so far."""
 
     number: int
     prompt: Prompt
@@ -63,16 +64,16 @@ class GroupMaker:
     """Makes groups, many at a time."""
 
     def __init__(self, options: GroupOptions, plays: Plays, note_progress: Callable[[], None] = lambda: None):
-        """`note_progress` is called when an episode is rated, and in its group if it can be used."""
+        """`note_progress` is called when an episode has been rated and, if it can be used, added to its group."""
         self._options, self._plays, self._note_progress = options, plays, note_progress
         self.counts: Counter[str] = Counter()  # unused completions, by reason
-        self.tokens = 0  # drawn
+        self.tokens = 0  # the number of sampled tokens
         self.rejected: deque[Rejected] = deque()
         self.arrived: deque[Rollout] = deque()  # `check_share` of the completions; the trainer's thread takes them
         self._draw = random.Random(f"{options.seed} {_CHECKED_DRAWS}")
 
     def reject(self, group: Group, name: str, reason: str | RewardError, text: str | None = None) -> None:
-        """Record a completion that is not trained on. `text`: what it says, if that is known."""
+        """Record a completion that is not trained on. `text`: its text, if known."""
         self.rejected.append(reject(group.prompt, group.number, name, reason, text))
 
     async def make(self, group: Group, generate: Generate) -> str | None:
@@ -87,12 +88,13 @@ class GroupMaker:
         return None
 
     def _is_hopeless(self, problems: Sequence[object]) -> bool:
-        """Return whether the group has had `TRIES` times its number of episodes, without those that no server ended."""
+        """Return whether to give up the group: it has more than `TRIES - 1` times as many failed episodes as members.
+        Episodes that no server finished do not count."""
         return len(problems) > (TRIES - 1) * self._options.group_size
 
     async def _fill(self, group: Group, problems: list[Exception], generate: Generate) -> None:
-        """Play an episode, and with `anew_at_once` others until one can be used. `problems` are those of the whole
-        group: how many there are in the end does not depend on which comes first."""
+        """Play an episode; with `anew_at_once`, play more until one can be used. `problems` has the failures of the
+        whole group, so their final number does not depend on their order."""
         while not self._is_hopeless(problems):
             number, group.num_asked = group.num_asked, group.num_asked + 1
             played = await self._one(group, number, generate)
@@ -108,7 +110,7 @@ class GroupMaker:
             self.reject(group, member.rollout.id, reason)
 
     async def _one(self, group: Group, number: int, generate: Generate) -> Played | Exception:
-        """Play an episode. Return what went wrong instead with a server."""
+        """Play an episode. If something went wrong with a server, return the error instead."""
         options = self._options
         seed, name = (options.seed, DRAWS, group.number, number), name_of(group.number, number)
         try:
@@ -131,7 +133,7 @@ class GroupMaker:
         elif isinstance(answer, VoidedError):
             self.counts["void"] += 1
         elif isinstance(answer, Exception):
-            if not any(answer is known for known in problems):  # one answer of a server for several completions
+            if not any(answer is known for known in problems):  # one answer of a server may be for several completions
                 self.counts["bad_answers"] += 1
                 self.reject(group, name, _said(answer))
             problems.append(answer)

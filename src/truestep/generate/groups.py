@@ -12,7 +12,7 @@ from truestep.rollouts.advantages import AdvantageRule, as_rule, with_group_adva
 from truestep.rollouts.source import SourceError, refuse_other_kind
 from truestep.types import Rejected, Rollout
 
-DRAWS = 1  # a stream of randomness that the run's seed is split into; that of the order of prompts is 0
+DRAWS = 1  # the number of the random stream for draws; the order of prompts has stream 0
 TRIES = 4  # attempts to complete a group before it is given up
 HOPELESS = 8  # groups given up in a row after which the run ends: the reward function or the server is at fault
 
@@ -25,7 +25,7 @@ def num_groups(count: int, group_size: int) -> int:
 
 
 def refuse_other_groups(state: dict[str, Any], own_state: dict[str, Any]) -> None:
-    """Raise an error where a checkpoint's state was made with other prompts, another seed or another group size."""
+    """Raise an error if a checkpoint's state was made with other prompts, another seed or another group size."""
     refuse_other_kind("sampler", "groups", state)
     if state["fingerprint"] != own_state["fingerprint"]:
         raise SourceError(
@@ -50,7 +50,7 @@ def reject(prompt: Prompt, group: int, name: str, reason: str | RewardError, com
 
 
 def name_of(group: int, number: int) -> str:
-    """Return the name of an episode: that of its document."""
+    """Return the name of an episode, which is also its document's name."""
     return f"{group}-{number}"
 
 

@@ -40,7 +40,7 @@ class InProcessSource(StillSource):
     replace_limit: int = 0  # most groups that a step replaces because all their advantages are 0
     _put_aside: list[PutAside] = field(default_factory=list)
     _rejected: list[Rejected] = field(default_factory=list)
-    _tokens: int = 0  # sampled on all ranks since the last `aside`
+    _tokens: int = 0  # tokens sampled on all ranks since the last `aside`
 
     def __post_init__(self) -> None:
         check_lengths(self.prompts, self.options.draw.max_new_tokens, self.max_tokens)
@@ -117,7 +117,7 @@ class InProcessSource(StillSource):
         for rejected, tokens in self.generator.policy.weights.ranks.gather((list(maker.rejected), maker.tokens)):
             self._rejected += rejected
             self._tokens += tokens
-        self._rejected.sort(key=place_of)  # whichever reward came first
+        self._rejected.sort(key=place_of)  # so that the order does not depend on which reward came first
         return {group.number: rated for group, rated in zip(groups, made, strict=True) if rated is not None}
 
     def state(self) -> dict[str, Any]:

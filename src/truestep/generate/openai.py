@@ -1,4 +1,5 @@
-"""An OpenAI-compatible address, for judges and teachers. It serves a model of its own: no weights are sent to it."""
+"""A client of an OpenAI-compatible URL, for judges and teachers. The server has its own model; no weights are sent to
+it."""
 
 import asyncio
 import contextlib
@@ -18,13 +19,13 @@ from truestep.text import keep_secret, printable
 T = TypeVar("T")
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0  # seconds before an overloaded or unreachable server is asked again
-_LONGEST_WAIT = 300.0  # seconds, whatever the server says
-_AS_ID = "token_id:"  # what a token's name begins with, by return_tokens_as_token_ids
+_LONGEST_WAIT = 300.0  # the most seconds, even if the server asks for more
+_AS_ID = "token_id:"  # the beginning of a token's name with return_tokens_as_token_ids
 _KEY_HINT = "; it needs the right api_key"
 
 
 class _BusyError(UnreachableError):
-    """The server says how long to wait."""
+    """The server is busy, and says how long to wait."""
 
     def __init__(self, problem: str, seconds: float):
         super().__init__(problem)
@@ -47,7 +48,7 @@ class OpenAiUrl(HttpClient):
         url: str,
         model: str,
         api_key: str | None = None,
-        timeout: float = 600.0,  # seconds of a whole call, with its repetitions
+        timeout: float = 600.0,  # seconds of a whole call, including repetitions
         at_once: int = 64,  # most requests in flight
     ):
         if not url.startswith(("http://", "https://")):
@@ -75,9 +76,9 @@ class OpenAiUrl(HttpClient):
             try:
                 await self._events("/v1/completions", body | {"stream": True}, choice.read, most)
             except (UnreachableError, BadAnswerError) as error:
-                if choice.error is not None:  # it was taken for an answer that cannot be read
+                if choice.error is not None:  # an error of `on_tokens`, which was mistaken for an unreadable answer
                     raise choice.error from None
-                if choice.token_ids and isinstance(error, UnreachableError):  # the caller has tokens of it
+                if choice.token_ids and isinstance(error, UnreachableError):  # the caller already has tokens of it
                     raise _StreamLostError(f"{self.url}: {error}, behind {len(choice.token_ids)} tokens") from error
                 raise
             return self._checked(choice)
@@ -92,7 +93,7 @@ class OpenAiUrl(HttpClient):
         max_tokens: int = 1024,
         **options: Any,  # other fields of the request's body, such as top_p, seed or response_format
     ) -> str:
-        """Return the reply to a conversation. One that is cut at `max_tokens` is returned as far as it goes."""
+        """Return the reply to a conversation. If it is cut off at `max_tokens`, return the part that there is."""
         body = {
             "model": self.model,
             "messages": [dict(message) for message in messages],
@@ -114,7 +115,7 @@ class OpenAiUrl(HttpClient):
         return await self._repeat(whole)
 
     async def _repeat(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Make an attempt, and others while the server is overloaded or out of reach, with growing delays."""
+        """Make an attempt. While the server is overloaded or out of reach, repeat it with growing delays."""
         delay, problem = _FIRST_DELAY, f"no answer within {self._timeout:g} s"
         async with self._places:
             try:
@@ -179,13 +180,13 @@ class OpenAiUrl(HttpClient):
             await super()._check(path, response)
         except UnreachableError as error:
             said = response.headers.get("Retry-After", "")
-            if said.isascii() and said.isdigit():  # or it is a date
+            if said.isascii() and said.isdigit():  # otherwise it is a date
                 raise _BusyError(str(error), min(float(said), _LONGEST_WAIT)) from error
             raise
 
 
 class _StreamLostError(UnreachableError):
-    """A stream ended behind some of its tokens."""
+    """A stream ended after some of its tokens."""
 
 
 class _Choice:
@@ -197,7 +198,7 @@ class _Choice:
         self.logprobs: list[Any] = []
         self.reason: Any = None
         self.has_ids = True
-        self.error: Exception | None = None  # of `on_tokens`
+        self.error: Exception | None = None  # an error of `on_tokens`
 
     def read(self, event: Mapping[str, Any]) -> None:
         """Add a part of the completion, or all of it."""

@@ -1,7 +1,7 @@
-"""The order in which groups get their prompts: a mixture of sources, without prompts that rest.
+"""The order in which groups get their prompts: a mixture of sources, without resting prompts.
 
-The prompt of a group is decided when the group is begun, from the groups of earlier steps alone: of those that end at
-least `lag` groups before it. So it depends neither on when rewards come nor on which rank plays an episode.
+The prompt of a group is decided when the group begins. It depends only on groups of earlier steps, namely steps that
+end at least `lag` groups before it. So it does not depend on when rewards come, nor on which rank plays an episode.
 """
 
 import hashlib
@@ -19,20 +19,21 @@ from truestep.types import Rollout
 
 @dataclass(frozen=True)
 class OrderOptions:
-    weights: Mapping[str, float] = field(default_factory=dict)  # of the sources; none: their numbers of prompts
+    # Weights of the sources; empty: their numbers of prompts.
+    weights: Mapping[str, float] = field(default_factory=dict)
     curriculum: Curriculum | None = None  # None: no prompt rests
 
 
 class Place(NamedTuple):
-    """What a group was drawn from."""
+    """The place of a group's prompt in the data."""
 
     source: str
     prompt: int  # index in its source
-    drawn_in: int  # pass of its source
+    drawn_in: int  # the pass over its source
 
 
 class PromptOrder:
-    """Gives groups their numbers and prompts, and is told what became of the groups of each step."""
+    """Gives groups their numbers and prompts. After each step, `told` receives the step's groups."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, options: OrderOptions, lag: int = 0):
         sources: dict[str, list[Prompt]] = {}
@@ -45,16 +46,16 @@ class PromptOrder:
         weights = {name: Fraction(options.weights.get(name, len(members))) for name, members in sources.items()}
         self._shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
         self._rests, self._lag = options.curriculum is not None, lag
-        self._number = 0  # of the next group
-        self._begun: dict[int, Place] = {}  # groups of steps that are not told of yet
-        self._restored: deque[int] = deque()  # of these, groups that were open in the checkpoint: they come first
-        # Steps whose groups count from a later group on: where they end, and the mean rewards of their groups.
+        self._number = 0  # the number of the next group
+        self._begun: dict[int, Place] = {}  # groups of steps that `told` has not received yet
+        self._restored: deque[int] = deque()  # those among them that were open in the checkpoint; they are given first
+        # Steps that do not count yet because of the lag: the end of each, and the mean rewards of its groups.
         self._waiting: deque[tuple[int, list[tuple[Place, float]]]] = deque()
-        self.measured: dict[str, float] = {}  # metrics of the last step that was told of
+        self.measured: dict[str, float] = {}  # metrics of the last step that `told` received
 
     def may_begin(self, next_end: int) -> bool:
-        """Return whether the next group's prompt is decided: whether all steps that it depends on have been told of.
-        `next_end` is behind the last group that the next step is sure to have."""
+        """Return whether the next group's prompt can be decided: `told` has received all steps on which it depends.
+        `next_end` is one more than the number of the last group that the next step certainly has."""
         return bool(self._restored) or self._number - self._lag < next_end
 
     @property
@@ -75,15 +76,15 @@ class PromptOrder:
         return number, self._pools[place.source].prompts[place.prompt]
 
     def _next_source(self) -> str:
-        """Return the source that lacks most of its share."""
+        """Return the source that is furthest below its share."""
         if len(self._pools) == 1:
             return next(iter(self._pools))
         count = 1 + sum(pool.drawn for pool in self._pools.values())
         return max(self._pools, key=lambda name: self._shares[name] * count - self._pools[name].drawn)
 
     def told(self, groups: Mapping[int, Sequence[Rollout]], end: int) -> None:
-        """Hear of the groups of a step, by number, replaced ones included. `end` is behind the last of them: groups
-        before it that are missing were given up."""
+        """Receive the groups of a step, by number, including replaced ones. `end` is one more than the number of the
+        last group. Groups before `end` that are missing were given up."""
         rated = [(self._begun[number], mean_reward(groups[number])) for number in sorted(groups)]
         self._begun = {number: place for number, place in self._begun.items() if number >= end}
         if self._rests:
@@ -92,13 +93,13 @@ class PromptOrder:
         self.measured = self._measure(rated)
 
     def _count_until(self, number: int) -> None:
-        """Let the prompts rest that groups before `number` say should."""
+        """Let prompts rest or not, by the rewards of all steps that count for the group `number`."""
         while self._waiting and self._waiting[0][0] + self._lag <= number:
             for place, reward in self._waiting.popleft()[1]:
                 self._pools[place.source].note(place.prompt, place.drawn_in, reward)
 
     def _measure(self, rated: Sequence[tuple[Place, float]]) -> dict[str, float]:
-        """Return the metrics of a step: of all sources together, and of each where there are several."""
+        """Return the metrics of a step: of all sources together, and of each source if there are several."""
         measured: dict[str, float] = {}
         if self._rests:
             resting = {name: pool.resting() for name, pool in self._pools.items()}
@@ -135,7 +136,8 @@ class PromptOrder:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state. One of a version without sources and rests is counted up to."""
+        """Continue from a state. For a state of a version without sources and resting prompts, draw groups up to its
+        number."""
         still_open = sorted(state.get("open", ()))
         self._restored.clear()
         if (order := state.get("order")) is None:

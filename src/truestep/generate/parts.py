@@ -1,7 +1,7 @@
-"""The parts of the work of `Generator.map`: each asks for one completion after another.
+"""The parts of the work of `Generator.map`. Each part requests one completion after another.
 
-An item's work is one part. Where it does several things at once, each of them is a part of it. The engine has to know
-them where the run is deterministic: `engine/waves`.
+An item's work is one part. If it does several things at once, each of these is a part within it. In a deterministic
+run, the engine has to know the parts (`engine/waves`).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Part:
-    place: tuple[int, ...]  # the item's number, and then those of the parts within parts
+    place: tuple[int, ...]  # the item's number, followed by the numbers of nested parts
     open: set["Part"]  # all parts that are not done
     ended: Callable[[], None]  # called when a part is done
-    num_begun: int = 0  # parts of this part
-    num_open: int = 0  # of these, not done
+    num_begun: int = 0  # nested parts begun so far
+    num_open: int = 0  # nested parts that are not done
 
     def part(self) -> "Part":
         self.num_begun += 1
@@ -27,13 +27,13 @@ _current: ContextVar[Part | None] = ContextVar("part of the work", default=None)
 
 
 def current_part() -> Part | None:
-    """Return the part whose task this is."""
+    """Return the part to which the current task belongs."""
     return _current.get()
 
 
 @contextmanager
 def working_on(part: Part) -> Iterator[None]:
-    """Do a part of the work: requests of this task, and of tasks that it begins, are the part's."""
+    """Work on a part inside the block: requests of this task, and of tasks that it begins, belong to the part."""
     before = _current.set(part)
     part.open.add(part)
     try:
@@ -46,9 +46,9 @@ def working_on(part: Part) -> Iterator[None]:
 
 @contextmanager
 def part_of_work() -> Iterator[None]:
-    """Do one of several things that are done at once."""
+    """Do one of several things that are done at once. Inside the block, it is a nested part of the current part."""
     whole = _current.get()
-    if whole is None:  # nobody has to know
+    if whole is None:  # not in the work of `map`
         yield
         return
     part = whole.part()

@@ -1,6 +1,6 @@
-"""Plays episodes: the policy's turns and what answers them, until there is a document.
+"""Plays episodes: the policy's turns and the answers to them, up to a finished document.
 
-A reward function makes episodes of one turn. `episodes` plays those of several.
+With a reward function, an episode has one turn. `environment` and `command` play episodes of several turns.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from truestep.types import ROUTES, Rollout, Turn
 
 @dataclass(frozen=True)
 class Episode:
-    """What is played."""
+    """An episode to be played."""
 
     prompt: Prompt
     draw: DrawOptions
-    seed: tuple[int, ...]  # of the draws of its first turn
-    name: str | None = None  # its session: its turns go to where their past is in the cache
+    seed: tuple[int, ...]  # the seed of the draws of its first turn
+    name: str | None = None  # the name of its session: its turns go to where their past is in the cache
 
     @property
     def reward_seed(self) -> str:
@@ -39,23 +39,24 @@ class Episode:
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """What cuts an episode, beside its environment."""
+    """The limits at which an episode is cut off."""
 
-    turns: int  # of the policy
-    tokens: int  # that the policy sees at once
+    turns: int  # the most turns of the policy
+    tokens: int  # the most tokens of a sequence
     seconds: float = math.inf
 
 
 @dataclass(frozen=True)
 class PlayedSequence:
-    """Tokens that the policy saw in one go."""
+    """One sequence of tokens, as the policy saw it."""
 
     input_ids: Sequence[int]
-    loss_mask: Sequence[bool]  # true: the policy drew it
-    logprobs: Sequence[float]  # of drawn tokens; others have any number
-    versions: Sequence[int]  # of the weights that drew them; others have any number. Empty: unknown
+    loss_mask: Sequence[bool]  # true: the policy sampled the token
+    logprobs: Sequence[float]  # log-probs of the sampled tokens; other entries have no meaning
+    versions: Sequence[int]  # weight versions that sampled the tokens; other entries have no meaning. Empty: unknown
     turns: tuple[Turn, ...] = ()
-    routes: np.ndarray | None = None  # [tokens that were fed, layers, k] their experts; None: unknown
+    # [tokens, layers, k] the experts of the tokens that the model processed; None: unknown.
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class Played:
     """An episode that has ended."""
 
     sequences: Sequence[PlayedSequence]
-    completions: Sequence[Completion]  # as they came
-    text: str  # what rewards and people read
+    completions: Sequence[Completion]  # in the order received
+    text: str  # the text that rewards and people read
     rating: Rating | RewardError  # the reward, or why there is none
-    truncated: bool  # it was cut, by a limit of tokens, turns or time
+    truncated: bool  # a limit of tokens, turns or time cut it off
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -75,7 +76,7 @@ class Played:
 
     @property
     def aborted(self) -> bool:
-        """True where a server gave a completion up, for new weights: nothing is to be trained on."""
+        """True if a server gave up a completion because of new weights. Then the episode is not trained on."""
         return any(completion.aborted for completion in self.completions)
 
     def document(self, name: str, prompt: Prompt, temperature: float) -> Rollout:
@@ -156,7 +157,7 @@ def played_sequences(
     played, left = [], iter(rewards)
     for sequence in sequences:
         ids, mask = sequence.input_ids, sequence.loss_mask
-        # What was said behind the last drawn token would be computed for nothing, and might not fit.
+        # Leave out the tokens after the last sampled one: computing them is useless, and they might not fit.
         end = max((turn.end for turn in sequence.turns if mask[turn.start]), default=0)
         turns = tuple(
             replace(turn, reward=next(left, None)) if mask[turn.start] else turn
@@ -179,7 +180,8 @@ def played_of(
     tools: Sequence[str],
     tokenizer: Any,
 ) -> Played:
-    """Return an episode of several turns as it was played. `turns`: of the policy; `tools`: those it could call."""
+    """Return a finished episode of several turns. `turns` are facts about the policy's turns, `tools` the names of the
+    tools that it could call."""
     metadata = {
         "ended_by": ended_by,
         "num_turns": len(turns),

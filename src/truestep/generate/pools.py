@@ -8,7 +8,7 @@ import numpy as np
 
 from truestep.environments.prompts import Prompt
 
-PROMPT_ORDER = 0  # the stream of randomness of the orders of prompts
+PROMPT_ORDER = 0  # the number of the random stream for the order of prompts
 EASY, HOPELESS = "easy", "hopeless"  # why a prompt rests
 
 
@@ -16,12 +16,12 @@ EASY, HOPELESS = "easy", "hopeless"  # why a prompt rests
 class Curriculum:
     """When prompts rest."""
 
-    easy: float  # a prompt rests if the mean reward of its group is at least this,
-    hopeless: float  # or at most this
-    rest: int  # passes that it is left out of
+    easy: float  # a prompt rests if the mean reward of its group is at least this
+    hopeless: float  # a prompt rests if the mean reward of its group is at most this
+    rest: int  # the number of passes that leave out a resting prompt
 
     def verdict(self, reward: float) -> str | None:
-        """Return why a prompt rests whose group has this mean reward; None: it does not."""
+        """Return why a prompt rests if its group has this mean reward; None: it does not rest."""
         if reward >= self.easy:
             return EASY
         return HOPELESS if reward <= self.hopeless else None
@@ -31,11 +31,11 @@ class Pool:
     """Gives the prompts of one source, pass after pass. Each pass has its own seeded order, without those that rest."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, number: int, curriculum: Curriculum | None):
-        """`number`: of the source, among those of the run."""
+        """`number`: the number of the source among those of the run."""
         self.prompts, self.drawn = prompts, 0
         self._curriculum = curriculum
         self._seed, self._own_seed = seed, (number,) if number else ()
-        # By why a prompt rests: the first pass that it is in again. 0: it does not rest.
+        # By reason, for each prompt: the first pass that includes it again. 0: it does not rest for this reason.
         self._back = {why: np.zeros(len(prompts), dtype=np.int64) for why in (EASY, HOPELESS) if curriculum}
         self._begin(0)
 
@@ -45,8 +45,8 @@ class Pool:
         self._order = generator.permutation(len(self.prompts))
 
     def next(self) -> tuple[int, int]:
-        """Return the index of the next prompt, and the pass that it is drawn in. Where all prompts rest, the next pass
-        is the first one that has a prompt again."""
+        """Return the index of the next prompt, and the pass in which it is drawn. If all prompts rest, continue with
+        the first pass that includes a prompt again."""
         while True:
             while self._index < len(self._order):
                 prompt = int(self._order[self._index])
@@ -58,7 +58,7 @@ class Pool:
             self._begin(max(self.pass_number + 1, soonest))
 
     def note(self, prompt: int, drawn_in: int, reward: float) -> None:
-        """Let a prompt rest or not, by the mean reward of its group, which was drawn in the pass `drawn_in`."""
+        """Decide whether a prompt rests, by the mean reward of its group, which was drawn in the pass `drawn_in`."""
         if self._curriculum is None:
             return
         verdict = self._curriculum.verdict(reward)
@@ -66,7 +66,7 @@ class Pool:
             back[prompt] = drawn_in + 1 + self._curriculum.rest if why == verdict else 0
 
     def resting(self) -> dict[str, float]:
-        """Return the share of the prompts that rest, by why they do."""
+        """Return the share of the prompts that rest, by reason."""
         return {why: float((back > self.pass_number).mean()) for why, back in self._back.items()}
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:

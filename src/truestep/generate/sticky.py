@@ -1,4 +1,4 @@
-"""The place that has a conversation's past: a rank's team, or a server."""
+"""Remembers which place has a conversation's past in its cache: a team of ranks, or a server."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -9,7 +9,7 @@ _MOST = 65_536  # conversations that are remembered
 
 
 class StickyPlaces(Generic[T]):
-    """Remembers the place of each conversation. Of too many, the one that was used longest ago is forgotten."""
+    """Remembers the place of each conversation. If there are too many, the least recently used one is forgotten."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[str, T] = OrderedDict()

@@ -6,5 +6,5 @@ memory            free and total memory of a GPU
 pinned            pinned host memory
 pinned_counter    a counter in pinned memory that kernels write and the host reads
 side_stream       work on a side CUDA stream
-marks             progress of the device within the queued work, layer by layer
+marks             how much of its queued work the device has done, layer by layer
 """

@@ -1,4 +1,4 @@
-"""Marks in the queued work of a GPU, which tell the host how far the GPU has come.
+"""Marks in the queued work of a GPU. They tell the host how much of that work the GPU has done.
 
 When the GPU reaches a mark, a kernel writes the mark's number to pinned memory, without waiting for queued copies. The
 host reads the number without a synchronisation or a driver call, so that it disturbs neither the computation nor the
@@ -24,20 +24,20 @@ _inside = 0  # how many `layers_report` blocks are open
 
 
 class Listener(Protocol):
-    """An object that is notified of a pass's progress, to queue other work beside it."""
+    """An object that is notified of a pass's progress, so that it can queue other work on the GPU meanwhile."""
 
     def layer_ended(self) -> None:
-        """Handle that the host has queued a layer's forward or backward pass."""
+        """Called when the host has queued a layer's forward or backward pass."""
 
     def last_backward(self, weights: Any) -> None:
-        """Handle that the step's last backward pass through these weights begins on this rank."""
+        """Called when the step's last backward pass through these weights begins on this rank."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def listen(listener: Listener) -> None:
-    """Notify a listener from now on. Only a weak reference to it is kept."""
+    """Register a listener. Only a weak reference to it is kept."""
     _listeners.add(listener)
 
 
@@ -52,7 +52,7 @@ def _reached(index: int) -> Window:
 
 
 def mark(kind: str, device: torch.device) -> None:
-    """Report the work queued so far as progress: at once on a CPU, on a GPU when it is done."""
+    """Count the work queued so far as progress. On a CPU it counts at once, on a GPU when the GPU has done it."""
     if device.type != "cuda":
         progress.made(kind)
         return
@@ -78,7 +78,7 @@ def outstanding() -> bool:
 
 @contextmanager
 def layers_report() -> Iterator[None]:
-    """Switch `layer_done` on, inside."""
+    """Enable `layer_done` inside the block."""
     global _inside
     _inside += 1
     try:

@@ -4,7 +4,7 @@ import torch
 
 
 def device_memory(device: torch.device | None = None) -> int:
-    """Return the total memory of a GPU in bytes. `device` None: the current one."""
+    """Return the total memory of a GPU in bytes. `device` None: the current GPU."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 

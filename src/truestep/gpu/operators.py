@@ -26,5 +26,6 @@ def operator(signature: str, result: Callable[..., Any]) -> Callable[[Compute], 
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device current, inside: Triton launches kernels on the current device, whatever their tensors' device."""
+    """Make a device current inside the block. Triton launches kernels on the current device, even if the tensors are on
+    another one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,7 +1,7 @@
-"""Pinned host memory, for copies that run beside the GPU's computation.
+"""Pinned host memory, for copies that run concurrently with the GPU's computation.
 
-torch's pinned allocator rounds up to powers of two: 98 GB of masters and moments would take 130. So large tensors use
-memory that is mapped here at their exact size and registered with the driver.
+torch's pinned allocator rounds sizes up to powers of two: 98 GB of masters and moments would take 130 GB. So large
+tensors use memory of their exact size, which is mapped here and registered with the driver.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ def zeros_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> 
     if not pinned or count < _LARGE:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=pinned)
     memory = mapped(count)
-    # This touches the pages with all of torch's threads; registration would touch them with one.
+    # All of torch's threads touch the pages here. The registration would touch them with one thread.
     tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
     address = tensor.data_ptr()
     if int(torch.cuda.cudart().cudaHostRegister(address, count, 0)):  # pageable memory works, too, but is slower

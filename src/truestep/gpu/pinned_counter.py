@@ -11,15 +11,15 @@ import torch
 
 
 class Window:
-    """One number that kernels write by `inside` and the host reads by `number`."""
+    """One number in pinned memory. Kernels write it through `inside`, and the host reads it from `number`."""
 
     def __init__(self, device: torch.device):
-        with torch.inference_mode(False), torch.cuda.device(device):  # inference tensors are read-only outside
+        with torch.inference_mode(False), torch.cuda.device(device):  # outside, inference tensors are read-only
             self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self.inside = torch.as_tensor(_Memory(self._host), device=device)  # shares the memory of `_host`
         if self.inside.data_ptr() != self._host.data_ptr():
             raise RuntimeError(f"pinned memory of another GPU than {device}: one process has one GPU")
-        self._reads: Any = self._host.numpy()  # shares it, too
+        self._reads: Any = self._host.numpy()  # also shares the memory of `_host`
 
     @property
     def number(self) -> int:
@@ -28,7 +28,7 @@ class Window:
 
 
 class _Memory:
-    """Pinned host memory that is presented as GPU memory."""
+    """Pinned host memory that torch sees as GPU memory."""
 
     def __init__(self, tensor: torch.Tensor):
         self.__cuda_array_interface__ = {

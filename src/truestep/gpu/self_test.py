@@ -1,4 +1,5 @@
-"""Checks of compiled kernels on this machine before their first use: a compiler's error would be silent."""
+"""Checks of compiled kernels on this machine before their first use. Without them, a wrong result of the compiler would
+go unnoticed."""
 
 import logging
 from collections.abc import Callable
@@ -7,8 +8,8 @@ log = logging.getLogger(__name__)
 
 
 def serves(what: str, instead: str, check: Callable[[], str | None]) -> bool:
-    """Run a check, which returns a problem or None. Return True if there is none; otherwise log the problem and what is
-    used instead."""
+    """Run a check, which returns a problem or None. Return True if there is no problem; otherwise log the problem and
+    say what is used instead."""
     try:
         problem = check()
     except Exception as error:  # errors of compilers have no common type

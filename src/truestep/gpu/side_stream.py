@@ -1,7 +1,7 @@
 """Runs work on a side CUDA stream.
 
-The host waits for each metric's number. Metrics do not depend on the last backward pass. On a side stream they are done
-long before that pass ends, so that the host can queue the next work in time.
+The host waits for the values of metrics, but metrics do not depend on the last backward pass. On a side stream they are
+ready long before that pass ends, so the host can queue the next work in time.
 """
 
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ import torch
 
 
 class Beside:
-    """A side stream for one piece of work: `here` marks what the work depends on, `run` runs it."""
+    """A side stream for one piece of work. `here` marks the work on which it depends, and `run` runs it."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._needed: Any = None  # the event after which the work may begin
 
     def here(self) -> None:
-        """Mark the point in the current stream for which the work of `run` has to wait."""
+        """Mark a point in the current stream. The work of `run` waits for it."""
         if self._device.type == "cuda":
             self._needed = torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Run the block on the side stream, or as usual without a call of `here` on a GPU. Later work on the current
-        stream waits for it, because it may reuse memory that the block reads."""
+        """Run the block on the side stream. On a CPU, or without a call of `here`, run it as usual. Later work on the
+        current stream waits for the block, because that work may reuse memory that the block reads."""
         if self._needed is None:
             yield
             return

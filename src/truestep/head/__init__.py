@@ -1,4 +1,5 @@
-"""The head: log-probabilities from hidden states, and gradients back. It knows no loss; no loss sees a logit.
+"""The head: log-probs from hidden states, and the backward pass. It does not depend on the loss, and losses never get
+logits.
 
 chunked             the loop over chunks of rows: product, statistics, loss, gradient, two backward products
 logits              the arithmetic of one chunk in plain torch
@@ -10,5 +11,5 @@ numerator_kernels   Triton kernels that work on this output
 numerator_passes    forward and backward pass of a chunk with that product
 check_product       compares that product with torch on this machine before it is used
 vocab_parallel      the head with its weight sharded over the vocabulary
-exact               log-probs whose bits depend on their own row alone
+exact               log-probs that depend only on their own row, bit for bit
 """

@@ -16,7 +16,8 @@ def wrong(device: torch.device) -> str | None:
     weight = torch.randn(_VOCABULARY, _HIDDEN, generator=generator).to(device, torch.bfloat16)
     labels = torch.randint(_VOCABULARY, (_ROWS,), generator=generator).to(device)
     factor = (0.02 + torch.rand(_ROWS, generator=generator)).to(device)
-    y = (hidden.double() @ weight.double().T) * factor[:, None]  # some are far above their label's: needs shifts
+    # some logits are far above the label's, which tests shifts
+    y = (hidden.double() @ weight.double().T) * factor[:, None]
     reference = y.gather(1, labels[:, None]).squeeze(1)
     found = multiply(hidden, weight, labels, factor, reference.float(), keep=True)
     assert found.values is not None

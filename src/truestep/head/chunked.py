@@ -26,7 +26,7 @@ from truestep.types import Coefficients, RowStatistics
 # Takes a range of rows and their statistics; returns the coefficients of the gradient.
 LossFunction = Callable[[slice, RowStatistics], Coefficients]
 
-# The same, with the rows given by their indices.
+# The same, with indices of the rows in place of a range.
 SharedLossFunction = Callable[[torch.Tensor, RowStatistics], Coefficients]
 
 # Rows with a gradient are gathered before the backward products if at most this share of the rows has one. With more,
@@ -76,9 +76,10 @@ class HeadResult:
 
 @dataclass(frozen=True)
 class SharedDocuments:
-    """Documents whose labels lie on several ranks: the first `lead` and the last `tail` rows of this rank.
+    """Documents whose labels are on several ranks: the first `lead` and the last `tail` rows of this rank.
 
-    `loss` sums over these ranks, so each rank must call it exactly once, with all of its shared rows, even if none.
+    `loss` sums over these ranks, so each rank must call it exactly once, with all of its shared rows, even if it has
+    none.
     """
 
     lead: int
@@ -108,11 +109,11 @@ def forward_backward(
     document_labels: Sequence[int] | None = None,
     shared: SharedDocuments | None = None,
 ) -> HeadResult:
-    """Compute the statistics and the gradients of `loss`: return that of the hidden states, and add that of the weight
-    to `weight_gradient` (None for a frozen head: not computed).
+    """Compute the statistics and the gradients of `loss`. Return the gradient of the hidden states, and add the
+    gradient of the weight to `weight_gradient` (None: the head is frozen).
 
-    Pass `document_labels`, the number of labels of each document in order, if the loss needs whole documents: it is
-    then called only with all labels of each document. They do not include the documents of `shared`.
+    Pass `document_labels`, the number of labels of each document in order, if the loss needs whole documents. It is
+    then called only with all labels of a document at once. They do not include the documents of `shared`.
     """
     size = head.rows_per_chunk
     gradient = torch.zeros_like(head.hidden, dtype=wide(head.hidden.dtype))
@@ -130,8 +131,8 @@ def forward_backward(
 def _runs(
     head: HeadRows, loss: LossFunction, size: int, document_labels: Sequence[int] | None, shared: SharedDocuments | None
 ) -> Iterator[tuple[slice, Coefficients | None]]:
-    """Cut the rows into runs, in order. A run whose loss depends on labels of other chunks or ranks comes with its
-    coefficients, from a forward pass of its own; other runs come with None."""
+    """Yield consecutive ranges of rows. If the loss of a range depends on labels in other chunks or ranks, yield its
+    coefficients too, from a separate forward pass; else None."""
     count = len(head.label_ids)
     if document_labels is None:
         yield slice(0, count), None
@@ -162,11 +163,12 @@ def _chunk(
     gradient: torch.Tensor,
     weight_gradient: torch.Tensor | None,
 ) -> RowStatistics:
-    """Run one chunk forward and backward. Its logits are freed at the return, so that only one chunk's logits exist."""
+    """Run one chunk forward and backward. Its logits are freed on return, so only one chunk's logits exist at a
+    time."""
     kept, statistics = head.forward(rows, keep=True)
     if coefficients is None:
         coefficients = loss(rows, statistics)
-    # The host waits for one number per chunk, while the previous chunk's products still run.
+    # One host-device sync per chunk. The previous chunk's products still run meanwhile.
     active = coefficients.active
     count = count_true(active)
     if not count:
@@ -187,8 +189,9 @@ def _chunk(
 
 
 def _spans(start: int, size: int, document_labels: Sequence[int]) -> list[slice]:
-    """Group whole documents into the fewest runs of at most `size` rows; a longer document is a run of its own. Then
-    make the longest run as short as possible: with a short last run, small matrix products would be inefficient."""
+    """Group whole documents into the fewest ranges of at most `size` rows; a longer document is a range by itself.
+    Among these groupings, choose one whose longest range is as short as possible: matrix products of a short last range
+    would be inefficient."""
     fewest = len(_runs_of_at_most(size, start, document_labels))
     sizes = range(1, size)
     least = bisect_left(sizes, -fewest, key=lambda most: -len(_runs_of_at_most(most, start, document_labels)))

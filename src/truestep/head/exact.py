@@ -1,4 +1,5 @@
-"""The head's log-probs with exact arithmetic: their bits depend on their own row alone (see `truestep.numerics`).
+"""The head's log-probs with exact arithmetic: the bits of a log-prob depend only on its own row (see
+`truestep.numerics`).
 
 Dimensions: C rows of a chunk, H hidden, V vocabulary.
 """

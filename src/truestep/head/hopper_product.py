@@ -1,9 +1,9 @@
 """The head's matrix product with a fused softmax (Gluon, for Hopper): logits never reach memory.
 
 A tile is 128 rows by 256 columns of the vocabulary. One warp loads the inputs; two groups of four warps multiply 64
-rows each. When a group has its logits, it computes, while the other may still multiply, y = logit - reference in powers
-of two, stores the softmax numerators 2^y, and sums them for each row of the tile. In a row of a tile whose largest y
-exceeds `SLACK`, all y are shifted down so that the largest is `SLACK`: no numerator overflows.
+rows each. When a group has its logits, it computes y = logit - reference in units of log 2, stores the softmax
+numerators 2^y, and sums them for each row of the tile. Meanwhile the other group may still multiply. In a row of a tile
+whose largest y exceeds `SLACK`, all y are shifted down so that the largest is `SLACK`: no numerator overflows.
 
 The order of the tiles does not affect the results.
 """
@@ -25,12 +25,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from truestep.head.kernels import OF_ROWS
 from truestep.head.numerators import PART, SLACK, Numerators
 
-# Functions that have other names in Triton 3.6 than in later versions.
+# Functions whose names differ between Triton 3.6 and later versions.
 _all_warps_here = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-# Tuned on an H200. Shared memory: three stages of 48 KiB, and 64 KiB for the numerators of a tile on their way out.
+# Tuned on an H200. Shared memory holds three stages of 48 KiB, and 64 KiB of numerators that are being written out.
 ROWS = gl.constexpr(64)  # per group of warps
 COLUMNS = gl.constexpr(PART)
 DEPTH = gl.constexpr(64)
@@ -123,7 +123,7 @@ def _multiply_and_weigh(group, half, staging, weights, ready, empty, values, giv
         gl.store(total_pointer + place, gl.reduce(numerators, 1, _sum), mask=inside)
         gl.store(weighted_pointer + place, gl.reduce(numerators * y, 1, _sum), mask=inside)
         if KEEP:
-            tma.store_wait(0)  # the previous tile has left the staging buffer
+            tma.store_wait(0)  # the previous tile has been copied out of the staging buffer
             _all_warps_here()
             staging.store(numerators.to(values.dtype))
             fence_async_shared()
@@ -173,7 +173,7 @@ def _product_kernel(
             (_multiply_and_weigh, (1, lower, lower_staging, weights, ready, empty, values, given, found, sizes, KEEP)),
             (_fetch, (hidden, weight, upper, lower, weights, ready, empty, sizes)),
         ],
-        [4, 1],  # warps, and below their registers: of the second group, and of the loading warp
+        [4, 1],  # numbers of warps, and of registers per thread in the line below: second group, loading warp
         [232, 32],
     )
 
@@ -190,11 +190,12 @@ def multiply(
     tiles, groups = -(-vocabulary // PART), -(-rows // (2 * ROWS.value)) * 2
     shift, total, weighted = (torch.empty(rows, tiles, device=device) for _ in range(3))
     label_y = torch.empty(rows, device=device)
-    # Rows fill whole cache lines. Without `keep`, one row suffices: the descriptor needs an address, no memory.
+    # Rows fill whole cache lines. Without `keep` one row suffices: the descriptor needs an address, but nothing is
+    # written.
     values = torch.empty(rows if keep else 1, -(-vocabulary // 64) * 64, dtype=hidden.dtype, device=device)
     if rows:
         holds_label = torch.zeros(groups, tiles, dtype=torch.uint8, device=device)
-        one = torch.ones((), dtype=torch.uint8, device=device)  # a Python number would be copied with a synchronisation
+        one = torch.ones((), dtype=torch.uint8, device=device)  # a Python number would need a host-device sync
         holds_label[torch.arange(rows, device=device) // ROWS.value, label_ids // PART] = one
         programs = min(torch.cuda.get_device_properties(device).multi_processor_count, groups // 2 * tiles)
         _product_kernel[(programs,)](

@@ -1,7 +1,8 @@
 """The head's two elementwise passes over logits, fused (Triton), for any loss.
 
 `row_statistics` reads a chunk of raw logits once. `logits_gradient_` reads the chunk again and overwrites it with the
-gradient. Both apply scale, temperature and softcap themselves, so that the stored logits are the matrix product's.
+gradient. Both apply scale, temperature and softcap themselves, so the stored logits are the unchanged output of the
+matrix product.
 
 Dimensions: C rows of a chunk, V vocabulary.
 """
@@ -14,16 +15,17 @@ import triton.language as tl
 
 from truestep.types import Coefficients, RowStatistics
 
-# Tuned on an H200, where the first runs at the rate of a copy and the second at 0.95 of it.
+# Tuned on an H200. There the first kernel reaches the speed of a copy, and the second 0.95 of it.
 _STATISTICS_BLOCK, _STATISTICS_WARPS = 512, 8
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 4096, 16
-# Rows and columns that a program moves at a time. For a small vocabulary: fewer columns, so that there are enough
-# programs.
+# Rows and columns that a program moves per iteration. A small vocabulary needs fewer columns per program, so that there
+# are enough programs.
 _FRONT_TILES = ((16, 512), (64, 128))
 _FRONT_PROGRAMS = 256
 
-# A chunk may begin at any row, so these pointers may have any alignment. If Triton specialised on it, kernels would be
-# compiled again in the middle of a run, for little gain: they read only a few numbers per row from these pointers.
+# A chunk may begin at any row, so these pointers may have any alignment. If Triton specialised on alignment, kernels
+# would be recompiled in the middle of a run. The gain would be small, because only a few numbers per row are read from
+# these pointers.
 OF_ROWS = tuple(
     f"{name}_pointer"
     for name in (
@@ -157,7 +159,7 @@ def _gradient_kernel(
         if CAPPED:
             scaled = raw / softcap
             shrunk = tl.exp(-2 * tl.abs(scaled))
-            # 1 - tanh², in a form that keeps its digits where tanh is near ±1.
+            # 1 - tanh², in a form that stays accurate where tanh is near ±1.
             gradient = gradient * 4 * shrunk / ((1 + shrunk) * (1 + shrunk))
         high = gradient.to(high_pointer.dtype.element_ty)
         # Every thread must have read its part of the block before any thread overwrites it.
@@ -239,8 +241,8 @@ def _to_front_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Move some columns of the given rows to the front, a few rows at a time. Each group is read before it is written,
-    and its new place lies before all rows that are read later."""
+    """Move some columns of the given rows to the front, a few rows at a time. Each group of rows is read before it is
+    written, and its new place is before all rows that are read later."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     for first in range(0, row_count, ROWS):
         places = first + tl.arange(0, ROWS)

@@ -20,11 +20,11 @@ from truestep.types import Coefficients, RowStatistics
 log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 64 * 2**20
-# More rows per chunk make no matrix product faster: 8,192, or twice as many if a logit takes half the memory.
+# More rows per chunk do not make matrix products faster: 8,192, or twice as many if a logit takes half the memory.
 _MOST_ROWS, _MOST_ROW_BYTES = 8192, 32768
 # The share of the free memory that a chunk of logits may take.
 _SHARE = 0.5
-# The bytes of a chunk if runs must be bitwise the same: free memory differs from run to run.
+# Bytes of a chunk if runs must be bitwise reproducible: free memory differs from run to run.
 _FIXED_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 
@@ -34,9 +34,9 @@ class HeadSettings:
 
     fp32: bool = False  # logits are never rounded to half precision
     softcap: float | None = None
-    scale: float = 1.0  # of the logits
-    chunk_size: int | None = None  # rows of logits that exist at a time; None: chosen by free memory and shape
-    deterministic: bool = False  # choose `chunk_size` by the shape alone
+    scale: float = 1.0  # factor of the logits
+    chunk_size: int | None = None  # rows of logits in memory at a time; None: chosen by free memory and shape
+    deterministic: bool = False  # choose `chunk_size` only by the shape
     split_gradient: bool = False  # represent dL/dlogits as the sum of two half-precision numbers
     kernels: bool = True  # use the fused kernels where they run
 
@@ -196,7 +196,8 @@ class LogitsGradient:
                 out.addmm_(self.high[:, block], block_weight)
 
     def add_of_weight_(self, buffer: torch.Tensor, hidden: torch.Tensor) -> None:  # [V, H], [C, H]
-        """Add the weight's gradient to the float32 buffer within the product itself: nothing is rounded before."""
+        """Add the weight's gradient to the float32 buffer inside the matrix product, so that nothing is rounded before
+        the sum."""
         for part in self._parts:
             if part.is_cuda and part.dtype != buffer.dtype:
                 torch.addmm(buffer, part.T, hidden, out_dtype=buffer.dtype, out=buffer)

@@ -1,8 +1,8 @@
 """Triton kernels around the product that outputs softmax numerators, for any loss.
 
 `label_logits` runs before the product and `join_parts_` after it. `numerators_gradient_`, the only pass over all
-numerators, serves losses with an entropy term. `scaled_rows`, `scale_and_subtract_label_` and `subtract_labels_` run
-next to the backward products; they read only rows of hidden states and of the weight.
+numerators, is needed only for losses with an entropy term. `scaled_rows`, `scale_and_subtract_label_` and
+`subtract_labels_` run next to the backward products; they read only rows of hidden states and of the weight.
 
 Dimensions: C rows of a chunk, H hidden, V vocabulary, N parts of the vocabulary.
 """
@@ -78,7 +78,7 @@ def _join_kernel(
     normaliser = tl.sum(total * rescale, axis=0)
     mean = tl.sum((weighted + total * (shift - top)) * rescale, axis=0) / normaliser
     log_normaliser = tl.log2(normaliser)
-    # Few rows have a shifted part. Their numerators are rescaled to one base, with which they are at most 1.
+    # Few rows have a shifted part. The numerators of such a row are rescaled to one base, so that they are at most 1.
     target = tl.where(top > 0, top + slack, 0.0)
     base = tl.load(reference_pointer + row) + target
     tl.store(logprob_pointer + row, (tl.load(label_pointer + row) - top - log_normaliser) * _LN_2)
@@ -169,7 +169,7 @@ def _subtract_labels_kernel(
     hidden_pointer,  # [C, H]
     order_pointer,  # [C] rows sorted by label, skipped rows last
     label_pointer,  # [C] the labels in this order; the vocabulary's size marks a row to skip
-    end_pointer,  # [C] the end of the run of rows with the same label
+    end_pointer,  # [C] the end of the rows with the same label
     c_pointer,  # [C]
     buffer_stride,
     hidden_stride,
@@ -178,7 +178,7 @@ def _subtract_labels_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the rows of each label in the program of the first such row: a fixed order, so that results are
+    """Sum the rows of each label in a fixed order, in the program of the label's first row, so that results are
     deterministic."""
     first = tl.program_id(0)
     label = tl.load(label_pointer + first).to(tl.int64)
@@ -212,8 +212,8 @@ def label_logits(hidden: torch.Tensor, weight: torch.Tensor, label_ids: torch.Te
 
 def join_parts_(
     parts: Numerators, reference: torch.Tensor
-) -> tuple[torch.Tensor, RowStatistics]:  # [C] in powers of two
-    """Rescale the numerators of each row to one base; return the bases and the rows' statistics."""
+) -> tuple[torch.Tensor, RowStatistics]:  # [C] as logarithms to base 2
+    """Rescale the numerators of each row to one base. Return the bases and the rows' statistics."""
     rows, count = parts.total.shape
     logprobs, entropy, logsumexp, base = torch.empty(4, rows, dtype=torch.float32, device=reference.device)
     values = parts.total if parts.values is None else parts.values

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-PART = 256  # columns of the vocabulary with a shift of their own
-# The largest y without a shift: a numerator of 2^40, and a sum of one per token, are far below the float32 maximum.
+PART = 256  # columns of the vocabulary that share a shift
+# The largest y without a shift. A numerator of 2^40, and a sum of such numerators over the vocabulary, are far below
+# the float32 maximum.
 SLACK = 40.0
 
 
@@ -21,4 +22,4 @@ class Numerators:
     shift: torch.Tensor  # [C, N] 0 unless a numerator would be too large
     total: torch.Tensor  # [C, N] Σ 2^y of the unrounded numerators
     weighted: torch.Tensor  # [C, N] Σ 2^y · y
-    label: torch.Tensor  # [C] z · log2 e - reference of the label
+    label: torch.Tensor  # [C] the label's z · log2 e - reference

@@ -1,7 +1,7 @@
 """The forward and backward pass of a chunk of rows, in three versions: the Hopper product with a fused softmax, Triton
 kernels, and plain torch.
 
-They differ in speed alone. Only the `gradient` of a version can use what its `forward` kept.
+They differ only in speed. What a version's `forward` keeps can be used only by its own `gradient`.
 """
 
 import os
@@ -30,7 +30,7 @@ class Gradient(Protocol):
     """The gradient dL/d(h Wᵀ), and its two backward products."""
 
     def select_(self, rows: torch.Tensor) -> "Gradient":
-        """Keep only the given rows, in place since a copy would need more memory; indices must ascend."""
+        """Keep only the given rows. This is in place, since a copy would need more memory. Indices must ascend."""
         ...
 
     def of_hidden_(self, weight: torch.Tensor, out: torch.Tensor) -> None: ...

@@ -32,7 +32,7 @@ class VocabularyShard:
         return (label_ids >= self.first) & (label_ids < self.first + self.size)
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """All-reduce in place the gradient of the hidden states, of which every rank has a partial sum."""
+        """Sum the gradient of the hidden states over ranks, in place. Each rank has a partial sum."""
         dist.all_reduce(partial, group=self.group)
         return partial
 
@@ -64,7 +64,8 @@ class ShardedPasses:
         return kept, _join(own, self.shard.owns(rows.label_ids), self.shard.group)
 
     def gradient(self, kept: Any, statistics: RowStatistics, rows: Rows, coefficients: Coefficients) -> Gradient:
-        # The statistics are of the whole vocabulary, so p is right; the label's term belongs to the rank that holds it.
+        # p is right, since the statistics cover the whole vocabulary. The label's term belongs to the rank with the
+        # label's row.
         local = replace(coefficients, c=torch.where(self.shard.owns(rows.label_ids), coefficients.c, 0))
         return self.local.gradient(kept, statistics, self._local(rows), local)
 

@@ -15,10 +15,11 @@ from torch.nn.functional import softplus
 
 from truestep.types import PackedLabels
 
-# Pairs: a multiple of the tolerance, and the largest share of tokens of a correct sampler that differ by more than it.
+# Pairs of two numbers: a multiple of the tolerance, and the largest share of tokens that may differ by more than that
+# multiple if the sampler is correct.
 LEVELS = ((1.0, 0.25), (2.0, 0.05), (5.0, 2e-3), (16.0, 2e-4), (64.0, 0.0))
 _BEYOND = tuple(f"beyond_{level:g}" for level, _ in LEVELS)
-# Sums over standing tokens, then over older tokens, then over all.
+# The first columns are sums over standing tokens, the next over older tokens, the last over all tokens.
 COLUMNS = ("standing", *_BEYOND, "up", "down", "surprise", "entropy", "older", "older_up", "logprobs")
 COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 _OF_STANDING, _OF_OLDER = slice(0, COLUMN["older"]), slice(COLUMN["older"], COLUMN["logprobs"])
@@ -60,7 +61,7 @@ def compare(
     one, entropy = torch.ones_like(own), entropy.double()
     beyonds = [(beyond > level * tolerance).double() for level, _ in LEVELS]
     values = torch.stack([one, *beyonds, up, down, own + entropy, entropy, one, up, own])
-    # Not multiplied by 0, since values may be infinite or NaN.
+    # Set to 0, not multiplied by 0: values may be infinite or NaN.
     values[_OF_STANDING].masked_fill_(~standing, 0)
     values[_OF_OLDER].masked_fill_(~older, 0)
     sums = values.new_zeros(len(COLUMNS), len(labels.num_labels))
@@ -68,8 +69,8 @@ def compare(
 
 
 def _all_agree(labels: PackedLabels, logprobs: torch.Tensor, documents_seen: int) -> bool:
-    """Tell whether all labels are standing, with log-probs that differ by less than any rounding that is allowed. On a
-    GPU, the host would have to wait for the answer."""
+    """Tell whether all labels are standing and all log-probs differ by less than the allowed rounding. Not used on a
+    GPU, where the host would have to wait for the answer."""
     if not (labels.has["logprobs"].numpy().all() and labels.has["model_version"].numpy().all()):
         return False
     if not (labels.model_version.numpy() == documents_seen).all():
@@ -81,9 +82,8 @@ def _all_agree(labels: PackedLabels, logprobs: torch.Tensor, documents_seen: int
 def _sums_of_agreeing(
     labels: PackedLabels, logprobs: torch.Tensor, entropy: torch.Tensor, tolerance: float
 ) -> np.ndarray:  # [D, K]
-    """Compute the sums of `compare` where `_all_agree`: nothing is beyond a level, and every bet is lost by the slack.
-    After a pass of the model, each call takes as long as its code needs to come back to the caches: few calls are
-    fast, and few numbers are not."""
+    """Compute the sums of `compare` if `_all_agree`: no difference is beyond a level, and every bet loses the slack.
+    The number of calls sets the time here, not the number of values, so this makes few calls."""
     counts, document = labels.num_labels.numpy(), labels.document.numpy()
     own, random = (np.bincount(document, of.detach().numpy(), len(counts)) for of in (logprobs, entropy))
     sums = np.outer(counts, _of_an_agreeing_label(tolerance))

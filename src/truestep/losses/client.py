@@ -1,9 +1,10 @@
-"""The losses that clients of the Tinker protocol name: sums over tokens, by the formulas of the client's documentation.
+"""The losses that clients of the Tinker protocol may ask for: sums over tokens, as the client's documentation defines
+them.
 
 lp is the log-prob of a target, q that of the sampler, A the advantage, w the weight, r = exp(lp - q).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,10 +14,11 @@ from truestep.errors import TruestepError
 from truestep.losses.label_losses import LabelLoss, LabelTerm
 from truestep.losses.labels import Labels
 
-PREFIX = "tinker_"  # of the fields of labels
+PREFIX = "tinker_"  # the prefix of the fields that these losses read from labels
 _RL = ("logprobs", "advantages")
 _CLIPPED = ("clip_low_threshold", "clip_high_threshold")
-# What each loss takes of a datum beside the targets, and the numbers that it may be given, with their defaults.
+# `INPUTS`: the inputs that each loss needs for a datum, besides the targets. `NUMBERS`: its numeric options, with their
+# defaults.
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
     "importance_sampling": _RL,
@@ -33,12 +35,12 @@ NUMBERS: Mapping[str, Mapping[str, float]] = {
     "dro": {"beta": 0.05},
     "gspo": dict(zip(_CLIPPED, (1 - 3e-4, 1 + 4e-4), strict=True)),
 }
-# The losses that take several targets at a position, and give the loss of each.
+# Losses that accept several targets at one position and return the loss of each target.
 ELEMENTWISE = frozenset({"cross_entropy"})
-# A section `loss` under which a session needs nothing of documents but their labels.
+# The `loss` section of a session that needs only the labels of documents, not their log-probs or advantages.
 PLAIN = {"type": "cross_entropy", "normalize_by": "labels"}
 _SECRET = "stable_reinforce"
-# The fields of labels that documents carry.
+# The per-label fields that each document carries.
 FIELDS = ("weights", "logprobs", "advantages", *_CLIPPED, "sequence_ratio_mask", "beta")
 Values = Mapping[str, torch.Tensor]
 
@@ -49,13 +51,9 @@ class ClientLoss(LabelLoss):
 
     def __call__(self, labels: Labels) -> LabelTerm:
         values = {name: labels.fields[PREFIX + name] for name in FIELDS}
-        ratio = None
-        if self.whole_documents:
-            marked = (values["sequence_ratio_mask"] != 0).to(labels.logprobs.dtype)
-            sums = labels.document_sums((labels.logprobs - values["logprobs"]) * marked)
-            means = sums / labels.document_sums(marked).clamp(min=1)
-            ratio = means[labels.document].exp().to(labels.logprobs.dtype)
-        return LabelTerm(*terms(self.name, labels.logprobs, values, ratio))
+        return LabelTerm(
+            *terms(self.name, labels.logprobs, values, lambda each: labels.document_sums(each)[labels.document])
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class SequenceLoss(ClientLoss):
 
 
 class ClientLossError(TruestepError):
-    """A loss that there is not."""
+    """The requested loss does not exist or is not supported."""
 
 
 def loss_of(name: str) -> ClientLoss:
@@ -80,16 +78,20 @@ def loss_of(name: str) -> ClientLoss:
 
 
 def terms(
-    name: str, logprobs: torch.Tensor, values: Values, ratio: torch.Tensor | None = None
+    name: str, logprobs: torch.Tensor, values: Values, datum_sums: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the loss of each token, and its slope in the token's log-prob. `ratio`: that of the token's datum."""
+    """Compute the loss of each token, and its slope in the token's log-prob. `datum_sums` takes a
+    value for each token, and returns for each token the sum over its datum."""
     if name == "cross_entropy":
         return -values["weights"] * logprobs, -values["weights"]
     advantages, log_ratio = values["advantages"], logprobs - values["logprobs"]
     if name == "dro":
         beta = values["beta"]
         return -(logprobs * advantages - 0.5 * beta * log_ratio.square()), -(advantages - beta * log_ratio)
-    ratio = log_ratio.exp() if ratio is None else ratio
+    if name == "gspo":  # one ratio for each datum
+        marked = (values["sequence_ratio_mask"] != 0).to(logprobs.dtype)
+        log_ratio = datum_sums(log_ratio * marked) / datum_sums(marked).clamp(min=1)
+    ratio = log_ratio.exp().to(logprobs.dtype)
     if name == "importance_sampling":
         return -ratio * advantages, -ratio * advantages
     held = torch.minimum(torch.maximum(ratio, values[_CLIPPED[0]]), values[_CLIPPED[1]])

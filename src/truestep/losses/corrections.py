@@ -54,7 +54,8 @@ class Correction:
 
 @dataclass(frozen=True)
 class OffPolicyMask:
-    """A mask of labels with negative advantage in documents that have become much less likely under the policy."""
+    """A mask that removes the policy loss of labels with negative advantage, in documents that have become much less
+    likely under the policy."""
 
     threshold: float
 

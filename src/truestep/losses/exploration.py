@@ -1,6 +1,6 @@
 """Options that keep a policy exploring: a target for its entropy, and limits on labels of high covariance.
 
-An update lowers the entropy in proportion to the covariance of logπ and A, that is, if likely labels have high
+An update lowers the entropy in proportion to the covariance of logπ and A: it does so if likely labels have high
 advantages (Cui et al. 2025). T: labels of a micro-batch.
 """
 
@@ -26,7 +26,7 @@ class EntropyTarget:
 
 @dataclass(frozen=True)
 class ClipCov:
-    """Clip-Cov: no policy loss on chosen labels, a random share of those whose covariance lies in a band."""
+    """Clip-Cov: removes the policy loss of a random share of the labels whose covariance is between two bounds."""
 
     share: float
     low: float
@@ -38,7 +38,7 @@ class ClipCov:
 
 @dataclass(frozen=True)
 class KlCov:
-    """KL-Cov: a KL penalty towards the old policy on chosen labels, those with the highest covariance."""
+    """KL-Cov: adds a KL penalty towards the old policy to the labels with the highest covariance."""
 
     share: float
     weight: float

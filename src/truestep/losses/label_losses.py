@@ -35,7 +35,8 @@ class LabelLoss:
     """The base class of losses. Other packages look only at these traits, never at a loss's name."""
 
     whole_documents: ClassVar[bool] = False  # a label's slope depends on other labels of its document
-    # Needs no advantages and no old log-probs. Built-in losses declare this in `config.losses`, which imports no torch.
+    # True if the loss needs no advantages and no old log-probs. Built-in losses declare this in `config.losses`, which
+    # imports no torch.
     supervised: ClassVar[bool] = False
 
     @property
@@ -70,11 +71,12 @@ class LabelLoss:
 
 @dataclass(frozen=True)
 class FunctionLoss(LabelLoss):
-    """A function of the labels that returns a LabelTerm, or the loss of each label alone: autograd gives its slope."""
+    """A user's function of the labels. It returns a LabelTerm, or only the loss of each label; then autograd computes
+    the slope."""
 
     function: Callable[[Labels], Any]
     name: str
-    whole_documents: ClassVar[bool] = True  # it may take sums over documents
+    whole_documents: ClassVar[bool] = True  # the function may use sums over documents
 
     @property
     def document_ratio(self) -> bool:
@@ -95,7 +97,7 @@ class FunctionLoss(LabelLoss):
 
 
 def term_of(loss: LabelLoss, labels: Labels) -> LabelTerm:
-    """Call a loss, and check the shapes of its result: broadcasting would hide a wrong one."""
+    """Call a loss and check the shapes of its result. Without the check, broadcasting would hide a wrong shape."""
     term, name = loss(labels), getattr(loss, "name", type(loss).__name__)
     if not isinstance(term, LabelTerm):
         raise CustomError(f"{name} gives {type(term).__name__}, not a LabelTerm(loss, slope)")
@@ -131,7 +133,7 @@ def to_float32(value: float) -> float:
 
 
 def stopped(term: LabelTerm, clamped: torch.Tensor) -> LabelTerm:
-    """Set the slope of clamped labels to 0, and mark those that had one as clipped."""
+    """Set the slope of clamped labels to 0. Mark those whose slope was not 0 as clipped."""
     lost = clamped & (term.slope != 0)
     clipped = lost if term.clipped is None else term.clipped | lost
     return LabelTerm(term.loss, torch.where(clamped, 0, term.slope), clipped, clamped)
@@ -186,8 +188,8 @@ class Grpo(Clipped):
 class Gspo(Grpo):
     """GSPO: clips the geometric mean R_d of a document's ratios, with each label's own advantage.
 
-    The slope is that of R_d · exp(logπ_t - sg(logπ_t)) as the ratio. If all labels of a document have the same
-    advantage and weight, it is the derivative of the document's sum.
+    For the slope, the ratio is R_d · exp(logπ_t - sg(logπ_t)). If all labels of a document have the same advantage and
+    weight, it is the derivative of the document's sum.
     """
 
     whole_documents: ClassVar[bool] = True
@@ -286,7 +288,8 @@ class Dppo(LabelLoss):
         new, old = labels.logprobs, labels.old_logprobs
         if self.divergence == "tv":
             return (new.exp() - old.exp()).abs()
-        # Binary: the label against the rest of the vocabulary, which has probability 0 if the label was certain.
+        # Binary KL: the label against the rest of the vocabulary. The rest has probability 0 if the label had
+        # probability 1.
         rest_new, rest_old = -new.expm1(), -old.expm1()
         of_rest = torch.where(rest_old > 0, rest_old * (rest_old.log() - rest_new.log()), 0)
         return old.exp() * (old - new) + of_rest

@@ -10,11 +10,12 @@ import torch
 
 from truestep.types import PackedLabels, RowStatistics, per_label
 
-# Sums a [D] vector over the ranks that have labels of the same documents; the identity if only one rank has.
+# Sums a [D] vector over the ranks that have labels of the same documents. If only one rank has them, it returns the
+# vector unchanged.
 DocumentReducer = Callable[[torch.Tensor], torch.Tensor]
 
 
-# exp(20) is half a billion: only an error makes a larger ratio of two probabilities of the same token.
+# exp(20) is 5e8. Two probabilities of the same token differ by such a ratio only through an error.
 LARGEST_LOG_RATIO = 20.0
 
 
@@ -35,7 +36,7 @@ class Labels(PackedLabels):
     entropy: torch.Tensor = field(metadata=per_label())
     logsumexp: torch.Tensor = field(metadata=per_label())
     sampler_logprobs: torch.Tensor = field(metadata=per_label())  # as recorded by the sampler
-    # One over the denominator of each label, which is the only division by a denominator.
+    # One over the label's denominator. This is the only place where denominators divide.
     weight: torch.Tensor = field(metadata=per_label())
     reduce_documents: DocumentReducer = no_reduction
     recomputed: bool = False  # the old log-probs are the trainer's own and not the sampler's
@@ -61,13 +62,13 @@ class Labels(PackedLabels):
 
     @property
     def log_importance(self) -> torch.Tensor:  # [T]
-        """The logarithm of c: each label's probability under the policy (the old one if recomputed) over the
-        sampler's."""
+        """The logarithm of c, where c is the label's probability under the policy (or its recomputed old probability)
+        divided by the probability under the sampler."""
         return self.old_logprobs - self.sampler_logprobs if self.recomputed else self.log_ratio
 
     def recompute(self) -> "Labels":
-        """Replace the old log-probs by the trainer's own before the first update of these documents: recomputed ones
-        if they were kept, else those of this forward pass, as constants."""
+        """Replace the old log-probs by the trainer's own log-probs before the first update of these documents. These
+        are the recomputed ones if they were kept, else those of this forward pass, as constants."""
         kept = self.has_label("recomputed_logprobs")
         old = torch.where(kept, self.recomputed_logprobs, self.logprobs.detach())
         has = {**self.has, "sampler_logprobs": self.has["logprobs"], "logprobs": torch.ones_like(self.has["logprobs"])}
@@ -78,7 +79,7 @@ class Labels(PackedLabels):
         return self.has[name][self.document]
 
     def document_sums(self, values: torch.Tensor) -> torch.Tensor:  # [T] -> [D]
-        # float64: a document of 100,000 labels must not lose digits to the order in which they were added.
+        # float64: the sum over a document of 100,000 labels must not depend on the order of the labels.
         sums = torch.zeros(len(self.num_labels), dtype=torch.float64, device=values.device)
         return self.reduce_documents(sums.index_add_(0, self.document, values.double()))
 

@@ -21,8 +21,8 @@ _MAGNITUDES = torch.logspace(-7, 1.5, 256, dtype=torch.float64)
 LOG_RATIO_EDGES = torch.cat([-_MAGNITUDES.flip(0), _MAGNITUDES])
 LOG_RATIO_PERCENTILES = (1, 5, 50, 95, 99)
 
-LEVELS = ("none", "basic", "full")  # each includes the metrics of those before it
-MEASURED = LEVELS[1:]  # levels with more metrics than the loss
+LEVELS = ("none", "basic", "full")  # each level includes the metrics of the levels before it
+MEASURED = LEVELS[1:]  # levels that log more than the metrics of the loss
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def document_mean(labels: Labels, values: torch.Tensor, present: torch.Tensor | 
     there = labels.num_labels > 0
     if present is not None:
         there = there & present
-    # A sequence adds its part of its document's mean, wherever the document's other sequences are.
+    # Each sequence adds its share of its document's mean, even if another rank or micro-batch has the other sequences.
     means = labels.document_sums(values) / labels.document_labels.clamp(min=1)
     return Mean(torch.where(there, means, 0).sum(), (there & labels.counts).sum())
 
@@ -98,7 +98,7 @@ def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     metrics["loss"] = Sum(torch.stack([term.sum() for term in terms.values()]).sum())
     if len(terms) > 1 or step.objective.routers:
         metrics |= {name: Sum(term.sum()) for name, term in terms.items()}
-    if (weight := step.objective.steered_weight) is not None:  # the entropy moves it, so it is measured at every level
+    if (weight := step.objective.steered_weight) is not None:  # the controller reads it at every level
         metrics |= _entropy(labels, step) | {"entropy_bonus_weight": Max(weight)}
     return metrics
 
@@ -106,8 +106,8 @@ def _loss(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 def _log_ratio(labels: Labels, step: StepFacts) -> torch.Tensor:  # [T] float64
     """Compute the log-ratio that the loss uses, from log-probs; 0 for documents without old log-probs.
 
-    The logarithm of the ratio would not do, since the ratio may be 0 or infinite. In float64, expm1 of the result is
-    precise even for divergences far smaller than the ratio's rounding error.
+    It does not take the logarithm of the ratio, because the ratio may be 0 or infinite. In float64, expm1 of the result
+    is precise even for divergences far smaller than the ratio's rounding error.
     """
     log_ratio = labels.logprobs.double() - labels.old_logprobs.double()
     if step.objective.label_loss.document_ratio:
@@ -119,7 +119,7 @@ def _ratio(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     present, label_present = labels.has["logprobs"], labels.has_label("logprobs")
     log_ratio = _log_ratio(labels, step)
     ratio, counted = log_ratio.exp(), label_present.double()
-    if step.objective.label_loss.document_ratio:  # one ratio of each sequence
+    if step.objective.label_loss.document_ratio:  # each sequence has one ratio and counts once
         counted = counted / labels.num_labels[labels.document]
     total, squares = Sum((ratio * counted).sum()), Sum((ratio.square() * counted).sum())
     metrics: dict[str, Metric] = {
@@ -177,7 +177,7 @@ def _clipped(labels: Labels, step: StepFacts) -> dict[str, Metric]:
 
 
 def _gradient_taken(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-    """Compute the share of labels whose gradient the loss clipped, and the number of labels whose ratio it clamped."""
+    """Compute the share of labels with a clipped gradient, and the number of labels with a clamped log-ratio."""
     term = step.objective.label_loss(labels)
     counted = _counted(labels)
     metrics: dict[str, Metric] = {}
@@ -271,7 +271,7 @@ def _entropy(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return {"entropy": document_mean(labels, labels.entropy)}
 
 
-# Measures with the lowest level that logs them, in the order of a step's log line.
+# The measures, each with the lowest level that logs it, in the order of a step's log line.
 BUILT_IN: tuple[tuple[str, Measure], ...] = (
     ("none", _loss),
     ("basic", _ratio),

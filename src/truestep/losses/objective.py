@@ -19,7 +19,7 @@ from truestep.types import Coefficients, StepTotals
 
 @dataclass(frozen=True)
 class Denominator:
-    """The denominator of sums over labels, as `loss.normalize_by` names it."""
+    """The denominator of sums over labels, chosen by `loss.normalize_by`."""
 
     normalize_by: str
     max_labels: int | None = None
@@ -42,11 +42,13 @@ class Denominator:
         return 1 / denominator.double()
 
     def step_scale(self, totals: StepTotals) -> float:
-        """Return the ratio of all labels' weights with these totals to those with `ONE_OF_EACH`."""
+        """Return the weight of a label with these totals, divided by its weight with `ONE_OF_EACH`. This ratio is the
+        same for all labels."""
         return 1 / max(totals.num_labels if self.normalize_by == "labels" else totals.num_documents, 1)
 
 
-# With these totals, what is computed is that of the step times its denominator, whatever else the step has.
+# With these totals, results are those of the step times its denominator. They do not depend on the other documents of
+# the step.
 ONE_OF_EACH = StepTotals(num_documents=1, num_labels=1, num_tokens=1)
 
 
@@ -57,7 +59,7 @@ class Objective:
     label_loss: LabelLoss
     denominator: Denominator
     entropy_bonus: float = 0.0
-    entropy_denominator: Denominator | None = None  # of the entropy bonus; None: that of the loss
+    entropy_denominator: Denominator | None = None  # the denominator of the entropy bonus; None: that of the loss
     z_loss: float = 0.0
     # "deepspeed": the number of documents of the step.
     gradient_divisor: float | Literal["deepspeed"] = 1.0
@@ -68,11 +70,11 @@ class Objective:
     entropy_target: EntropyTarget | None = None  # if set, `entropy_bonus` is the weight for the current step
     clip_cov: ClipCov | None = None
     kl_cov: KlCov | None = None
-    routers: bool = False  # the loss also has the terms of the policy's routers, which no label has
+    routers: bool = False  # the loss includes the routers' auxiliary losses, which belong to no label
 
     def step_scale(self, totals: StepTotals) -> float | None:
-        """Return the ratio of the coefficients with these totals to those with `ONE_OF_EACH`. None: terms have
-        different denominators, so no number is the ratio of all."""
+        """Return the coefficients with these totals, divided by those with `ONE_OF_EACH`. None: the terms have
+        different denominators, so there is no single ratio."""
         scale, other = self.denominator.step_scale(totals), self.entropy_denominator
         if other is not None and other.step_scale(totals) != scale:
             return None
@@ -164,6 +166,6 @@ class Objective:
 
     def switches(self, labels: Labels) -> list[Switch]:
         """List the bounds at which the objective changes its formula."""
-        # With recomputed old log-probs, the ratio is 1 in the first update, far from any bound of the loss.
+        # With recomputed old log-probs, the ratio is 1 in the first update, so it is far from every bound of the loss.
         parts = (None if self.recompute else self.label_loss, self.correction, self.off_policy_mask)
         return [switch for part in parts if part is not None for switch in part.switches(labels)]

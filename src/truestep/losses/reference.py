@@ -23,7 +23,8 @@ class KlReference:
             return LabelTerm(distance, torch.ones_like(distance))
         if self.estimator == "k2":
             return LabelTerm(distance.square() / 2, distance)
-        # In float64: near r = 0, exp(-r) - 1 + r is far smaller than the rounding errors of its terms.
+        # In float64: near r = 0 (r is the log-ratio), exp(-r) - 1 + r is far smaller than the rounding errors of its
+        # terms.
         wide = distance.double().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         beyond = distance.abs() > LARGEST_LOG_RATIO
         value, slope = torch.expm1(-wide) + wide, -torch.expm1(-wide)
@@ -35,5 +36,6 @@ class KlReference:
         return LabelTerm(value.to(dtype), torch.where(beyond, 0, slope).to(dtype))
 
     def penalty(self, labels: Labels) -> torch.Tensor:  # [T]
-        """Compute what `in_reward` subtracts from each label's advantage: a constant, without a gradient."""
+        """Compute the constant that is subtracted from each label's advantage if `in_reward` is set. It has no
+        gradient."""
         return self.weight * (labels.old_logprobs - labels.reference_logprobs)

@@ -1,7 +1,7 @@
 """Metrics, observers and sinks.
 
 types             `Sum`, `Mean`, `Max` and others: each type defines how a metric is merged over micro-batches and ranks
-loads             how evenly a step's tokens are spread over experts
+loads             how evenly the routers spread a step's tokens over experts
 observers         objects called on events of a run
 sinks             metrics.jsonl, Weights & Biases, TensorBoard, trackio
 spent             the time of a step by part

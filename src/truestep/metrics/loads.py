@@ -1,4 +1,4 @@
-"""How evenly a step's tokens are spread over experts: metrics of the counts of choices, by layer."""
+"""Metrics that say how evenly the routers spread a step's tokens over experts, from counts of choices in each layer."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-Counts = Mapping[str, torch.Tensor]  # choices of each expert, [E], by layer
+Counts = Mapping[str, torch.Tensor]  # for each layer, how often each of its E experts was chosen, [E]
 
 
 def together(first: Counts, second: Counts) -> dict[str, torch.Tensor]:
@@ -16,7 +16,7 @@ def together(first: Counts, second: Counts) -> dict[str, torch.Tensor]:
 
 
 def shares_of(counts: Counts) -> dict[str, torch.Tensor]:
-    """Return each expert's share of its layer's choices, in float64; 0 where a layer has none."""
+    """Return each expert's share of its layer's choices, in float64; 0 if the layer has no choices."""
     return {name: own.double() / own.sum().clamp(min=1) for name, own in counts.items()}
 
 
@@ -32,19 +32,20 @@ class _Loads:
         return self.of(chosen) if chosen else None
 
     def of(self, counts: Counts) -> float:
-        """Compute the metric of layers that have choices."""
+        """Compute the metric from the layers that have choices."""
         raise NotImplementedError
 
 
 class LargestShare(_Loads):
-    """The largest share of a layer's choices that one expert has, of all layers."""
+    """The largest share of a layer's choices that goes to one expert; the maximum over layers."""
 
     def of(self, counts: Counts) -> float:
         return max(float(own.max()) for own in shares_of(counts).values())
 
 
 class LoadEntropy(_Loads):
-    """The entropy of the shares over that of even shares, the mean over layers: 1 where all experts have as much."""
+    """The entropy of the experts' shares divided by that of equal shares, averaged over layers. It is 1 if all shares
+    are equal."""
 
     def of(self, counts: Counts) -> float:
         found = [

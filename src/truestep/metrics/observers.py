@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class Computed(Protocol):
-    """The results of a step: its metrics as a line, and the scores that observers asked for."""
+    """The results of a step: its line of metrics, and the scores that observers asked for."""
 
     @property
     def scores(self) -> tuple[DocumentScore, ...]: ...

@@ -19,7 +19,7 @@ SAMPLE_COLUMNS = (
     *("step", "group_id", "prompt", "completion", "reward", "advantage", "length", "truncated", "log_ratio"),
     "rejected",
 )
-# Further columns, where documents have turns.
+# Additional columns if documents have turns.
 EPISODE_COLUMNS = ("ended_by", "conversation")
 
 
@@ -54,7 +54,7 @@ class HearsOfRejected(Protocol):
 
 
 class Sinks(Observer):
-    """The sinks of a run as one observer. `kept` returns the kept rollouts of the current step, as rows."""
+    """The sinks of a run as one observer. The function `kept` returns the current step's kept rollouts as rows."""
 
     def __init__(self, sinks: Sequence[Sink] = (), kept: Callable[[], Sequence[Mapping[str, Any]]] = tuple):
         self.sinks = list(sinks)
@@ -82,7 +82,7 @@ class Sinks(Observer):
 
 
 class Samples:
-    """Chooses the steps whose rollouts a tracker shows: step 1 and every `every`-th step; 0: none."""
+    """Chooses the steps whose rollouts a tracker shows: step 1 and every `every`-th step. With 0, no step."""
 
     def __init__(self, every: int):
         self._every = every
@@ -101,7 +101,8 @@ def _sampled(row: Mapping[str, Any], name: str) -> Any:
 
 
 def transcript(blocks: Iterable[Mapping[str, Any]]) -> str:
-    """Return the blocks of a kept conversation as one text, with a heading for each turn and each further sequence."""
+    """Return the blocks of a kept conversation as one text. Each turn has a heading, and so has each sequence after the
+    first."""
     lines, sequence = [], 0
     for block in blocks:
         if block["sequence"] != sequence:
@@ -127,7 +128,7 @@ class JsonLines:
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard. TensorBoard hides the steps after `done` that an earlier start wrote."""
+    """Event files for TensorBoard. It hides steps later than `done`, which an earlier start of the run wrote."""
 
     def __init__(self, directory: str, done: int = 0, samples_every: int = 10):
         try:
@@ -252,7 +253,7 @@ class TrackioSink:
 
 @contextmanager
 def _no_arguments() -> Iterator[None]:
-    """Hide the command line from wandb, which would upload it: an address in it may hold a password.
+    """Hide the command line from wandb, which would upload it. A URL on the command line may contain a password.
 
     The options of the command line are logged with the configuration, without secrets.
     """

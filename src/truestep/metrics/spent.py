@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 PREFIX = "time/"
-_PREFIXES = (PREFIX, "turn_time/", "tool_time/")  # of all metrics that are times
-# The parts of `step_time`, in the order of a step; `REST` is the remaining time.
+_PREFIXES = (PREFIX, "turn_time/", "tool_time/")  # the prefixes of all metrics that are times
+# The parts of `step_time`, in the order of a step. `REST` is the time that no part accounts for.
 PARTS = (
     *("sampling", "rating", "waiting", "reference", "exact"),
     *("forward", "head", "backward", "reduce", "check", "optimizer", "sync"),
 )
 REST = "other"
-# Work between two steps. Its time is in the line of the later step, and not part of `step_time`.
+# Work between two steps. Its time is in the line of the later step, and is not part of `step_time`.
 BETWEEN = ("evaluation", "save")
 
 _OF_THE_MACHINE = frozenset(
@@ -34,7 +34,7 @@ _OF_THE_MACHINE = frozenset(
 
 
 def of_the_machine(name: str) -> bool:
-    """Tell whether a metric measures the machine (times, speeds, memory), and so differs between equal runs."""
+    """Tell whether a metric measures the machine (time, speed, memory), so that it differs between identical runs."""
     return name in _OF_THE_MACHINE or name.startswith(_PREFIXES)
 
 
@@ -49,7 +49,7 @@ class Stopwatch:
         self._gpu = device is not None and device.type == "cuda"
         self._device = device
         self._names: list[str] = []
-        self._last: Any = None  # the last mark, where the innermost piece began or resumed
+        self._last: Any = None  # the last mark: the time or CUDA event at which the innermost piece began or resumed
         self._seconds: dict[str, float] = defaultdict(float)
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 

@@ -96,7 +96,7 @@ class Derived:
 class Histogram:
     """Counts of values between fixed edges. `value()` is a percentile, interpolated within its bin."""
 
-    counts: torch.Tensor  # [edges + 1]: below the first edge, between edges, above the last
+    counts: torch.Tensor  # [edges + 1] counts: below the first edge, between edges, above the last edge
     edges: torch.Tensor  # ascending
     percentile: float
 

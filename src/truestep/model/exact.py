@@ -135,7 +135,7 @@ def exact_hidden(model: Any, ids: torch.Tensor, positions: torch.Tensor, step: E
 def documents_hidden(policy: Policy, documents: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """Compute the last hidden states of whole documents, each [tokens, H]. Call inside `exactly`."""
     page = page_of(policy.device)
-    bounds = np.cumsum([0, *(-(-len(ids) // page) for ids in documents)])  # in pages: each document begins a page
+    bounds = np.cumsum([0, *(-(-len(ids) // page) for ids in documents)])  # first page of each document, in pages
     flat, positions = np.zeros((2, bounds[-1] * page), dtype=np.int64)
     spans = []
     table = np.zeros((len(documents), int(np.diff(bounds).max(initial=1))), dtype=np.int64)

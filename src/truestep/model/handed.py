@@ -1,8 +1,8 @@
-"""Hands layers what a model's own code drops on its way to them.
+"""Passes keyword arguments to layers if the model's own code does not pass them on.
 
-A model is given its documents' layout as a keyword argument, which most models pass down to their layers. Some drop it.
-Some have a window in the mask that they make, which attention over packed documents does not read, and do not tell
-their attention of it. The probe finds these (see `loading.probe`); models with recurrent layers always hand on.
+A model gets its documents' layout as a keyword argument, which most models pass down to their layers. Some models drop
+it. Some have a sliding window only in the mask that they make; attention over packed documents does not read that mask.
+The probe finds these models (see `loading.probe`). Models with recurrent layers always use this.
 """
 
 import threading
@@ -14,7 +14,7 @@ import torch
 
 
 class _Handed(threading.local):
-    """What the running model was given. The backward pass has threads of its own."""
+    """The running model's keyword arguments. They are per thread, because the backward pass has its own threads."""
 
     named: Mapping[str, Any] = {}
 
@@ -23,12 +23,13 @@ _handed = _Handed()
 
 
 def handed(name: str, value: Any = None) -> Any:
-    """Return a keyword argument of a layer: as the model's code passed it on, else as the model was given it."""
+    """Return a layer's keyword argument: the value that the layer got, or if that is None, the value that the model
+    got."""
     return _handed.named.get(name) if value is None else value
 
 
 def hand_on(model: Any, **constants: Any) -> None:
-    """Hand a model's layers the keyword arguments that the model is given, and constants."""
+    """Make the keyword arguments of each call of a model, and constants, available to its layers."""
 
     def keep(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         _handed.named = constants | named
@@ -41,9 +42,9 @@ def hand_on(model: Any, **constants: Any) -> None:
 
 
 class HandedAgain(AbstractContextManager[None]):
-    """A context in which layers are handed what they are handed when it is made. `within`: another context to enter.
-
-    The backward pass recomputes a layer in it, without its model and perhaps in another thread."""
+    """A context in which layers get the same keyword arguments as when the context was made. Recomputation in the
+    backward pass needs it: it runs a layer without its model, and maybe in another thread. `within`: another context to
+    enter."""
 
     def __init__(self, within: AbstractContextManager[Any]) -> None:
         self._named, self._within = _handed.named, within
@@ -58,7 +59,7 @@ class HandedAgain(AbstractContextManager[None]):
 
 
 def ways(model: Any) -> Iterator[Callable[[], None]]:
-    """List what may make a model's attention get what it needs, in the order in which to try it."""
+    """Yield functions that may give a model's attention its missing arguments, in the order in which to try them."""
     yield lambda: hand_on(model)
     text = model.config.get_text_config()
     window = getattr(text, "sliding_window", None)

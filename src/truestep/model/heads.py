@@ -19,7 +19,7 @@ class HeadSizes:
 
     @staticmethod
     def of_layers(config: Any) -> "list[HeadSizes]":
-        """Read the sizes of each layer; Gemma 4's global layers have larger heads than the others."""
+        """Read the sizes of each layer; Gemma 4's global layers have larger heads than its local layers."""
         text = config.get_text_config()
         if getattr(text, "is_heterogeneous", False):
             return [_sizes(layer) for layer in text.per_layer_config]
@@ -41,8 +41,8 @@ def _sizes(config: Any) -> HeadSizes:
 
 
 def attending_layers(config: Any) -> int:
-    """Count the layers that attend, from a configuration. Without kinds of layers in it, all do; others are recurrent
-    or have no mixing of tokens."""
+    """Count the attention layers from a configuration's list of layer types; the others are recurrent or do not mix
+    tokens. Without such a list, all layers count."""
     text = config.get_text_config()
     count = int(text.num_hidden_layers)
     for name in ("layer_types", "layers_block_type"):

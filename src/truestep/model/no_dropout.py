@@ -1,4 +1,4 @@
-"""Turns dropout of a transformers model off. Jitter is off in evaluation mode, in which a model computes."""
+"""Turns off the dropout of a transformers model. Models compute in evaluation mode, where jitter is off."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def no_noise(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Floats such as `attention_dropout`, `dropout` and `layerdrop`, which a forward pass in training mode uses.
+        # Floats such as `attention_dropout`, `dropout` and `layerdrop`, which forward passes in training mode use.
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)

@@ -28,8 +28,8 @@ from truestep.weights.layers import active_weights
 from truestep.weights.pieces import slice_of
 from truestep.weights.protocol import Weights
 
-# The assumed time per FLOP of attention relative to matrix products on a GPU, until it is measured (H200, long
-# documents: 300 against 744 TFLOP/s). It affects how evenly work is balanced, and no result.
+# The assumed time per FLOP of attention on a GPU, as a multiple of that of matrix products, until it is measured (H200,
+# long documents: 300 against 744 TFLOP/s). It only affects how evenly work is balanced.
 ATTENTION_SLOWNESS = 2.5
 
 
@@ -38,13 +38,13 @@ class ModelFacts:
     """Sizes of the uncut model; a rank may hold only a part of it."""
 
     vocabulary_size: int
-    tied: bool  # the head's weight is the input embedding's
+    tied: bool  # whether the head and the input embedding share one weight
     even_length: float  # document length, in tokens, at which attention costs as much as the matrix products
     device: torch.device
-    weights: float = 0.0  # the number of weights that a token is multiplied with, without the head's
+    weights: float = 0.0  # number of weights that each token is multiplied with, without the head's
     head_weights: int = 0
-    attention: int = 0  # layers that attend x heads x head size
-    untrained: float = 0.0  # the number of `weights` that are frozen
+    attention: int = 0  # sum over attention layers of heads x head size
+    untrained: float = 0.0  # how many of `weights` are frozen
     head_trained: bool = True
 
     @staticmethod
@@ -55,8 +55,8 @@ class ModelFacts:
             weights -= embedding.numel()  # a lookup, not a product; a tied matrix is multiplied once, as the head
             untrained -= 0 if embedding.requires_grad else embedding.numel()
         untrained -= 0 if head.requires_grad else head.numel()
-        # FLOPs of a causal forward pass: 2 · length · heads · head size per token and layer, against 2 per weight.
-        # A recurrent layer's work grows with the tokens alone, and is small beside its products.
+        # FLOPs of a causal forward pass: 2 · length · heads · head size per token and layer, against 2 per weight. A
+        # recurrent layer's own work grows linearly with the length, and is small compared with its products.
         widths = [sizes.width for sizes in HeadSizes.of_layers(model.config)]
         attention = attending_layers(model.config) * sum(widths) // len(widths)
         slowness = ATTENTION_SLOWNESS if device.type == "cuda" else 1.0
@@ -85,8 +85,8 @@ class Policy:
     adapter: Adapter | None = None  # if set, only the adapter is trained
     adapts: bool = True  # False: the adapter is off
     activations_on_host: ActivationOffload | None = None
-    routing: Routing | None = None  # what routers choose in a step; None: no router is counted
-    route_shape: RouteShape = NO_ROUTES  # of the experts that can be given to its tokens
+    routing: Routing | None = None  # routers' counts and loss terms; None: no counted router
+    route_shape: RouteShape = NO_ROUTES  # the layers and number of experts per token that records may set
     exchange: TokenExchange | None = None  # communication between tensor ranks; None without tensor parallelism
 
     @property
@@ -127,8 +127,8 @@ class Policy:
         return OwnTokens(count, None if sequences is None else sequences[here][:count], routes)
 
     def replaying(self, tokens: PackedTokens, run: slice | None = None) -> AbstractContextManager[None]:
-        """Return a context in which tokens have the experts that their records name, and nothing is counted. `run`:
-        those of the tokens that are computed; None: all."""
+        """Return a context in which tokens use the experts in their records, and nothing is counted. `run`: the part of
+        the tokens that is computed; None: all."""
         if self.routing is None:
             return nullcontext()
         own = self.own_tokens(tokens)
@@ -138,7 +138,7 @@ class Policy:
 
     @property
     def token_fields(self) -> tuple[str, ...]:
-        """The names of the fields of tokens that the model reads."""
+        """The names of the per-token fields that the model reads."""
         return (ROUTES,) if self.routing is not None and self.routing.replays else ()
 
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:  # [S, H], or this context rank's tokens
@@ -152,8 +152,9 @@ class Policy:
     def through(self, stage: int, tokens: PackedTokens, received: torch.Tensor | None) -> torch.Tensor:  # [S, H]
         """Run one of this rank's stages on a packed micro-batch and the hidden states received from the stage before.
 
-        Between stages, each tensor rank has its own run of the tokens. The last stage gathers the tokens, so that every
-        tensor rank has all tokens of its context rank; the caller must give each tensor rank the full gradient."""
+        Between stages, each tensor rank has a contiguous part of the tokens. The last stage gathers the tokens, so that
+        every tensor rank has all tokens of its context rank; the caller must give each tensor rank the full gradient.
+        """
         with nullcontext() if self.adapter is None or self.adapts else self.adapter.off(), self._keeping():
             if self.stages is None:
                 hidden = packed_hidden(self.model, tokens, self.device, self.context)
@@ -175,7 +176,8 @@ class Policy:
         return self.activations_on_host.keeping(self.model.config.get_text_config().hidden_size)
 
     def without_adapter(self) -> "Policy":
-        """Return the policy with its adapter off, sharing the same weights. Its routers choose for themselves."""
+        """Return the policy with its adapter off, sharing the same weights. It uses its routers' own choices, not those
+        in records."""
         return replace(self, adapts=False, routing=None)
 
     def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [C, H] -> [C, V]
@@ -202,7 +204,8 @@ def packed_hidden(
     context: Context | None = None,
     embedded: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [S, H], or this rank's tokens
-    """Run the model's body. `embedded`, of the result's shape, replaces the embedding on a stage that has none."""
+    """Run the model's body. `embedded`, in the shape of the result, replaces the input embedding; for stages without
+    the embedding."""
     layout = attention.make_layout(tokens.segments, device, context, parents=tokens.parents)
     end = tokens.num_tokens
     # Set padding to 0: an id outside the vocabulary must not reach the embedding.
@@ -232,7 +235,8 @@ def stage_hidden(
     received: torch.Tensor | None,
     context: Context | None = None,
 ) -> torch.Tensor:  # [S, H], or this rank's tokens
-    """Run one pipeline stage of the model's body on hidden states `received` from the stage before (None: first)."""
+    """Run one pipeline stage of the model's body. `received`: the hidden states from the stage before; None: the first
+    stage."""
     nothing = None if received is None else received.detach().new_zeros(1, 1).expand_as(received)
     with stages.opened(stage, received) as output:
         hidden = packed_hidden(model, tokens, device, context, nothing)

@@ -22,7 +22,7 @@ from truestep.weights.layers import layers_of
 _COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
 _SCRATCH = ".group"  # the sub-directory to which transformers writes one group of weights
 _METADATA = {"format": "pt"}
-# transformers writes these anew with the weights.
+# Files that transformers writes again with the weights.
 _REPLACED = ("config.json", "generation_config.json", towers.RECORD)
 
 
@@ -39,7 +39,8 @@ def read_companions(directory: Path) -> dict[str, bytes]:
 
 
 def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Return a model's persistent buffers, such as a router's correction, by their names in the state dict."""
+    """Return a model's persistent buffers, such as a router's bias for choosing experts, by their names in the state
+    dict."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return {name: value for name, value in model.state_dict().items() if name not in named}
 
@@ -214,7 +215,7 @@ def save_policy(policy: Policy, directory: Path, dtype: torch.dtype = torch.floa
     with transformers_write_tensors():
         towers.save_pretrained(policy.model, directory, tensors)
     if towers.whole_of(policy.model) is not None:
-        single = directory / "model.safetensors"  # transformers would read it alone
+        single = directory / "model.safetensors"  # transformers would read only this file
         if single.is_file():
             single.rename(directory / "model-text.safetensors")
         towers.write_towers(policy.model, directory)
@@ -248,5 +249,5 @@ def _write_companions(companions: Mapping[str, bytes], directory: Path, dtype: t
     config_file = directory / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
-    config.pop("torch_dtype", None)  # the name of it in older versions
+    config.pop("torch_dtype", None)  # the key in older versions
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,8 +1,9 @@
-"""Directories with towers for images or sound beside a language model, such as `Qwen3_5ForConditionalGeneration`.
+"""Loads the language model of multimodal directories, such as `Qwen3_5ForConditionalGeneration`. Towers are the parts
+for images or sound.
 
-The text model in it is what is loaded, trained, sampled from and cut over ranks. Its weights have other names than in
-the whole model. The whole model has no values: by it, files get the names of the whole. The towers' tensors are never
-loaded: an export copies them from the directory's files as they are there.
+Only the text model is loaded, trained, sampled from and cut over ranks. Its weights have other names than in the whole
+model. The whole model is kept without values, to map names to those in files. The towers' tensors are never loaded; an
+export copies them unchanged from the directory's files.
 """
 
 import json
@@ -20,31 +21,31 @@ from truestep.model.adapter import Adapter, Values
 from truestep.weights.errors import ModelError
 from truestep.weights.lazy import weights_without_values
 
-RECORD = "truestep-towers.json"  # in a checkpoint: the directory that has the towers
+RECORD = "truestep-towers.json"  # a file in a checkpoint that names the directory with the towers
 _WHOLE = "_truestep_whole"  # an attribute of the text model
-_MOST = 2**31  # bytes of a file of towers
+_MOST = 2**31  # most bytes in one file of tower tensors
 
 
 @dataclass(frozen=True)
 class Whole:
     """The whole model that a text model was taken from."""
 
-    model: Any  # without values
-    body: tuple[str, str]  # the name of the text model's body in the text model, and in the whole model
+    model: Any  # without weight values
+    body: tuple[str, str]  # the name of the body in the text model, and its name in the whole model
     head: tuple[str, str]
     source: Path  # a Hugging Face directory with the towers
     config: str  # the content of its config.json
-    text: frozenset[str]  # the names in files of the text model's tensors
+    text: frozenset[str]  # the names of the text model's tensors in files
 
     def name(self, name: str) -> str:
-        """Return the name in the whole model of a weight or module of the text model."""
+        """Return the whole model's name for a weight or module of the text model."""
         return _renamed(name, [self.body, self.head])
 
     def text_name(self, name: str) -> str:
         return _renamed(name, [(theirs, ours) for ours, theirs in (self.body, self.head)])
 
     def others(self) -> dict[str, Path]:
-        """Return the tensors in the source's files that are not the text model's, with their files."""
+        """Return the names of tensors in the source's files that are not the text model's, with their files."""
         found = {name: file for file in sorted(self.source.glob("*.safetensors")) for name in tensor_sizes(file)}
         if not found:
             raise ModelError(f"the towers of this model are read from {self.source}, which has no weights any more")
@@ -52,11 +53,12 @@ class Whole:
 
     @property
     def head_in_files(self) -> str:
-        """Files may have a tied head or not."""
+        """The head's name in files. A tied head may be in them or not."""
         return f"{self.head[1]}.weight"
 
     def check(self) -> None:
-        """Refuse files whose names transformers would not write: what is the text's in them could not be told."""
+        """Refuse files with names that transformers would not write: the text model's tensors could not be recognised
+        in them."""
         stored = {name for file in self.source.glob("*.safetensors") for name in tensor_sizes(file)}
         odd = sorted(self.text - stored - {self.head_in_files})
         if odd:
@@ -84,12 +86,12 @@ def _in_files(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torc
 
 
 def text_config(config: Any) -> Any:
-    """Return the configuration of what is trained: of the text model, if the directory has towers."""
+    """Return the configuration of the trained model: the text model's, if the directory has towers."""
     return config.get_text_config() if whole_class(config) is not None else config
 
 
 def whole_class(config: Any) -> Any:
-    """Return the class of a whole model, if a configuration is of a text model with towers."""
+    """Return the class of the whole model, if a configuration is of a text model with towers; else None."""
     import transformers
 
     name = next(iter(config.architectures or ()), "")
@@ -99,7 +101,7 @@ def whole_class(config: Any) -> Any:
 
 
 def take_text(model: Any, directory: Path) -> Any:
-    """Take the text model out of the whole model of a directory or a checkpoint, and return it. Weights are unread."""
+    """Return the text model of a whole model that was made from a directory or a checkpoint. Weights are unread."""
     from transformers import AutoModelForCausalLM
 
     kind, body, head = type(model).__name__, model.get_decoder(), model.get_output_embeddings()
@@ -108,7 +110,7 @@ def take_text(model: Any, directory: Path) -> Any:
         with weights_without_values():
             text = loader.from_config(body.config, dtype=torch.float32)
     except ValueError as error:
-        raise ModelError(f"{kind}: transformers has no model of its text alone: {error}") from error
+        raise ModelError(f"{kind}: transformers has no class for its text model: {error}") from error
     if type(text.base_model) is not type(body):
         raise ModelError(f"{kind}: its text model is a {type(body).__name__}, not a {type(text.base_model).__name__}")
     names = {module: name for name, module in model.named_modules()}
@@ -130,13 +132,13 @@ def take_text(model: Any, directory: Path) -> Any:
 
 
 def whole_of(model: Any) -> Whole | None:
-    """Return the whole model that a text model was taken from; None: it is whole itself."""
+    """Return the whole model that a text model was taken from; None: it was not taken from one."""
     whole: Whole | None = vars(model).get(_WHOLE)
     return whole
 
 
 def save_pretrained(model: Any, directory: Path | str, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
-    """Save tensors as transformers does, with the names and the configuration of the whole model."""
+    """Save tensors as transformers does, with the whole model's names and configuration."""
     whole = whole_of(model)
     if whole is None:
         model.save_pretrained(directory, state_dict=dict(tensors), **options)
@@ -147,7 +149,7 @@ def save_pretrained(model: Any, directory: Path | str, tensors: Mapping[str, tor
 
 
 def tower_files(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Read the tensors beside the text model's, as many at a time as a file of weights has."""
+    """Yield the towers' tensors, about `_MOST` bytes at a time."""
     whole = whole_of(model)
     if whole is None:
         return
@@ -164,7 +166,7 @@ def tower_files(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def write_towers(model: Any, directory: Path) -> None:
-    """Write files of the tensors beside the text model's."""
+    """Write the towers' tensors to files."""
     for number, tensors in enumerate(tower_files(model)):
         write_tensors(tensors, directory / f"model-towers-{number:05d}.safetensors", {"format": "pt"})
 
@@ -172,7 +174,7 @@ def write_towers(model: Any, directory: Path) -> None:
 def whole_adapter(
     model: Any, adapter: Adapter, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Adapter, dict[str, torch.Tensor]]:
-    """Return an adapter and its tensors with the names of the whole model."""
+    """Return an adapter and its tensors, renamed to the whole model's names."""
     whole = whole_of(model)
     if whole is None:
         return adapter, dict(tensors)
@@ -181,7 +183,7 @@ def whole_adapter(
 
 
 def text_adapter(model: Any, adapter: Adapter, values: Values) -> tuple[Adapter, Values]:
-    """Return an adapter that was stored with the names of the whole model, with those of the text model."""
+    """Return an adapter that was stored with the whole model's names, renamed to the text model's."""
     whole = whole_of(model)
     if whole is None:
         return adapter, values
@@ -190,12 +192,12 @@ def text_adapter(model: Any, adapter: Adapter, values: Values) -> tuple[Adapter,
 
 
 def record(model: Any) -> dict[str, bytes]:
-    """Return the file of a checkpoint that says where the towers are."""
+    """Return the file of a checkpoint that names the directory with the towers."""
     whole = whole_of(model)
     return {} if whole is None else {RECORD: json.dumps({"source": str(whole.source.absolute())}).encode()}
 
 
 def _source_of(directory: Path) -> Path:
-    """Return the directory that has the towers of a model in a directory or a checkpoint."""
+    """Return the directory with the towers, for a model directory or a checkpoint."""
     file = directory / RECORD
     return Path(json.loads(file.read_bytes())["source"]) if file.is_file() else directory

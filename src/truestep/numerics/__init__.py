@@ -1,11 +1,11 @@
-"""Batch-invariant ("exact") arithmetic: the bits of a row's result depend on that row alone, not on the batch.
+"""Batch-invariant ("exact") arithmetic: the bits of a row's result depend only on that row, not on the batch.
 
-A policy that samples and trains with it gets bitwise equal log-probs, whatever else is in a batch. Products, sums and
-attention each have a fixed order of additions that depends only on the sizes of a row.
+Sampling and training with it give bitwise equal log-probs, whatever else is in a batch. Products, sums and attention
+add in a fixed order that depends only on the size of a row.
 
-arithmetic        products, sums and log-sum-exps, on whichever of the two implementations runs on the device
+arithmetic        products, sums and log-sum-exps; chooses between the next two
 kernels           Triton kernels with a fixed order of additions
-plain             plain torch, where Triton does not run
+plain             the same in plain torch, for devices without Triton
 attention         attention over pages of the KV cache
 attend_kernels    the same as a Triton kernel
 queries           describes the tokens of a pass and the pages of their sequences

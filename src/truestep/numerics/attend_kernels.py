@@ -1,10 +1,10 @@
 """The attention of `attention` as one Triton kernel, for prefill, decode and whole documents.
 
-A program has the queries of some tokens for one key-value head, and loops over pages of keys. Its tile has the same
-number of rows for one token as for many, so that each row is computed in the same way. Pages after a row's own position
-or before its window do not change the row: they multiply its sums by one and add zero.
+A program computes the queries of some tokens for one key-value head, and loops over pages of keys. Its tile has the
+same number of rows for one token as for many, so that each row is computed in the same way. Pages after a row's own
+position or before its window do not change the row: they multiply its sums by one and add zero.
 
-A CUDA graph may outlive the KV cache, so the kernel reads the addresses of keys and values from memory.
+A CUDA graph may be used longer than one KV cache, so the kernel reads the addresses of keys and values from memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from truestep.numerics.kernels import aligned
 from truestep.numerics.queries import Queries
 
-_BLOCK, _WIDE_BLOCK = 64, 16  # rows of a tile: tokens times the query heads of one key-value head; in float32
+_BLOCK, _WIDE_BLOCK = 64, 16  # rows of a tile = tokens x query heads per key-value head; the second is for float32
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -30,7 +30,7 @@ def _pool(places_pointer, which: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _score(q, k, position, own, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
-    """Compute the scores of a page's keys times log2 e; -inf for keys that a query does not see."""
+    """Compute the scores of a page's keys times log2 e. A key that the query must not attend to gets -inf."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
     if CAPPED:
         shrunk = tl.exp(-2 * tl.abs(scores / softcap))
@@ -44,7 +44,8 @@ def _score(q, k, position, own, scale, softcap, WINDOW: tl.constexpr, CAPPED: tl
 
 @triton.jit
 def _start(sink_pointer, heads, mine, SINKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Begin the online softmax of each row. A sink is a score that has no value; `mine`: rows that have one here."""
+    """Begin the online softmax of each row. A sink is a score without a value. `mine`: the rows that have a sink
+    here."""
     highest, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     if SINKS:
         sink = tl.load(sink_pointer + heads, mask=mine, other=0.0).to(tl.float32)
@@ -56,7 +57,7 @@ def _start(sink_pointer, heads, mine, SINKS: tl.constexpr, ROWS: tl.constexpr, L
 def _update(result, total, highest, scores, v, TYPE: tl.constexpr):
     """Add a page to the running result, sum and maximum of each row (online softmax)."""
     higher = tl.maximum(highest, tl.max(scores, axis=1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen no key so far
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # no key in this row so far
     weights, rescale = tl.exp2(scores - base[:, None]), tl.exp2(highest - base)
     result = result * rescale[:, None] + tl.dot(weights.to(TYPE), v, input_precision="ieee")
     return result, total * rescale + tl.sum(weights, axis=1), higher
@@ -82,7 +83,7 @@ def _attend_kernel(
     TYPE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,  # of a tile, at most
+    TOKENS: tl.constexpr,  # most tokens of a tile
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -112,7 +113,7 @@ def _attend_kernel(
         begin = tl.maximum(start - WINDOW + 1, 0) // PAGE_SIZE
     for page in range(begin, last // PAGE_SIZE + 1):
         place, position = tl.load(table + page), page * PAGE_SIZE + token
-        written = position <= last  # memory beyond may hold NaN
+        written = position <= last  # memory after the last token may hold NaN
         k_line = keys + place * key_page + head * key_head + token[None, :] * key_token + key_lane[:, None]
         k = tl.load(k_line, mask=written[None, :] & (key_lane[:, None] < KEY_SIZE), other=0.0)
         v_line = values + place * value_page + head * value_head + token[:, None] * value_token + value_lane[None, :]
@@ -125,7 +126,8 @@ def _attend_kernel(
 
 
 def rows_of_tile(dtype: torch.dtype, group: int) -> int:
-    """Return the number of rows of every tile, for any number of tokens; `group`: query heads per key-value head."""
+    """Return the number of rows of a tile, which is the same for any number of tokens. `group`: query heads per
+    key-value head."""
     return max(_WIDE_BLOCK if dtype == torch.float32 else _BLOCK, triton.next_power_of_2(group))
 
 

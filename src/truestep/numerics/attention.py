@@ -1,7 +1,7 @@
 """Causal attention over KV-cache pages, whose result for a token depends only on that token and the tokens before it.
 
-The same code serves prefill, decode, and whole documents in training. It goes through the pages of keys in order from
-the first; keys that a token does not see add zero.
+The same code serves prefill, decode, and whole documents in training. It reads the pages of keys in order; keys that a
+token does not attend to add zero.
 
 Dimensions: T tokens of the pass, Q query heads, K key-value heads, E head size, F size of a value's head, S sequences,
 P pages of a sequence, N tiles of queries.
@@ -17,13 +17,13 @@ from truestep.numerics.queries import Queries
 def attend(
     queries: Queries,
     q: torch.Tensor,  # [T, Q, E]
-    keys: torch.Tensor,  # [pages, K, tokens of a page, E], laid out in any way
+    keys: torch.Tensor,  # [pages, K, tokens of a page, E], with any strides
     values: torch.Tensor,  # [pages, K, tokens of a page, F]
     scale: float,
     window: int | None,
     softcap: float | None,
     places: torch.Tensor | None = None,  # [2] int64 on the device: the addresses of keys and values
-    sinks: torch.Tensor | None = None,  # [Q] one more score of each query head, without a value
+    sinks: torch.Tensor | None = None,  # [Q] one more score per query head, without a value
 ) -> torch.Tensor:  # [T, Q, F]
     if by_kernels(q):
         from truestep.numerics import attend_kernels

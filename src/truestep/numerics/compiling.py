@@ -1,5 +1,5 @@
-"""Exact arithmetic in torch.compile: products and sums of a graph become those of `arithmetic`, as custom operators,
-which the compiler does not change. The rest is elementwise functions, which the compiler may fuse.
+"""Exact arithmetic in torch.compile. Products and sums of a graph are replaced by custom operators that call
+`arithmetic`; the compiler does not change these. The rest are elementwise functions, which the compiler may fuse.
 
 Any other operation is refused, as in `operations`.
 """
@@ -71,7 +71,8 @@ def rewrite(graph: torch.fx.Graph) -> None:
                 raise InexactError(f"a product that is scaled ({target})")
             node.target = _PRODUCTS[target]
             weight = _transposed(node.args[-1])
-            if weight is not None and target is aten.mm.default:  # without the transposed view, which might be copied
+            # without the transposed view, which the compiler might copy
+            if weight is not None and target is aten.mm.default:
                 node.target, node.args = torch.ops.truestep.exact_linear.default, (node.args[0], weight)
         elif target in _SUMS:
             _rewrite_sum(graph, node, _SUMS[target])
@@ -80,7 +81,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
 
 
 def _transposed(node: Any) -> torch.fx.Node | None:
-    """Return the node whose transpose this node is, or None."""
+    """Return the input of a transpose; None if this node is not one."""
     if not isinstance(node, torch.fx.Node) or node.target not in (aten.t.default, aten.permute.default):
         return None
     swaps = node.target is aten.t.default or node.args[1] in ([1, 0], (1, 0))
@@ -111,7 +112,7 @@ def backend(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     """Compile a graph with exact arithmetic, as a backend of torch.compile."""
     from torch._inductor.compile_fx import compile_fx
 
-    # The key of the compiler's cache does not include `rewrite`.
+    # The cache key of compiled graphs does not include `rewrite`, so the cache is off.
     patches = {"post_grad_custom_pre_pass": rewrite, "shape_padding": False, "fx_graph_cache": False}
     compiled: Any = compile_fx(module, inputs, config_patches=patches)
     return compiled

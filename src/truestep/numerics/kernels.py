@@ -1,7 +1,7 @@
 """Products and sums of rows in Triton, with the same order of additions for any number of rows.
 
 All rows of a tile are computed in the same way, and sums are not split among programs. So a row has the same bits in a
-batch of one or of thousands. With few rows, tiles are smaller, so that the whole device has work. A tile size is used
+batch of one row or of thousands. With few rows, tiles are smaller, to keep the whole device busy. A tile size is used
 only if a test on this device found its results bitwise equal to those of the common size.
 
 Dimensions: M rows, N columns, K terms of a sum.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 _GROUP = 8  # row tiles that reuse the same tiles of the weight
-_MOST_BLOCK = 2048  # terms of a row that a program adds at a time
+_MOST_BLOCK = 2048  # most terms of a row that a program adds per iteration
 _PART = 8192  # logits per program
 
 
@@ -82,7 +82,7 @@ def _part_kernel(z_pointer, highest_pointer, total_pointer, N, PART: tl.constexp
     for start in range(number * PART, tl.minimum(number * PART + PART, N), BLOCK):
         z = tl.load(z_pointer + row * N + start + lane, mask=start + lane < N, other=float("-inf"))
         higher = tl.maximum(highest, z)
-        seen = higher > float("-inf")  # in a lane without values so far, the difference would be NaN
+        seen = higher > float("-inf")  # a lane without values so far would give NaN
         rescaled = tl.where(seen, total * tl.exp(highest - higher), 0.0)
         total = rescaled + tl.where(seen, tl.exp(z - higher), 0.0)
         highest = higher
@@ -104,7 +104,7 @@ def _join_kernel(highest_pointer, total_pointer, out_pointer, parts, BLOCK: tl.c
     tl.store(out_pointer + row, top + tl.log(total))
 
 
-_WIDE = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}  # in float32
+_WIDE = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}  # tile for float32
 _COMMON = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
 # Tiles from large to small, each with the smallest number of rows that it is used for.
 _TILES: tuple[tuple[int, dict[str, int]], ...] = (
@@ -115,7 +115,7 @@ _TILES: tuple[tuple[int, dict[str, int]], ...] = (
     (1, {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 8}),
     (1, {"BLOCK_M": 64, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6}),
 )
-_BUSY = 0.7  # programs per multiprocessor, at least: else a smaller tile is used
+_BUSY = 0.7  # least number of programs per multiprocessor; with fewer, a smaller tile is used
 _PROBED = (192, 256, 1088)  # rows, columns and terms of the product that tiles are tested with
 
 
@@ -130,7 +130,7 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def tiles(dtype: torch.dtype, device: torch.device) -> tuple[tuple[int, dict[str, int]], ...]:
-    """Return the tiles whose results on this device are bitwise those of the common tile."""
+    """Return the tiles whose results on this device are bitwise equal to those of the common tile."""
     if dtype == torch.float32:
         return ((1, _WIDE),)
     rows, columns, terms = _PROBED
@@ -146,7 +146,7 @@ def tiles(dtype: torch.dtype, device: torch.device) -> tuple[tuple[int, dict[str
 def _same(tile: dict[str, int], a: torch.Tensor, b: torch.Tensor, right: torch.Tensor) -> bool:
     try:
         return torch.equal(_computed(a, b, None, torch.float32, tile), right)
-    except triton.runtime.errors.OutOfResources:  # a GPU with less shared memory
+    except triton.runtime.errors.OutOfResources:  # this GPU has too little shared memory
         return False
 
 

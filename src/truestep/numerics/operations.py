@@ -1,10 +1,10 @@
 """Exact arithmetic for a model's own code: within `Exactly`, each torch operation is one of two kinds, or is refused.
 
-- Operations that move numbers or are elementwise stay as they are; on a CPU, some elementwise functions are applied so
-  that the place of an element does not matter.
+- Operations that move numbers or are elementwise stay as they are; on a CPU, some elementwise functions are applied in
+  blocks, so that an element's index does not change its rounding.
 - Operations that multiply matrices or sum are replaced as listed in `REPLACED`.
 
-So a model of any family either computes exactly or is refused with the name of the operation. There are no gradients:
+So any model either computes exactly or is refused with the name of the operation. There are no gradients, because
 operations are replaced below autograd.
 """
 
@@ -38,7 +38,7 @@ _MOVES = _names("""
     select_scatter set_ slice_scatter sort split split_with_sizes split_with_sizes_copy stack topk tril triu unbind view
     zero_ zeros zeros_like
 """)
-# Elementwise operations that are rounded correctly, at any place in the tensor.
+# Elementwise operations that are rounded correctly, whatever the element's index.
 _ROUNDED = _names("""
     abs add add_ bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_ clamp_max clamp_min copysign div div_
     eq floor floor_divide ge gt isfinite isinf isnan le logical_and logical_not logical_or lt masked_fill masked_fill_
@@ -162,7 +162,8 @@ def _name(operation: Any) -> str:
 
 
 def _elementwise(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Run an operation on a CPU, where rounding in torch's elementwise functions may depend on an element's place."""
+    """Run an operation on a CPU. There, the rounding of some of torch's elementwise functions may depend on an
+    element's index."""
     scaled = options.get("alpha", 1) != 1
     moves = operation.is_view or operation.namespace in _PASSED or _name(operation) in _MOVES | _ROUNDED
     if moves and not scaled:

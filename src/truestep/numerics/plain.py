@@ -1,8 +1,8 @@
 """Products, sums and functions of rows in plain torch: slow, but a row has the same bits in any batch.
 
-Torch's own products and sums choose an order of additions by the shape of the whole tensor. Here tensors are multiplied
-and added elementwise, which rounds correctly, so that only the order in this module counts. Padding with zeros changes
-nothing: blocks are added in order, and a block of zeros adds zero.
+Torch's own products and sums choose the order of additions by the shape of the whole tensor. Here tensors are
+multiplied and added elementwise, which is correctly rounded, so the order is the one in this module. Padding with zeros
+changes nothing: blocks are added in order, and a block of zeros adds zero.
 
 Dimensions: M rows, N columns, K terms of a sum.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-_BLOCK = 16  # terms that are added as a tree; the sums of blocks are added in order
-_MOST_TERMS = 2**20  # in memory at a time
-# Torch's vectorised functions compute the remainder at a tensor's end with other code, which rounds differently. So
-# each call gets whole vectors, and fewer numbers than torch would divide among threads.
+_BLOCK = 16  # terms that are added as a tree; the tree sums are then added in order
+_MOST_TERMS = 2**20  # most terms in memory at a time
+# Torch's vectorised functions use other code, with other rounding, for the elements after the last full vector. So each
+# call gets whole vectors, and too few numbers for torch to divide among threads.
 _VECTORS, _NUMBERS = 64, 8192
 
 
@@ -56,7 +56,7 @@ def _add_up(terms: torch.Tensor) -> torch.Tensor:  # [..., K] -> [...]
 
 
 def each(function: Callable[..., torch.Tensor], x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-    """Apply an elementwise function so that the result does not depend on an element's place in the tensor."""
+    """Apply an elementwise function so that the result does not depend on an element's index in the tensor."""
     if x.device.type != "cpu" or not x.is_floating_point():
         return function(x, *arguments, **options)
     flat = x.reshape(-1)

@@ -14,7 +14,7 @@ Send = Callable[[np.ndarray], torch.Tensor]
 
 
 def page_of(device: torch.device) -> int:
-    """Return the number of tokens in a page, the same for every pass on a device."""
+    """Return the number of tokens in a page. It is the same for every pass on a device."""
     return _PAGES.get(device.type, 16)
 
 
@@ -25,7 +25,7 @@ class Span:
     first: int  # index of its first token in the pass
     count: int
     start: int  # position of its first token in the sequence
-    sequence: int  # row of the table
+    sequence: int  # row of `table`
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Queries:
     table: torch.Tensor  # [S, P] int64
     spans: list[Span]
     send: Send
-    rows: torch.Tensor | None = None  # [S] instead of spans in decode: the position of each sequence's single token
+    rows: torch.Tensor | None = None  # [S] in decode, instead of spans: the position of each sequence's single token
     _tiles: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def tiles(self, tokens: int) -> torch.Tensor:  # [4, N] int64

@@ -22,8 +22,8 @@ from truestep.model.mixers.registered import put_in
 
 _NAME = "truestep_plan"
 _TOKENS = 64
-_MOST_LAYERS = 25  # that are measured if a model has several kinds of layers
-# The fraction that compiled layers keep: they recompute norms and activation functions from their inputs.
+_MOST_LAYERS = 25  # most layers to measure if a model has several kinds of layers
+# The share of activations that compiled layers keep: they recompute norms and activation functions from their inputs.
 _COMPILED = 0.68
 
 
@@ -52,7 +52,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Products(TorchDispatchMode):
-    """Counts the output bytes of matrix products: of those that selective recomputation keeps, and of all."""
+    """Counts the output bytes of matrix products: `kept`, those that selective recomputation keeps; `every`, all."""
 
     kept = every = 0
 
@@ -70,7 +70,7 @@ def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
     repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:  # the kernel does not support grouped heads: keys and values are repeated
+    if repeats > 1:  # the kernel does not support grouped-query heads, so keys and values are repeated
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
     return _Attention.apply(query, key, value), None
 
@@ -93,7 +93,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Recurring:
-    """What a layer is handed in the engine's place."""
+    """A stand-in for the engine: layers get it as `paged`."""
 
     step: "_Recurring"
 
@@ -121,9 +121,9 @@ def measure_activations(
     apart: bool = True,
     adapter: Adapter | None = None,
 ) -> Activations:
-    """Measure the bytes that a layer keeps, as the difference between models of two layers and of one. Every layer is
-    given the adapters that any layer has. With `products`, `selected` counts all matrix products. With `apart`,
-    attention is torch's: compiled code is split around it, and it keeps its own inputs."""
+    """Measure the bytes that a layer keeps, as the difference between models of two layers and of one. Every layer gets
+    an adapter on each kind of module that has one anywhere. With `products`, `selected` counts all matrix products.
+    `apart`: attention is torch's, so compiled code is split around it, and attention keeps its own inputs."""
     kind: Any = type(config)
     rank = 0 if adapter is None else adapter.rank
     adapted = frozenset(_within_layer(name) for name in (() if adapter is None else adapter.modules))
@@ -132,7 +132,7 @@ def measure_activations(
     text, size = config.get_text_config(), torch.empty((), dtype=dtype).element_size()
     attended = _attended(text, size)
     every = 0.0
-    if products:  # an adapter keeps the activation between its two matrices too
+    if products:  # an adapter also keeps the activation between its two matrices
         every = _measure(kind, written, dtype, 0, frozenset())[-1] + rank * size * len(adapted)
     if not compiled:
         return Activations(layer, boundary, attended + (every if products else narrow))
@@ -167,7 +167,8 @@ def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: fr
 
 
 def _with_infinity(part: dict[str, Any]) -> Any:
-    """Return a part of a configuration's JSON, or the number that transformers wrote as {"__float__": "Infinity"}."""
+    """Return part of a configuration's JSON. transformers writes infinity as {"__float__": "Infinity"}: return that as
+    a number."""
     return float(part["__float__"]) if part.keys() == {"__float__"} else part
 
 
@@ -178,8 +179,8 @@ def _layers_to_measure(text: Any) -> int:
 
 
 def _by_formula(text: Any, size: int) -> float:
-    """Estimate a layer whose code cannot run on meta tensors: the input of each matrix, and as many numbers of
-    elementwise work in float32."""
+    """Estimate the bytes of a layer whose code cannot run on meta tensors: each matrix's input, and the same number of
+    elementwise values in float32."""
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * text.hidden_size)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     numbers = 4 * text.hidden_size + 4 * HeadSizes.of(text).width + 3 * inner * chosen
@@ -212,7 +213,7 @@ def _saved_bytes(config: Any, layers: int, dtype: torch.dtype, rank: int, adapte
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
-            seen[storage._cdata] = (storage.nbytes(), storage)  # a live storage keeps its address
+            seen[storage._cdata] = (storage.nbytes(), storage)  # keeping the storage alive keeps its address unique
         return tensor
 
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")

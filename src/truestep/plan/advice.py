@@ -16,9 +16,9 @@ _SMALL_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Saving:
-    option: str  # as on the command line
-    saved: float  # bytes, of the rank that needs most
-    config: Config  # with the option
+    option: str  # written as on the command line
+    saved: float  # bytes, on the rank that needs most
+    config: Config  # the configuration with the option
 
 
 def layout_of(config: Config, size: int) -> RankLayout:

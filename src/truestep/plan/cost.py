@@ -1,4 +1,4 @@
-"""The planned seconds of a step: operations and bytes, divided by the machine's rates, and the host's time to launch
+"""The planned seconds of a step: FLOPs and bytes divided by the machine's rates, plus the host's time to launch
 kernels.
 
 The constants below count this program's passes over memory and launched operations. They were derived from runs
@@ -18,16 +18,17 @@ from truestep.plan.shape import ModelShape
 from truestep.ranks.axes import RankLayout
 
 _LENGTH = 1000  # tokens per document, if no option gives a length
-# Passes of a layer's elementwise work, forward and backward, over its activations.
+# How often a layer's elementwise work reads or writes its activations, forward and backward together.
 _PASSES_EAGER, _PASSES_COMPILED, _PASSES_FLASH, _PASSES_ADAPTER = 100, 20, 12, 6
 _FORWARD = 0.35  # the forward pass's fraction of elementwise work
-_BACKWARD_ATTENTION = 2.5  # attention's operations in the backward pass, relative to the forward pass
+_BACKWARD_ATTENTION = 2.5  # attention's FLOPs in the backward pass, as a multiple of the forward pass
 _BYTES_SCORE = 170  # bytes per score of attention with a softcap outside a fused kernel, forward and backward
-_OPERATIONS_EAGER, _OPERATIONS_COMPILED = 800, 300  # operations launched per layer and micro-batch
-_OPERATIONS_WAIT = 2500  # a GPU's wait for its host per micro-batch, in operations that the host could launch meanwhile
-# Bytes per weight of clipping and update. More than are moved: kernels over many small tensors are below the copy rate.
+_OPERATIONS_EAGER, _OPERATIONS_COMPILED = 800, 300  # launched operations per layer and micro-batch
+_OPERATIONS_WAIT = 2500  # a GPU's wait for its host per micro-batch, as a number of launches
+# Bytes per weight of clipping and update. More than the bytes that are moved, because kernels over many small tensors
+# do not reach the copy rate.
 _BYTES_ADAMW, _BYTES_8BIT, _BYTES_OTHER, _BYTES_ADDED = 38, 98, 84, 20
-_HIDDEN = 0.8  # communication of weights overlaps with this fraction of the computation
+_HIDDEN = 0.8  # communication of weights overlaps with this share of the computation
 _BACKWARD = 0.67  # the backward pass's fraction of a micro-batch's computation
 
 
@@ -55,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by part, of the rank that takes longest."""
+    """Seconds of a step by part, on the slowest rank."""
 
     parts: Mapping[str, float]
     tokens: float
@@ -73,16 +74,16 @@ class StepTime:
 class _Rank:
     """A rank's share of the work and of the model."""
 
-    sizes: Mapping[str, int]  # of the layout
+    sizes: Mapping[str, int]  # sizes of the layout's axes
     micro_batches: int
-    tokens: float  # tokens per step of its layers
-    labels: float  # labels per step, divided among the stages: stages without the head have more layers instead
+    tokens: float  # tokens per step that its layers compute
+    labels: float  # labels per step, divided evenly among stages: stages without the head have more layers instead
     layers: float
-    attending: float  # those of its layers that attend
-    weights: float  # weights of its layers that multiply a token
-    trained: float  # trained weights, before sharding
-    untrained: float  # fraction of its layers' products without a weight gradient
-    gathered: float  # fraction of its weights that it gathers: of experts, those of its expert rank
+    attending: float  # number of its attention layers
+    weights: float  # weights of its layers that each token is multiplied with
+    trained: float  # number of trained weights, before sharding
+    untrained: float  # share of its layers' products without a weight gradient
+    gathered: float  # share of its weights that it all-gathers; of the experts, only those of its expert rank
     heads: HeadSizes
 
     @property
@@ -123,7 +124,8 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
         sizes,
         max(1, math.ceil(work.tokens / data / config.data.tokens_per_microbatch - 0.05)),
         work.tokens / data / sizes["context"],
-        work.labels / data / sizes["context"] / stages,  # the last stage has fewer layers to make up for the head
+        # equal shares, since the last stage has fewer layers because of the head
+        work.labels / data / sizes["context"] / stages,
         len(shape.layer_names) / stages,
         attending_layers(shape.config) / stages,
         sum(shape.layer_costs) / stages / tensor,
@@ -148,7 +150,7 @@ def _computation(config: Config, shape: ModelShape, rates: Rates, work: Work, ra
         "elementwise work": elementwise,
         "adding up gradients": _BYTES_ADDED * rank.trained * rank.micro_batches / rates.copy,
     }
-    if again != "none":  # compiled kernels fuse the recomputation into kernels that read the same tensors
+    if again != "none":  # compiled kernels recompute in kernels that read the same tensors anyway
         parts["recomputation"] = _FORWARD * elementwise * (0.4 if remakes(config) else 1.0)
     if again in ("selective", "full"):
         kept = again == "selective" and not rates.uses_flash(config.model.attention)
@@ -165,7 +167,7 @@ def _attention(config: Config, shape: ModelShape, rates: Rates, work: Work, rank
     rate = rates.of_attention(config.model.attention)
     if getattr(text, "attn_logit_softcapping", None) and not rates.uses_flash(
         config.model.attention
-    ):  # no fused kernel: the scores are written to memory
+    ):  # without a fused kernel the scores are written to memory
         scores = rank.tokens * work.length * rank.heads.queries * rank.attending / tensor
         return _BYTES_SCORE * scores / rates.copy / (1 + _BACKWARD_ATTENTION)
     reach = min(work.length, getattr(text, "sliding_window", None) or math.inf)
@@ -187,19 +189,20 @@ def _elementwise(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -
 def _waiting(config: Config, rates: Rates, rank: _Rank, busy: float) -> float:
     """Compute the time in which a GPU waits for its host. It dominates with small micro-batches."""
     each: float = _OPERATIONS_COMPILED if config.model.compile else _OPERATIONS_EAGER
-    each *= 1.6 if rank.sizes["context"] * rank.sizes["tensor"] > 1 else 1  # communication is launched too
+    each *= 1.6 if rank.sizes["context"] * rank.sizes["tensor"] > 1 else 1  # communication is also launched
     each *= 1.4 if recomputes(config) in ("selective", "full") else 1
     launched = rates.launch * each * rank.layers * rank.micro_batches
     return rates.launch * _OPERATIONS_WAIT * rank.micro_batches + max(0.0, launched - busy)
 
 
 def _exchange(config: Config, shape: ModelShape, rates: Rates, rank: _Rank, beside: float) -> float:
-    """Compute the time of communication: within a layer it blocks, and that of weights overlaps with computation."""
+    """Compute the time of communication. Within a layer it blocks; communication of weights overlaps with
+    computation."""
     sizes, size = rank.sizes, computed_size(config)
     if math.prod(sizes.values()) == 1:
         return 0.0
     tensor, context, replicas = sizes["tensor"], sizes["context"], sizes["data_replicate"]
-    state = size * shape.hidden * rank.tokens  # the hidden states of this rank's tokens
+    state = size * shape.hidden * rank.tokens  # bytes of the hidden states of this rank's tokens
     again = 1.5 if recomputes(config) in ("selective", "full") else 1.0
     within = (tensor - 1) / tensor + rank.heads.width / shape.hidden * (context - 1) / context**2
     waits = 8 * again * state * rank.layers * within
@@ -210,7 +213,7 @@ def _exchange(config: Config, shape: ModelShape, rates: Rates, rank: _Rank, besi
     reductions = rank.micro_batches if reduces_each(config) else 1
     whole, trained = whole * rank.gathered, rank.trained * rank.gathered
     travels = copies_of_a_token(shape.config, sizes["expert"]) * (1 - 1 / sizes["expert"])  # copies to other ranks
-    waits += 4 * again * state * rank.layers * travels  # there and back, in both passes
+    waits += 4 * again * state * rank.layers * travels  # sent and sent back, in both passes
     weights = (size * whole * gathers + 4 * trained * reductions) * (rank.shards - 1) / rank.shards
     return waits / rates.link + max(0.0, weights / rates.link - _HIDDEN * beside)
 
@@ -228,7 +231,7 @@ def _update(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> flo
 
 
 def _iteration(shape: ModelShape) -> float:
-    """Count the operations of one Newton-Schulz iteration of Muon over all matrices between embedding and head."""
+    """Count the FLOPs of one Newton-Schulz iteration of Muon over all matrices except embedding and head."""
     total = 0.0
     for name, size in shape.weights.items():
         if len(size) >= 2 and name not in (shape.embedding, shape.head) and name not in shape.frozen:

@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 class MemoryExhaustedError(TruestepError):
-    """The GPU's memory ran out."""
+    """Raised if the GPU's memory ran out."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def _outgrown(phase: str, peak: float, kinds: Mapping[str, float]) -> str:
     if "documents" in phase or "evaluating" in phase:
         return f"{_SAMPLING}, beside {lasting / GIB:.2f} GiB that training keeps: lower sampler.batch_size"
     over = (peak - lasting) / GIB
-    if peak and over < 0:  # memory ran out before all lasting parts were allocated, such as the optimizer's state
+    if peak and over < 0:  # memory ran out before all lasting parts, such as the optimizer's state, were allocated
         return (
             f"what training keeps (weights, gradients, the optimizer's state), planned with {lasting / GIB:.2f} GiB, "
             f"of which {peak / GIB:.2f} GiB had room"

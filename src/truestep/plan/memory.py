@@ -61,7 +61,7 @@ def _kinds(
     size = computed_size(config)
     shards = sizes["data_shard"] * sizes["context"]
     place = (stage, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"])
-    # Of the experts, a rank rests its share of all, and gathers its expert rank's.
+    # A rank stores its share of all experts, and gathers those of its expert rank.
     resting = sizes["tensor"] if sizes["expert"] > 1 else 1
     part, gathered = shape.part(*place, resting), shape.part(*place, sizes["expert"])
     tokens = config.data.tokens_per_microbatch / (sizes["context"] * sizes["tensor"])
@@ -80,9 +80,10 @@ def _kinds(
     if moving := min(_room(config, shape, trained), host_bytes(config, shape, trained) / shards):
         kinds[MOVING] = moving
     last = stage == sizes["pipeline"] - 1
-    # The 1F1B schedule: a stage holds activations of one micro-batch for itself and one for each later stage.
+    # 1F1B schedule: a stage holds the activations of one micro-batch for itself and of one for each later stage.
     under_way = sizes["pipeline"] - stage
-    # A token's copies: those that came are kept, and those sent, given back and come back are there for a while.
+    # Copies of tokens for expert parallelism. Received copies are kept; copies that are sent or come back exist for a
+    # while.
     copies = size * shape.hidden * copies_of_a_token(shape.config, sizes["expert"])
     activations = replace(activations, layer=activations.layer + copies)
     kept, recomputed = _kept(config, activations, len(part.layers))
@@ -91,7 +92,7 @@ def _kinds(
     kinds[AT_ONCE] = max(logits, (recomputed + 3 * copies) * tokens)
     if has_reference(config):
         whole = size * part.all / shards
-        # An offloaded reference is freed before the step's passes: only its excess over their memory counts.
+        # An offloaded reference is freed before the step's passes. It counts only as far as it exceeds their memory.
         during = whole + activations.layer * tokens + logits
         step = sum(kinds.get(kind, 0.0) for kind in (UNREDUCED, ACTIVATIONS, AT_ONCE))
         kinds[REFERENCE] = max(0.0, during - step) if offloads_reference(config) else whole
@@ -99,13 +100,14 @@ def _kinds(
 
 
 def copies_of_a_token(config: Any, ranks: int) -> float:
-    """Return to how many of the expert ranks a token goes, if its experts are drawn evenly; 0: experts are whole."""
+    """Return the mean number of expert ranks that a token is sent to, if experts are chosen evenly; 0 without expert
+    parallelism."""
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
     return 0.0 if ranks == 1 else float(ranks * (1 - (1 - 1 / ranks) ** chosen))
 
 
 def _kept(config: Config, activations: Activations, layers: int) -> tuple[float, float]:
-    """Compute bytes per token: kept by all layers, and of the layer that is being recomputed."""
+    """Compute bytes per token: kept by all layers, and used by the layer that is being recomputed."""
     how = recomputes(config)
     if how == "none":
         return activations.layer * layers, 0.0
@@ -122,7 +124,7 @@ def recomputes(config: Config) -> str:
 
 
 def remakes(config: Config) -> bool:
-    """Tell whether compiled kernels recompute elementwise work themselves, so that no layer runs again as a whole."""
+    """Tell whether compiled kernels recompute elementwise work themselves, so that no whole layer runs again."""
     return config.model.compile and recomputes(config) == "elementwise"
 
 
@@ -132,9 +134,9 @@ def reduces_each(config: Config) -> bool:
 
 
 def _computed(config: Config, part: WeightGroup, gathered: WeightGroup, trained: int, shards: int, size: int) -> float:
-    apart = masters_offloaded(config)  # then the device holds weights in the compute dtype besides the gathered ones
-    kept = part.all if apart else part.all - trained  # frozen weights exist in the compute dtype only
-    if shards == 1:  # bfloat16: copies of all weights; float32 computes with the master weights
+    apart = masters_offloaded(config)  # if so, the device stores weights in the compute dtype besides the gathered ones
+    kept = part.all if apart else part.all - trained  # frozen weights exist only in the compute dtype
+    if shards == 1:  # bfloat16 needs copies of all weights; float32 computes with the master weights
         return size * (part.all if size < _FLOAT32 else kept)
     ends = max(part.embedding, part.head)
     layers = gathered.layers
@@ -165,8 +167,8 @@ def host_bytes(config: Config, shape: ModelShape, trained: WeightGroup) -> float
 
 
 def _room(config: Config, shape: ModelShape, trained: WeightGroup) -> float:
-    """Return the bytes by which `optimizer.offload_room` raises a stage's peak. Part of the room is free anyway after
-    the backward pass's last layer: the size of the largest weight's gradient and of its all-reduce."""
+    """Return the bytes by which `optimizer.offload_room` raises a stage's peak. After the last layer of the backward
+    pass, some memory is free anyway: the size of the largest weight's gradient and of its all-reduce."""
     ends = {shape.embedding: trained.embedding, shape.head: trained.head}
     here = (size for name, size in shape.weights.items() if name not in shape.frozen and ends.get(name, 1))
     largest = max(map(math.prod, here), default=0)
@@ -201,7 +203,7 @@ def state_bytes(config: Config, shape: ModelShape, part: WeightGroup) -> float:
 
 
 def _mean_bytes(config: Config, weights: Mapping[str, tuple[int, ...]], *, at_end: bool) -> float:
-    """Compute the mean bytes of optimizer state per weight."""
+    """Compute the optimizer's mean bytes of state per element of these weights."""
     total = sum(math.prod(shape) * _number_bytes(config, shape, at_end) for shape in weights.values())
     return total / max(1, sum(map(math.prod, weights.values())))
 
@@ -218,7 +220,7 @@ def _number_bytes(config: Config, shape: tuple[int, ...], at_end: bool) -> float
 
 
 def computed_size(config: Config) -> int:
-    """Return the bytes of a number in the compute dtype."""
+    """Return the bytes per number in the compute dtype."""
     return torch.empty((), dtype=getattr(torch, config.model.dtype)).element_size()
 
 

@@ -26,23 +26,23 @@ CARDS = {
     "H200": 139.0, "H100": 79.0, "B200": 178.0, "A100": 79.0, "A100-40": 39.4, "L40S": 44.4, "A6000": 47.5,
     "4090": 23.5, "5090": 31.3,
 }  # fmt: skip
-_SECONDS = 0.25  # duration of each measurement: a card reaches its power limit within milliseconds
-_IDLE = 0.9  # fraction of free memory from which a card counts as idle; only rates of an idle card are kept
+_SECONDS = 0.25  # duration of each measurement in seconds; a card reaches its power limit within milliseconds
+_IDLE = 0.9  # a card with more than this share of its memory free counts as idle; only an idle card's rates are kept
 
 
 class RatesError(TruestepError):
-    """The option --card names no known card and no file of rates."""
+    """Raised if the option --card is neither a known card nor a file of rates."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a machine sustains for seconds, below the peaks of data sheets."""
+    """Rates that a machine can sustain for seconds. They are lower than the peaks in data sheets."""
 
     card: str
     memory: float  # GiB that a process can allocate
-    products: float  # operations a second of large matrix products, in bfloat16
+    products: float  # FLOP/s of large matrix products in bfloat16
     products32: float  # the same in float32
-    attention: float  # operations a second of torch's own attention over long documents
+    attention: float  # FLOP/s of torch's own attention over long documents
     flash: float  # the same with FlashAttention 4; 0 if it cannot be used
     copy: float  # bytes a second on the device, read and written bytes together
     bus: float  # bytes a second to host memory, while as many bytes are copied back
@@ -61,13 +61,13 @@ class Rates:
         return self.flash if self.uses_flash(wanted) else self.attention
 
     def attention_slowness(self, wanted: str) -> float:
-        """Return the time of an attention operation relative to one of a matrix product, at least 1. It is rounded to
-        halves, so that two measurements of one machine distribute documents over ranks alike."""
+        """Return the time per FLOP of attention, as a multiple of that of matrix products, at least 1. It is rounded to
+        halves, so that repeated measurements of one machine give the same distribution of documents over ranks."""
         return max(1.0, round(2 * self.products / self.of_attention(wanted)) / 2)
 
 
 def named_rates(name: str) -> tuple[float, Rates | None]:
-    """Return a card's GiB by its name, or the GiB and rates of a file that was measured on another machine."""
+    """Return the GiB of a card with this name, or the GiB and rates in a file, measured on another machine."""
     if name.upper() in CARDS:
         return CARDS[name.upper()], None
     if not Path(name).is_file():
@@ -80,7 +80,7 @@ def named_rates(name: str) -> tuple[float, Rates | None]:
 
 
 def rates_file(card: str, ranks: int) -> Path:
-    """Return the path of the file of a card's rates among a number of ranks."""
+    """Return the path of the file with a card's rates for a number of ranks."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     beside = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))  # ranks per host
     words = (card, f"torch {torch.__version__}", f"{ranks} ranks, {beside} of a host")
@@ -108,13 +108,13 @@ def rates_here(ranks: Ranks, notes: list[str], measure: Callable[[], Rates] | No
 
 
 def kept_here(ranks: int) -> Rates | None:
-    """Return the cached rates of this machine's card among a number of ranks; None if there are none."""
+    """Return the cached rates of this machine's card for a number of ranks; None if there are none."""
     return _kept(rates_file(torch.cuda.get_device_name(), ranks))[0] if torch.cuda.is_available() else None
 
 
 def rates_of_plan(ranks: int) -> tuple[Rates | None, list[str]]:
-    """Return rates of this machine for a plan, and notes. If no rates are cached for this number of ranks, return the
-    rates of one card, and measure them if needed."""
+    """Return rates of this machine for a plan, and notes. If none are cached for this number of ranks, return the rates
+    of a single card, measured if needed."""
     notes: list[str] = []
     return kept_here(ranks) or rates_here(ALONE, notes), notes
 
@@ -144,17 +144,17 @@ def _measured(measure: Callable[[], Rates]) -> tuple[Rates | None, bool, list[st
     try:
         idle = not torch.cuda.is_available() or free_memory() > _IDLE * device_memory()
         return measure(), idle, []
-    except Exception as error:  # memory is full or a kernel is missing: the run goes on without rates
+    except Exception as error:  # memory is full or a kernel is missing: the run continues without rates
         return None, False, [f"note: the rates of this machine could not be measured: {printable(str(error), 200)}"]
     finally:
-        if torch.cuda.is_available():  # leave no trace in the run's memory and peak statistics
+        if torch.cuda.is_available():  # do not change the run's memory and peak statistics
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
 
 def _keep(file: Path, rates: Rates, idle: bool) -> list[str]:
     if not idle:
-        return ["note: others use this GPU: its rates were measured beside them, and are not kept"]
+        return ["note: other processes use this GPU, so its measured rates are not kept"]
     try:
         write_whole(file, json.dumps(asdict(rates), indent=1).encode())
     except (OSError, TruestepError) as error:
@@ -183,7 +183,7 @@ def measure_here(device: str = "cuda") -> Rates:
 
 
 def _attention(place: torch.device, tokens: int, own: torch.Generator) -> tuple[float, float]:
-    """Measure operations a second of torch's attention and of FlashAttention 4, forward, over one causal document."""
+    """Measure the FLOP/s of torch's attention and of FlashAttention 4, forward, over one causal document."""
     heads = flash.Heads(16, 8, 128, 128, 128**-0.5)
     q = torch.randn(1, 16, tokens, 128, device=place, dtype=torch.bfloat16, generator=own)
     operations = 2 * 16 * 128 * tokens**2
@@ -210,7 +210,7 @@ def measure_link(ranks: Ranks) -> float:
 
 
 def _both_ways(source: torch.Tensor, there: torch.Tensor) -> Callable[[], None]:
-    """Return work that copies a tensor to the host and another one to the device at the same time."""
+    """Return a function that copies one tensor to the host and another to the device at the same time."""
     host = [zeros_on_host(source.shape, source.dtype, pinned=True) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
 

@@ -30,14 +30,14 @@ from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
 _FLOAT32 = 4
-_RECORD_BYTES = 4.0  # a token of a kept record, compressed: half of an id, and of a log-prob almost all
+_RECORD_BYTES = 4.0  # compressed bytes per token of a kept record: half of an id, and almost all of a log-prob
 
 
 @dataclass(frozen=True)
 class PlanReport:
     """The planned memory and time of a configuration on a number of ranks."""
 
-    config: Config  # with values for the options that say `auto`
+    config: Config  # the configuration, with chosen values for options that say `auto`
     shape: ModelShape
     layout: RankLayout
     ranks: int

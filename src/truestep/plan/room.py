@@ -16,7 +16,7 @@ _SHOWN = 3
 
 
 def memory_here(config: Config, ranks: int) -> tuple[float, str]:
-    """Return the bytes that a rank may use on this machine, and the words for their place in a message."""
+    """Return the bytes that a rank may use on this machine, and words for messages that say where they are."""
     if config.model.device != "cpu" and torch.cuda.is_available():
         return float(device_memory()), "this GPU"
     beside = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

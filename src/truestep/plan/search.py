@@ -4,8 +4,8 @@ The search tries combinations of these options, each listed from fastest to slow
 1. recomputation: none, elementwise, selective, selective with inputs on the host, full, full with inputs on the host;
 2. micro-batches of the given size, then of half the tokens;
 3. gradients reduced once per step, then after each micro-batch;
-4. the optimizer's state on the device, then on the host, then the float32 weights on the host too.
-The first combination that fits is taken; option 4 varies slowest. For `auto`, planned times choose between 3.
+4. the optimizer's state on the device, then on the host, then the float32 weights on the host too. The first
+   combination that fits is taken; option 4 varies slowest. For `auto`, option 3 is chosen by planned times.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,8 +46,8 @@ class Way:
     """A way to run a configuration: changed options, and their memory."""
 
     changes: dict[str, Any]
-    config: Config  # with the changes
-    memory: float  # bytes, of the rank that needs most
+    config: Config  # the configuration with these changes
+    memory: float  # bytes, on the rank that needs most
 
     def as_yaml(self) -> list[str]:
         """Return the changed options as lines of YAML."""
@@ -65,14 +65,14 @@ def _flow(options: Mapping[str, Any]) -> str:
 
 
 def first_that_fits(config: Config, shape: ModelShape, layout: RankLayout, room: float) -> Way | None:
-    """Find the first combination of the ladder that fits `room` bytes per rank."""
+    """Find the first of the listed combinations that fits `room` bytes per rank."""
     return next(_that_fit(config, shape, layout, room, _ladder(config, shape, layout)), None)
 
 
 def _ladder(config: Config, shape: ModelShape, layout: RankLayout) -> list[dict[str, Any]]:
     """List combinations of options that do not change the results, the fastest first."""
     tokens = config.data.tokens_per_microbatch
-    # If a step is a fixed number of micro-batches, halving them would halve the step: then keep the size.
+    # If a step is a fixed number of micro-batches, halving them would halve the step, so the size is kept.
     halved = config.schedule.docs_per_step > 0 and tokens // 2 >= FEWEST_TOKENS
     sizes = (tokens, tokens // 2) if halved else (tokens,)
     places = ("none", "states", "all") if hasattr(config.optimizer, "offload") else (None,)
@@ -98,7 +98,7 @@ def _reductions(layout: RankLayout) -> tuple[bool, ...]:
 def _that_fit(
     config: Config, shape: ModelShape, layout: RankLayout, room: float, ladder: Iterable[dict[str, Any]]
 ) -> Iterator[Way]:
-    """Yield the first way that fits, for each set of options that differ only in their recomputation."""
+    """Yield the first combination that fits, for each set of options that differ only in recomputation."""
     done = []
     for options in ladder:
         branch = {name: value for name, value in options.items() if name not in (CHECKPOINTING, OFFLOAD)}
@@ -132,9 +132,9 @@ def _value(config: Config, name: str) -> Any:
 def settle(
     config: Config, shape: ModelShape, layout: RankLayout, room: float, rates: Rates | None
 ) -> tuple[Config, dict[str, Any]]:
-    """Choose values for the options that say `auto`: the least recomputation that fits, or the smallest memory if
-    nothing fits. Planned times choose whether gradients are reduced after each micro-batch; without rates, the first
-    combination that fits is taken. Return the configuration and the options that were switched on."""
+    """Choose values for the options that say `auto`: the least recomputation that fits, or the options with the
+    smallest memory if none fit. Planned times choose whether gradients are reduced after each micro-batch; without
+    rates, the first combination that fits is taken. Return the configuration and the options that were switched on."""
     auto = [name for name in (CHECKPOINTING, OFFLOAD, REDUCE) if _value(config, name) == "auto"]
     given = (_value(config, CHECKPOINTING), _value(config, OFFLOAD))
     # Only options that say `auto` may change.
@@ -167,6 +167,6 @@ def settle_on(config: Config, ranks: Ranks, rates: Rates | None) -> tuple[Config
     room = ROOM * min(ranks.gather(float(device_memory())))
     try:
         shape = read_shape(config)
-    except TruestepError:  # loading the model shows the error, or the run needs no plan
+    except TruestepError:  # loading the model will raise this error, or the run needs no plan
         return config, {}
     return settle(config, shape, layout_of(config, ranks.size), room, rates)

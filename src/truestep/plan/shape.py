@@ -23,12 +23,12 @@ from truestep.weights.layers import active_weights, is_of_experts, layers_of
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """The numbers of weights of one rank, by part of the model."""
+    """The number of weights on one rank, by part of the model."""
 
     layers: tuple[int, ...]  # weights of each layer of this rank
     embedding: int
     head: int  # 0 if tied to the embedding, or on another rank
-    others: int  # final norms and the like
+    others: int  # final norms and similar weights
 
     @property
     def all(self) -> int:
@@ -65,8 +65,8 @@ class ModelShape:
     def part(
         self, stage: int, stages: int, per_rank: int, tensor: int, expert: int = 1, *, trained: bool = False
     ) -> WeightGroup:
-        """Return the numbers of weights of a rank: those of its pipeline stages, divided among tensor ranks, and
-        experts among expert ranks, not yet sharded. With `trained`, count trained weights only."""
+        """Return the number of weights on a rank before sharding: those of its pipeline stages, divided among tensor
+        ranks, with experts divided among expert ranks. `trained`: count only trained weights."""
         place = (stage, stages, per_rank, tensor, expert, trained)
         if place not in self._parts:  # cached, as a search asks for the same parts often
             self._parts[place] = self._part(*place)
@@ -108,7 +108,7 @@ def _cut_names(config: Any, tensor: int, *, divided: bool) -> re.Pattern[str] | 
     def any_of(names: Sequence[str]) -> str:
         return "|".join(re.escape(name).replace(r"\*", r"\d+") for name in names)
 
-    # Column-parallel: an adapter's B is cut and every rank has the whole A. Row-parallel: the reverse.
+    # Column-parallel: an adapter's B is cut, and every rank has the whole A. Row-parallel: A is cut, and B is whole.
     return re.compile(rf"({any_of(plan.columns)})\.(weight|bias|{UP})|({any_of(plan.rows)})\.(weight|{DOWN})")
 
 
@@ -123,7 +123,7 @@ def read_shape(config: Config) -> ModelShape:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(text_config(settings), trust_remote_code=trust)
-    except Exception as error:  # transformers raises many kinds of errors for an odd config.json
+    except Exception as error:  # transformers raises many kinds of errors for an unusual config.json
         raise ModelError(
             f"model.path: {directory} could not be made: {type(error).__name__}: {printable(error, 2000)}"
         ) from error

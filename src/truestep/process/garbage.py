@@ -1,13 +1,13 @@
 """Freezes long-lived objects, so that Python's garbage collector does not visit them.
 
 A full collection visits every object, and a process with torch, transformers and compiled layers has a million. It
-takes a quarter of a second or more, every ten or twenty steps, on each rank at another time, and all other ranks wait
-for it. Almost all of these objects exist from the first steps on.
+takes a quarter of a second or more, every ten or twenty steps. It runs at a different time on each rank, and all other
+ranks wait for it. Almost all of these objects exist from the first steps on.
 """
 
 import gc
 
-_AFTER = (10, 100)  # steps after which to freeze: by then code is compiled, and a save or evaluation has run
+_AFTER = (10, 100)  # objects are frozen after these steps: by then code is compiled, and a save or evaluation has run
 
 
 class LongLived:

@@ -1,8 +1,8 @@
 """The progress of this process, and what it waits for, for the watch and the terminal.
 
-A run is ended when it makes no progress, never for being slow. So long-running code calls `made` whenever a part of its
-work is done, and code that may wait for long names what it waits for with `waiting_for`. `working` names work and its
-total, so that the terminal can show its progress.
+The watch ends a run that makes no progress, but never a run that is only slow. So long-running code calls `made`
+whenever a part of its work is done, and code that may wait for long names what it waits for with `waiting_for`.
+`working` names work and its total, so that the terminal can show its progress.
 """
 
 import threading
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# A rank that waits for this is not the cause of a stall: another rank is.
+# If a rank waits for this, it is not the cause of a stall: another rank is.
 OTHER_RANKS = "other ranks"
 
 _lock = threading.Lock()
 _amounts: dict[str, float] = {}
 _last = time.monotonic()
 _waits: list[tuple[int, str]] = []  # the waiting thread's id, and what it waits for
-_phase = ("", _last)  # name, and when it began
+_phase = ("", _last)  # the phase's name, and when it began
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ def idle() -> float:
 
 @contextmanager
 def waiting_for(what: str) -> Iterator[None]:
-    """Name what the block waits for; the watch shows it if the run stalls."""
+    """Record what the block waits for. The watch shows it if the run stalls."""
     entry = (threading.get_ident(), what)
     with _lock:
         _waits.append(entry)
@@ -89,14 +89,14 @@ def waiting_for(what: str) -> Iterator[None]:
 
 
 def waits(thread: int | None = None) -> list[str]:
-    """Return what this process, or one thread of it, is waiting for, the innermost last."""
+    """Return what this process, or one of its threads, is waiting for, the innermost wait last."""
     with _lock:
         return [what for waiting, what in _waits if thread is None or waiting == thread]
 
 
 @contextmanager
 def working(name: str, kind: str, total: float | None = None) -> Iterator[None]:
-    """Name the work of the block. `kind`: the kind of `made` that counts it; `total`: the amount to do; None:
+    """Give the block's work a name. `kind` is the kind of `made` that counts it, and `total` the amount of work; None:
     unknown."""
     with _lock:
         main = threading.current_thread() is threading.main_thread()

@@ -1,5 +1,5 @@
-"""The global random state, for draws of a user's own loss or optimizer. truestep itself draws from seeds and counters,
-and rewards from their completion's seed."""
+"""The global random state, from which a user's own loss or optimizer may draw. truestep's own draws depend only on
+seeds and counters, and those of a reward on its completion's seed."""
 
 import random
 from typing import Any

@@ -13,8 +13,8 @@ from truestep.errors import TruestepError
 from truestep.publish.packed import Entry, as_bytes, chunks_of
 
 CHUNK = 2**28  # bytes; the server needs memory for two chunks too
-_UNDER_WAY = 2  # chunks in flight while the next one is filled
-_BRIEF, _NAP = 0.005, 0.0002  # seconds of polling without sleep, and of each sleep after that
+_UNDER_WAY = 2  # chunks that may be in flight while the next one is filled
+_BRIEF, _NAP = 0.005, 0.0002  # seconds of polling without sleep, and seconds of each sleep after that
 
 
 class LinkError(TruestepError):
@@ -35,7 +35,7 @@ class Wire(Protocol):
     device: torch.device
 
     def join(self, ranks: int) -> None:
-        """Join a group with so many ranks of the server. This may block for ever."""
+        """Join a group with `ranks` ranks of the server. This may block for ever."""
         ...
 
     def send(self, content: torch.Tensor) -> Sending:
@@ -44,8 +44,8 @@ class Wire(Protocol):
 
 
 def join(wire: Wire, ranks: int, answer: "Future[Any]", patience: float) -> None:
-    """Join a group with a server. `answer`: the server's answer to the request to join, whose error is raised. Raise
-    `LinkError` if it takes more than `patience` seconds."""
+    """Join a group with a server. `answer` is the server's answer to the request to join; an error of it is raised.
+    Raise `LinkError` after `patience` seconds."""
     joined: Future[None] = Future()
 
     def enter() -> None:
@@ -71,8 +71,8 @@ class Sender:
     """Sends announced tensors in order. It holds at most three chunks."""
 
     def __init__(self, wire: Wire, size: int = CHUNK, patience: float = 60.0, watch: Callable[[], None] | None = None):
-        """Send by `wire` in chunks of `size` bytes, each within `patience` seconds. `watch` is called while a chunk is
-        awaited; its errors end the transfer."""
+        """Send by `wire` in chunks of `size` bytes. Each chunk must be sent within `patience` seconds. `watch` is
+        called while the sender waits for a chunk; if it raises, the transfer ends."""
         self._wire, self._size, self._patience = wire, size, patience
         self._watch = watch or (lambda: None)
         self._chunks: deque[list[Entry]] = deque()
@@ -86,7 +86,7 @@ class Sender:
 
     @torch.no_grad()
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send the next tensors. Their order is that of `begin`."""
+        """Send the next tensors, in the order announced with `begin`."""
         for name, tensor in tensors.items():
             if self._filling is None:
                 self._filling = self._next(name)

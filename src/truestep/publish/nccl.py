@@ -1,8 +1,8 @@
-"""An NCCL group in which the trainer is rank 0 and the other ranks are those of one server.
+"""An NCCL group of the trainer, which is rank 0, and all ranks of one server.
 
-vLLM's backend `nccl` joins a group by an id that it gets by HTTP. Then all ranks all-reduce one float32, and rank 0
-broadcasts the weights. torch.distributed joins groups by other messages, so NCCL's functions are called directly, in
-the library that torch has loaded.
+vLLM's backend `nccl` receives the group's id by HTTP and joins the group. Then all ranks all-reduce one float32, and
+rank 0 broadcasts the weights. torch.distributed uses a different handshake to join groups, so NCCL's functions are
+called directly, from the library that torch has loaded.
 """
 
 import base64
@@ -21,7 +21,7 @@ _ID_BYTES = 128
 
 
 class NcclError(LinkError):
-    """An NCCL call failed, for instance because another rank of the group is gone."""
+    """An NCCL call failed, for instance because another rank of the group has died."""
 
 
 class _Id(ctypes.Structure):
@@ -88,7 +88,7 @@ class NcclWire:
         self._group: ctypes.c_void_p | None = None
 
     def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
-        """Return the `init_info` of vLLM's backend `nccl` for a server of so many ranks."""
+        """Return the `init_info` of vLLM's backend `nccl` for a server with `ranks` ranks."""
         return {
             "nccl_unique_id_b64": base64.b64encode(self._id).decode("ascii"),
             "rank_offset": 1,
@@ -99,7 +99,7 @@ class NcclWire:
         }
 
     def join(self, ranks: int) -> None:
-        """Join the group with so many ranks of the server. This may block for ever, so call it in a thread."""
+        """Join the group with `ranks` ranks of the server. This may block for ever, so call it in a thread."""
         with torch.cuda.device(self.device):
             self._group = self._nccl.join(self._id, ranks + 1, 0)
             self._nccl.warm_up(self._group, self._stream)
@@ -114,7 +114,7 @@ class NcclWire:
         return Broadcast(done)
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Queue work on a side stream, inside, beside the other work of the trainer's device."""
+        """Queue the block's GPU work on a side stream, where it runs concurrently with the trainer's other GPU work."""
         return torch.cuda.stream(self._beside)
 
     def close(self) -> None:

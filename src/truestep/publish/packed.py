@@ -23,7 +23,8 @@ class Entry(NamedTuple):
 
 
 def chunks_of(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
-    """Divide tensors into chunks. Each but the last has more than `size` bytes, by its last tensor."""
+    """Divide tensors into chunks. A chunk ends with the tensor that makes it larger than `size` bytes; the last chunk
+    may be smaller."""
     chunk: list[Entry] = []
     room = size
     for entry in entries:

@@ -10,24 +10,24 @@ from truestep.text import printable
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A chart without data: its metrics by key, with the names of their lines, and how it is drawn."""
+    """A chart without data: its metrics by key, with the names of their lines, and options for drawing it."""
 
     title: str
     metrics: Mapping[str, str]
     unit: str = ""
     from_evaluation: bool = False
-    # In a comparison of runs a chart shows one metric. True: a chart for each metric; False: only the first metric.
+    # In a comparison of runs, True: one chart for each metric; False: one chart, for the first metric only.
     compare_each: bool = False
     from_zero: bool = False
     logarithmic_if_wide: bool = False
     reference: float | None = None
-    # The least range of the vertical axis, so that rounding errors are not magnified.
+    # The smallest range of the vertical axis. It keeps rounding errors from looking large.
     least_range: float = 0.0
-    # False for a metric without noise, such as the learning rate.
+    # Whether a line is smoothed. False for a metric without noise, such as the learning rate.
     smoothed: bool = True
-    # True for parts of a whole: they are drawn as stacked areas.
+    # True if the metrics are parts of a whole. They are drawn as stacked areas.
     stacked: bool = False
-    # True for a chart of full width, if the page has one run.
+    # True for a chart of full width on a page of one run.
     wide: bool = False
 
 
@@ -138,19 +138,19 @@ GROUPS: dict[str, tuple[ChartSpec, ...]] = {
     ),
 }
 
-# The parts of a step's time, from the bottom of the chart to its top; the last two are between steps.
+# The parts of a step's time, from the bottom of the chart to its top. The last two are the times of work between steps.
 _TIMES = (
     *("sampling", "rating", "waiting", "reference", "forward", "head", "backward", "reduce", "check", "optimizer"),
     *("sync", "other", "evaluation", "save"),
 )
-# Older runs log these metrics instead; data_wait_time contains the other two.
+# Runs of older versions log these metrics instead. `data_wait_time` includes the other two.
 _OLD_TIMES = {
     "data_wait_time": "waiting for data",
     "sampling_time": "sampling",
     "rating_time": "waiting for rewards",
 }
 
-# Why episodes ended, from the bottom of the chart to its top.
+# The reasons for which episodes ended, from the bottom of the chart to its top.
 _ENDS = ("environment", "max_turns", "max_episode_tokens", "max_new_tokens", "episode_timeout")
 _EPISODES = (
     ChartSpec(
@@ -170,7 +170,7 @@ _EPISODES = (
     _share("Malformed tool calls", malformed_tool_calls="of all calls"),
 )
 
-# Metrics without a chart of their own: they are for other programs, or part of a chart above.
+# Metrics without a chart of their own: they are meant for other programs, or another chart shows them.
 _NOT_DRAWN = re.compile(
     r"step|documents_seen|num_\w+|ratio_new_old_\w+|log_ratio_p\d+|policy_loss|entropy_bonus|z_loss|kl_cov"
     r"|expert_balance|router_z_loss|(?:largest_expert_share|expert_load_entropy|dead_experts|route_disagreement)/\d+"
@@ -182,7 +182,7 @@ _NOT_DRAWN = re.compile(
 
 
 def groups_for(runs: Sequence[Run]) -> dict[str, tuple[ChartSpec, ...]]:
-    """Return the specs by group, with an additional spec for each other metric, such as a user's own."""
+    """Return the specs by group, with an additional spec for each metric that no chart shows, such as a user's own."""
     drawn = {key for specs in GROUPS.values() for spec in specs for key in spec.metrics}
     logged = dict.fromkeys(key for run in runs for key in run.metrics.names)
     own = [key for key in logged if key not in drawn and not _NOT_DRAWN.fullmatch(key)]
@@ -191,7 +191,8 @@ def groups_for(runs: Sequence[Run]) -> dict[str, tuple[ChartSpec, ...]]:
 
 
 def _found(group: str, runs: Sequence[Run], logged: Sequence[str]) -> list[ChartSpec]:
-    """Make the specs that depend on the logged metrics: parts of the reward and of the time, pass@k, held-out loss."""
+    """Make the specs that depend on which metrics were logged: parts of the reward and of the time, pass@k, held-out
+    loss."""
     if group == "Reward":
         parts = {key: printable(key.partition("/")[2], 60) for key in logged if key.startswith("rewards/")}
         evaluated = dict.fromkeys(key for run in runs for key in run.evaluations.names)
@@ -222,7 +223,7 @@ def _ended(logged: Sequence[str]) -> ChartSpec:
 
 
 def _prompts(runs: Sequence[Run], logged: Sequence[str]) -> list[ChartSpec]:
-    """Make the charts of prompts that rest, and of the sources of prompts."""
+    """Make the charts of resting prompts (too easy or hopeless), and of the sources of prompts."""
     evaluated = list(dict.fromkeys(key for run in runs for key in run.evaluations.names))
     resting = {"easy_prompts": "too easy", "hopeless_prompts": "hopeless"}
     rests = {key: name for key, name in resting.items() if key in logged}
@@ -243,7 +244,7 @@ def _prompts(runs: Sequence[Run], logged: Sequence[str]) -> list[ChartSpec]:
 
 
 def _tools(logged: Sequence[str]) -> list[ChartSpec]:
-    """Make the charts of calls and of time by tool."""
+    """Make the charts of tool calls, and of the time of calls by tool."""
     calls, seconds = (
         {key: printable(key.partition("/")[2], 60) for key in logged if key.startswith(prefix)}
         for prefix in ("tool_calls/", "tool_time/")

@@ -1,4 +1,4 @@
-"""The charts of a page: their lines, and which lines are constant or hidden below others."""
+"""The charts of a page: their lines, and which lines are constant or hidden behind others."""
 
 import math
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from truestep.report.series import Series
 from truestep.report.style import COLOURS
 from truestep.report.tables import Table
 
-# Lines within this fraction of the chart's range of each other look like one line.
+# Two lines look like one if they differ by less than this fraction of the chart's range.
 _SAME = 0.004
-# The ratio of largest to smallest value from which a chart gets a logarithmic axis, if its spec allows that.
+# A chart may get a logarithmic axis if its largest value is more than this factor times its smallest.
 _LOGARITHMIC_FACTOR = 100.0
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """A line of a chart. `colour` is an index into the palette; `dashed` distinguishes lines of the same colour."""
+    """A line of a chart. `colour` is an index into the palette; `dashed` marks a second line of the same colour."""
 
     name: str
     colour: int
     points: Series
-    table: Table  # the table with the points' steps
+    table: Table  # the table that has the steps of the points
     dashed: bool = False
 
 
@@ -39,7 +39,7 @@ class Chart:
     title: str
     lines: Sequence[Line]
     wide: bool = False
-    # The index of a hidden line -> the index of the line above it.
+    # Maps the index of a hidden line to the index of the line that hides it.
     below: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -66,7 +66,7 @@ class Chart:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on values that are not drawn: gaps, and zeros on a logarithmic axis."""
+        """Sentences about values that are not drawn: gaps, and zeros on a logarithmic axis."""
         gaps = sum(len(line.points.gaps) for line in self.lines)
         notes = [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite: gaps in the line."] if gaps else []
         if self.logarithmic and (zeros := sum(int((line.points.values == 0).sum()) for line in self.lines)):
@@ -75,7 +75,7 @@ class Chart:
 
 
 def wants_logarithm(values: Sequence[float]) -> bool:
-    """Tell whether no value is negative, and the positive values spread over more than a factor of 100."""
+    """Tell whether no value is negative and the positive values span more than a factor of 100."""
     positive = [value for value in values if math.isfinite(value) and value > 0]
     if len(positive) < 2 or any(value < 0 for value in values):
         return False
@@ -138,7 +138,7 @@ def _below(lines: Sequence[Line]) -> dict[int, int]:
         for second in range(first + 1, len(lines)):
             other = lines[second].points
             here, there = _shared(line.points.steps, other.steps)
-            # Compare over the steps of the shorter line.
+            # Compare the lines if they share at least 90 % of the shorter line's steps.
             if len(here) < max(1, 0.9 * min(len(line.points), len(other))):
                 continue
             apart = np.abs(line.points.values[here] / 2 - other.values[there] / 2) * 2

@@ -1,4 +1,4 @@
-"""A drawing as an SVG file with a title, a legend and light and dark colours, as wide as a phone."""
+"""A drawing as an SVG file with a title, a legend, and light and dark colours. It is as wide as a phone's screen."""
 
 from collections.abc import Sequence
 from html import escape
@@ -8,7 +8,7 @@ from truestep.report.style import COLOURS, FONT, palette_css
 WIDTH = 440
 MARGIN = 16
 LEGEND_LINE = 20
-# The assumed mean width of a character at 13 pixels: text cannot be measured here.
+# The assumed mean width of a character at a font size of 13 pixels, because text cannot be measured here.
 CHARACTER = 7.0
 
 CSS = """
@@ -61,7 +61,7 @@ class Drawing:
     def legend(
         self, names: Sequence[tuple[str, int]], y: float, *, dots: bool = False, dashed: Sequence[int] = ()
     ) -> int:
-        """Draw names with their colours, the first row at `y`; return the number of rows."""
+        """Draw the names with their colours, the first row at `y`. Return the number of rows."""
         x, row = float(MARGIN), 0
         longest = int((self.width - 2 * MARGIN - 28) / CHARACTER)
         for number, (name, colour) in enumerate(names):
@@ -81,7 +81,7 @@ class Drawing:
         return row + 1 if names else 0
 
     def svg(self) -> str:
-        """Return the drawing as SVG. It fills a narrow screen, and grows to at most 1.6 times its width."""
+        """Return the drawing as SVG. It fills a narrow screen, and grows to at most 1.6 times its own width."""
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" width="100%" '

@@ -17,7 +17,7 @@ def examples_html(runs: Sequence[Run]) -> str:
     for run in runs:
         if examples := _examples(run):
             shown = f'<div class="examples">{"".join(examples)}</div>'
-            # With several runs, each has a block that can be folded; the first is open.
+            # With several runs, each run has a block that can be folded. The first block is open.
             if len(runs) == 1:
                 html = f'<div class="card">{shown}</div>\n'
             else:
@@ -41,7 +41,7 @@ def _examples(run: Run) -> list[str]:
             later.remove(match)
             rows[-1][1].append((last, match))
     rows += [(_text(example, "prompt"), [(last, example)]) for example in later]
-    # Pairs first.
+    # Pairs come first.
     rows.sort(key=lambda row: -len(row[1]))
     return [_row(prompt, cells) for prompt, cells in rows[:MOST_EXAMPLES]]
 

@@ -25,19 +25,19 @@ class Figure:
 
 @dataclass(frozen=True)
 class FirstRatio:
-    """The ratio of new to old probabilities at the first step, before any update."""
+    """The ratio of new to old probabilities at the first logged step, which should be 1 before any update."""
 
     step: float
     ratio: float
-    # The largest deviation from 1 of the step's mean, smallest and largest ratio.
+    # The largest deviation from 1 among the step's mean, smallest and largest ratio.
     worst: float
-    # The root mean square over tokens of ratio - 1. The mean ratio is not enough: for tokens sampled from the old
-    # policy its expectation is 1, however different the two policies are.
+    # The root mean square of (ratio - 1) over tokens. The mean ratio alone is not enough: if tokens were sampled from
+    # the old policy, its expectation is 1, however different the two policies are.
     spread: float | None
 
 
 def first_ratio(run: Run) -> FirstRatio | None:
-    """Return the ratio of the first step that logs one, also if it is NaN."""
+    """Return the ratio of the first step that logs one, even if it is NaN."""
     places, values = run.metrics.column("ratio_new_old")
     if not len(places):
         return None
@@ -53,7 +53,8 @@ def _ratio_spread(table: Table, place: int) -> float | None:
     total, squares, count = (table.value(place, key) for key in keys)
     if not (is_finite(total) and is_finite(squares) and is_finite(count)) or count <= 0:
         return None
-    # The sums must be over tokens, near their number; under another normalization the spread is unknown.
+    # The sums must be sums over tokens, so their total must be near the number of tokens. With another normalization,
+    # the spread is unknown.
     if not 0.5 < total / count < 2:
         return None
     return math.sqrt(max(0.0, (squares - 2 * total + count) / count))
@@ -65,7 +66,7 @@ def held_out_rewards(run: Run, key: str) -> list[float]:
 
 
 def facts(run: Run) -> list[Figure]:
-    """List the numbers on the size of the run: steps, documents, tokens, time."""
+    """List the numbers about the size of the run: steps, documents, tokens, time."""
     tokens, rates, times = run.values("num_tokens"), run.values("tokens_per_second"), run.values("step_time")
     seconds = run.evaluations.column("seconds")[1]
     evaluation = seconds[np.isfinite(seconds)].tolist()
@@ -80,7 +81,7 @@ def facts(run: Run) -> list[Figure]:
 
 
 def tiles(run: Run) -> list[Figure]:
-    """List the numbers on the result of the run: rewards, ratios, gradient norm, rejected records."""
+    """List the numbers about the result of the run: rewards, ratios, gradient norm, rejected records."""
     recent = run.values("reward")[-10:]
     rejected = run.rejected.total
     clipped, norms = run.values("clipped_ratio_fraction"), run.values("grad_norm")
@@ -140,12 +141,12 @@ def format_reward(value: float) -> str:
 
 
 def format_ratio(value: float | None) -> str:
-    """Format a ratio with five decimals, as it is near 1."""
+    """Format a ratio, which is near 1, with five decimals."""
     return f"{value:.5f}" if is_finite(value) and abs(value) < 1000 else format_number(value)
 
 
 def format_deviation(value: float | None) -> str:
-    """Format a deviation with two digits; below 1e-6 it is rounding."""
+    """Format a deviation with two digits. Below 1e-6 it is only rounding, and is shown as "< 1e-6"."""
     if not is_finite(value):
         return format_number(value)
     return "< 1e-6" if 0 < value < 1e-6 else format_number(value, 2)

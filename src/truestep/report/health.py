@@ -19,9 +19,9 @@ from truestep.text import printable
 
 LEVELS: tuple[Level, ...] = ("bad", "warning", "good", "note")
 
-# At step 1 sampler and trainer have the same weights, so their ratio differs from 1 by rounding only.
+# At step 1, sampler and trainer have the same weights, so their ratio differs from 1 only by rounding.
 LARGEST_FIRST_DEVIATION = 1e-3
-# The bound for the RMS over tokens, which is larger because of bfloat16 rounding.
+# The bound for the root mean square over tokens. It is larger because of bfloat16 rounding.
 LARGEST_FIRST_SPREAD = 0.1
 SPIKE_FACTOR = 10.0
 
@@ -63,7 +63,7 @@ def health(run: Run) -> Health:
 
 def evidence_of(run: Run) -> Evidence:
     passes, updates = run.option("evaluation", "pass_reward"), run.option("schedule", "updates_per_batch")
-    # Records rejected when rollout files are read do not count here: they are not completions of this run.
+    # Records rejected while rollout files are read do not count here, because they are not completions of this run.
     sampled = bool(run.by_step("num_rejected")[1].any())
     return Evidence(
         run.by_step,
@@ -77,7 +77,7 @@ def evidence_of(run: Run) -> Evidence:
 
 
 def _most_common_lately(run: Run) -> str | None:
-    """Quote the most common completion of the last kept step."""
+    """Quote the most common completion of the last step whose rollouts were kept."""
     files = list_files(run.path / FOLDER)
     rows = read_rows(files[-1], ("step", "completion", "rejected")) if files else None
     last = max((row["step"] for row in rows or ()), default=0)
@@ -129,7 +129,7 @@ def _loss(run: Run) -> Iterator[Note]:
 
 def _other_values(run: Run) -> Iterator[Note]:
     keys = sorted(set(run.metrics.names) - {"loss", "step"})
-    # A null counts as NaN if the metric is a number at other steps.
+    # A null counts as NaN if the metric is a number at another step.
     series = ((key, run.points(key)) for key in keys)
     broken = {key: points.gaps for key, points in series if 0 < len(points.gaps) < len(points)}
     if broken:
@@ -197,8 +197,8 @@ def _ledger(run: Run) -> Iterator[Note]:
 
 
 def _disagreeing(run: Run) -> np.ndarray:
-    """Return the steps whose number of documents differs between the metrics, the ledger's num_documents, and the
-    ledger's list of documents."""
+    """Return the steps at which the number of documents differs between three sources: the metrics, the ledger's
+    num_documents, and the ledger's list of documents."""
     sizes = run.ledger.sizes
     places, counts = run.by_step("num_documents")
     logged = np.full(len(sizes), np.nan)
@@ -211,7 +211,7 @@ def _disagreeing(run: Run) -> np.ndarray:
 
 
 def _times_each(run: Run) -> int:
-    """Return the number of times that the configuration trains on each document."""
+    """Return how many times the configuration trains on each document."""
     factors = (run.option("data", "epochs"), run.option("schedule", "updates_per_batch"))
     return math.prod(value for value in factors if isinstance(value, int) and value > 0)
 

@@ -1,4 +1,4 @@
-"""The metrics of a page as a table, which needs no script."""
+"""The metrics of a page as a table, which needs no JavaScript."""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,7 +12,8 @@ MOST_ROWS = 400
 
 
 def numbers_html(runs: Sequence[Run]) -> str:
-    """Return a table with a row per metric: the first, last, smallest and largest value, or each run's last value."""
+    """Return a table with a row for each metric. For one run it shows the first, last, smallest and largest value; for
+    several runs, the last value of each."""
     rows = [
         *((f"evaluation: {key}", [run.evaluation_points(key) for run in runs]) for key in _names(runs, True)),
         *((key, [run.points(key) for run in runs]) for key in _names(runs, False)),

@@ -67,7 +67,8 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
             '<meta name="color-scheme" content="light dark">\n'
-            # A completion may contain anything: the policy lets the page load nothing, and run only its own script.
+            # A completion may contain anything. The policy forbids the page to load anything, and allows only its own
+            # script.
             f'<meta http-equiv="Content-Security-Policy" content="{policy()}">\n'
             f"<title>{escape(title)}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
             *sections,
@@ -78,7 +79,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
 
 
 def _group_html(title: str, charts: Sequence[Chart], drawn: Sequence[Chart]) -> str:
-    """Return the containers of a group's charts. Charts with constant values become a line of text."""
+    """Return the containers of a group's charts. Charts whose values are constant become a line of text."""
     if not charts:
         return ""
     figures = "".join(_figure_html(chart, number) for number, chart in enumerate(drawn) if chart in charts)
@@ -123,7 +124,7 @@ def _header(runs: Sequence[Run], title: str) -> str:
 
 
 def _signed(text: str) -> str:
-    # A minus sign is as wide as a plus sign; a hyphen is narrower.
+    # A minus sign is as wide as a plus sign; a hyphen is narrower, so replace it.
     return escape(text).replace("-", MINUS)
 
 
@@ -138,7 +139,7 @@ def _tiles(run: Run) -> str:
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    """Return the tiles of several runs as a table with a column for each run."""
+    """Return the tiles of several runs as a table with one column for each run."""
     head = "<td></td>"
     for index, run in enumerate(runs):
         head += f'<th scope="col">{_swatch(index)}{escape(run.name)}<small>{escape(str(run.path))}</small></th>'
@@ -155,7 +156,7 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 
 def _shows(runs: Sequence[Run]) -> str:
-    """Return the section of verdicts: for each run its verdicts, its earlier warnings, and notes on its files."""
+    """Return the section of verdicts: each run's verdicts, its earlier warnings, and the notes on its files."""
     html = '<h2 id="what-this-run-shows">What this run shows</h2>\n<div class="healths">\n'
     for run in runs:
         found = health(run)
@@ -188,7 +189,7 @@ def _item(level: str, html: str) -> str:
 
 
 def _said_and_gone(found: Health, run: Run) -> list[str]:
-    """List the warnings of the run whose verdict does not hold any more."""
+    """List the run's warnings whose verdict no longer holds."""
     standing = [verdict.kind for verdict in found.verdicts]
     gone = [warning for warning in run.warnings if warning.get("kind") not in standing]
     return [

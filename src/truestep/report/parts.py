@@ -1,4 +1,4 @@
-"""The scripts and styles of a page, from the files of `static`, and the encoding of data for the scripts."""
+"""The scripts and style sheets of a page, from the files of `static`, and the encoding of data for the scripts."""
 
 import base64
 import hashlib
@@ -38,7 +38,7 @@ def style() -> str:
 
 
 def policy() -> str:
-    """Return the page's content security policy: load nothing, and run only the script with this hash."""
+    """Return the page's content security policy: the page loads nothing, and runs only the script with this hash."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "

@@ -1,6 +1,6 @@
 """The data from which the page's script draws the charts.
 
-The x coordinates (step, documents seen, seconds) are stored once per run, in a table of all steps that a line of the
+The x coordinates (step, documents seen, seconds) are stored once per run, in a table of all steps that any line of the
 run has. A line refers to a list of rows of this table; lines with the same steps share a list.
 """
 
@@ -19,7 +19,7 @@ AXES: dict[Axis, tuple[str, str]] = {
     "step": ("Steps", "step"),
     "clock": ("Time", "time in steps, evaluations and saves"),
 }
-# The script's arithmetic does not overflow within these bounds; other values are clamped.
+# The script's arithmetic does not overflow within these bounds. Values outside them are clamped.
 LARGEST, SMALLEST = 1e30, 1e-30
 
 
@@ -39,7 +39,7 @@ class Payload:
         return bool(np.isfinite(self._axes[table][axis]).any())
 
     def value(self) -> dict[str, Any]:
-        """Return the data as JSON. Lists hold indices into the rows of a table that the page has."""
+        """Return the data as JSON. A list of positions contains indices into the rows of one of the page's tables."""
         rows: dict[int, list[np.ndarray]] = {}
         for table, steps in self._steps:
             rows.setdefault(table, []).append(np.searchsorted(self._tables[table].steps, steps))
@@ -106,7 +106,7 @@ def _values(points: Series) -> list[float | int | None]:
 
 
 def _short(value: float, digits: int = 6) -> float | int | None:
-    """Round a number to `digits` significant digits, which halves the size of the page."""
+    """Round a number to `digits` significant digits. This halves the size of the page."""
     if value != value:
         return None
     if abs(value) < SMALLEST:

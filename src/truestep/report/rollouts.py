@@ -1,7 +1,8 @@
-"""The rollouts viewer of the page: the numbers of all kept rollouts, and as many of their texts as fit.
+"""The rollouts viewer of the page. It has the numbers of all kept rollouts, and as many of their texts as fit.
 
-Texts are taken from the first and the last step, the middle, the quarters and so on, until `ROOM` is full. A model
-wrote them, so they are stored as compressed JSON, and the page's script shows them as text, not as HTML.
+Texts are taken from the first and the last step, then from the middle of the run, then from its quarters and so on,
+until `ROOM` is full. A model wrote the texts, so they are stored as compressed JSON, and the page's script shows them
+as text, not as HTML.
 """
 
 import json
@@ -18,15 +19,15 @@ from truestep.rollouts.kept.files import FOLDER, list_files
 from truestep.text import printable
 
 MOST_ROWS = 100_000
-ROOM = 4_600_000  # characters of packed data, so that a page of one run has at most six million
-LARGEST_RAW = 40_000_000  # characters of unpacked texts, which a browser parses at once
+ROOM = 4_600_000  # characters of packed data; so a page of one run has at most six million characters
+LARGEST_RAW = 40_000_000  # characters of unpacked texts, which a browser parses all at once
 LONGEST_TEXT = 20_000
 NUMBERS = ("reward", "advantage", "log_ratio", "largest_log_ratio", "entropy")
 COUNTS = ("length", "staleness")
-_MAY_LACK = ("ended_by", "turns")  # columns that files of older versions do not have
+_MAY_LACK = ("ended_by", "turns")  # columns that are missing from files of older versions
 _NAMES = ("step", "ended_by", "group_id", "truncated", "rejected", *NUMBERS, *COUNTS)
 _TEXTS = ("id", "prompt", "completion", "rejected", "rewards", "tokens", "turns")
-MOST_BLOCKS = 600  # of a conversation
+MOST_BLOCKS = 600  # blocks of a conversation that are shown
 _TOKENS = ("token_texts", "token_logprobs", "token_log_ratios", "token_advantages")
 
 
@@ -36,13 +37,13 @@ class Browser:
 
     columns: dict[str, list[Any]]
     packed: dict[str, str] = field(default_factory=dict)  # encoded data for the page's script, by name
-    num_rows: int = 0  # rollouts that the runs kept
+    num_rows: int = 0  # the number of rollouts that the runs kept
     num_texts: int = 0
     problems: list[str] = field(default_factory=list)
 
     @property
     def note(self) -> str:
-        """A sentence on the rollouts that are not in the page, and the problems."""
+        """A sentence that says which rollouts are not in the page, followed by the problems."""
         shown = len(self.columns["step"])
         parts = []
         if shown < self.num_rows:
@@ -106,7 +107,7 @@ def read_rows(file: Path, names: Sequence[str]) -> list[dict[str, Any]] | None:
     from pyarrow import parquet
 
     try:
-        # Without threads: for small files this takes a third of the time of `read_table`.
+        # Without threads: for small files, this takes a third of the time that `read_table` takes.
         with parquet.ParquetFile(file) as opened:
             lacks = [name for name in names if name not in opened.schema_arrow.names]
             if not set(lacks) <= set(_MAY_LACK):
@@ -116,19 +117,20 @@ def read_rows(file: Path, names: Sequence[str]) -> list[dict[str, Any]] | None:
         for row in found:
             row.update(dict.fromkeys(lacks))
         return found if all(isinstance(row.get("step", 0), int) for row in found) else None
-    except Exception:  # pyarrow raises many kinds of errors for a damaged file or one of another version
+    except Exception:  # pyarrow raises many kinds of errors for a damaged file or a file of another version
         return None
 
 
 def spread(count: int) -> list[int]:
-    """Return the indices below `count` in an order whose every prefix covers the range: ends, middle, quarters, ..."""
+    """Return the indices below `count` in an order whose every prefix covers the whole range: both ends, the middle,
+    the quarters, ..."""
     bits = max(1, (count - 1).bit_length())
     inner = sorted(range(1, count - 1), key=lambda place: int(f"{place:0{bits}b}"[::-1], 2))
     return [*range(min(1, count)), *([count - 1] if count > 1 else []), *inner]
 
 
 def _add_texts(browser: Browser, files: Sequence[Path], room: int) -> None:
-    """Add the texts of whole files while they fit in `room` characters."""
+    """Add the texts of whole files as long as they fit in `room` characters."""
     by_file: dict[int, dict[int, int]] = {}
     for at, (file, row) in enumerate(zip(browser.columns["file"], browser.columns["row"], strict=True)):
         by_file.setdefault(file, {})[row] = at
@@ -155,7 +157,7 @@ def _add_texts(browser: Browser, files: Sequence[Path], room: int) -> None:
 
 
 def _fit(browser: Browser, chosen: list[list[Any]], room: int) -> None:
-    """Pack the texts of the first files, as many as fit in `room` characters."""
+    """Pack the texts of the first files: as many files as fit in `room` characters."""
     while True:
         prompts: dict[str | None, int] = {}
         rows = sorted((list(row) for listed in chosen for row in listed), key=lambda row: row[0])
@@ -194,14 +196,14 @@ def _tokens(values: dict[str, Any]) -> list[Any] | None:
 
 
 def _conversation(values: dict[str, Any]) -> list[Any]:
-    """Return the number of tokens beyond the kept blocks, and the blocks."""
+    """Return the number of tokens that the kept blocks do not contain, and the blocks."""
     blocks = [block for block in values["turns"] if isinstance(block, dict)][:MOST_BLOCKS]
     left_out = (values["tokens"] or 0) - sum(block.get("tokens") or 0 for block in blocks)
     return [max(0, left_out), [_block(block) for block in blocks]]
 
 
 def _block(block: dict[str, Any]) -> list[Any]:
-    """Return the values of a block, without those at the end that are missing."""
+    """Return the values of a block. Missing values at the end are left out."""
     role, tools = block.get("role"), block.get("tools") or ()
     listed = [
         block.get("sequence") or 0,

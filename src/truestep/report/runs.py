@@ -1,4 +1,5 @@
-"""Reads the directory of a run. If a file is missing, damaged or cut off, the rest is read, and a problem is noted.
+"""Reads the directory of a run. If a file is missing, damaged or cut off, the other data is read and the problem is
+noted.
 
 Each file is read once, line by line, into compact tables.
 """
@@ -20,26 +21,26 @@ from truestep.report.tables import Reasons, Repeats, Table, finite, first_of, nu
 from truestep.text import printable, redacted
 
 Record = dict[str, Any]
-MOST_WARNINGS = 1000  # warnings to read
-LONGEST_CONFIG = 200_000  # characters of config.yaml to show
+MOST_WARNINGS = 1000  # the most warnings that are read
+LONGEST_CONFIG = 200_000  # the most characters of config.yaml that are shown
 __all__ = ["Record", "Run", "finite", "is_finite", "number", "read_run", "read_runs", "run_names"]
 
 
 @dataclass
 class Ledger:
-    """The contents of the ledger: repeated documents, and the number of documents of each step."""
+    """The contents of the ledger: which documents it repeats, and the number of documents of each step."""
 
     path: Path
     repeats: Repeats = field(default_factory=Repeats)
-    # By step: num_documents of its line ("stated"), and the length of the line's list of documents ("listed").
+    # By step: the line's num_documents ("stated"), and the length of its list of documents ("listed").
     sizes: Table = field(default_factory=Table)
 
     def repeated(self, allowed: int) -> tuple[int, int, int, list[str]]:
-        """Return the number of documents, the number named more than `allowed` times, the largest number of times, and
-        three names."""
+        """Return the number of distinct documents, the number of documents that occur more than `allowed` times, the
+        largest number of occurrences, and three names of repeated documents."""
         distinct, repeated, largest, wanted = self.repeats.count(allowed)
         documents = (document for line in scan_lines(self.path, lenient=True) for document in _documents(line.value))
-        # The file is read again for the names, only if documents are named too often.
+        # The file is read a second time for the names, but only if documents occur too often.
         return distinct, repeated, largest, first_of(documents, wanted, 3) if wanted else []
 
 
@@ -55,13 +56,13 @@ class Run:
     examples: list[Record] = field(default_factory=list)
     ledger: Ledger = field(default_factory=lambda: Ledger(Path()))
     rejected: Reasons = field(default_factory=Reasons)
-    warnings: list[Record] = field(default_factory=list)  # of warnings.jsonl
+    warnings: list[Record] = field(default_factory=list)  # the lines of warnings.jsonl
     config_text: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     # A sentence for each file that is missing or unreadable.
     problems: list[str] = field(default_factory=list)
-    # The documents seen after each step, where a file has the number.
+    # The documents seen after each step, for the steps for which a file has the number.
     documents_at: dict[float, float] = field(default_factory=dict)
     # A cache of `documents_seen`, by the id of the table.
     _seen: dict[int, np.ndarray] = field(default_factory=dict)
@@ -117,13 +118,13 @@ class Run:
         return values
 
     def last(self, key: str) -> float | None:
-        """Return the last value of a metric, also if that is NaN."""
+        """Return the last value of a metric, even if it is NaN."""
         _, values = self.metrics.column(key)
         return float(values[-1]) if len(values) else None
 
 
 def finite_column(table: Table, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a table's records with a finite value."""
+    """Return the steps and the values of those records of a table whose value is finite."""
     places, values = table.column(key)
     there = np.isfinite(values)
     return table.steps[places[there]], values[there]
@@ -134,12 +135,13 @@ def is_finite(value: float | None) -> TypeGuard[float]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read all runs, with distinct names."""
+    """Read all runs, and give them distinct names."""
     return [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Name runs by their directories. Equal names get the parent's name in front, or else a number."""
+    """Name runs by their directories. Runs with equal names get the parent directory's name in front, or else a
+    number."""
     resolved = [Path(os.path.realpath(path)) for path in paths]
     names = [path.name or str(path) for path in resolved]
     longer = [f"{path.parent.name}/{path.name}" for path in resolved]
@@ -161,7 +163,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
     asked = not run.config or run.config.get("evaluation") is not None
     run.evaluations = _one_per_step(run, "evaluation.jsonl", "no held-out reward" if asked else None, examples=True)
     seen = _read_ledger(run)
-    # A run without rejected records has no such file.
+    # A run that rejected no records has no such file.
     for record in _read_lines(run, "rejected.jsonl", None):
         run.rejected.add(record.get("reason", "no reason given"))
     run.warnings = list(islice(_read_lines(run, "warnings.jsonl", None), MOST_WARNINGS))
@@ -177,8 +179,8 @@ def _documents(record: Record | None) -> list[Any]:
 
 
 def _read_ledger(run: Run) -> dict[float, float]:
-    """Read the ledger, and return the documents seen after each step. Lines that repeat a step count too, so that a
-    document trained twice is found."""
+    """Read the ledger, and return the documents seen after each step. Lines that repeat a step are counted too, so that
+    a document that was trained twice is found."""
     run.ledger = Ledger(run.path / "ledger.jsonl")
     seen: dict[float, float] = {}
     for record in _read_lines(run, "ledger.jsonl", "documents trained twice cannot be found"):
@@ -209,8 +211,8 @@ def _read_text(run: Run, file: str) -> str | None:
 
 
 def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
-    """Yield the objects of a file, and note its damage. `without` names the information that is lost if the file is
-    missing or empty; None if that is no problem."""
+    """Yield the objects of a file, and note its damage. `without` says what information is lost if the file is missing
+    or empty; None if that is not a problem."""
     count = bad = 0
     first, cut = "", False
     try:
@@ -238,7 +240,8 @@ def _read_lines(run: Run, file: str, without: str | None) -> Iterator[Record]:
 
 
 def _one_per_step(run: Run, file: str, without: str | None, *, examples: bool = False) -> Table:
-    """Read a file into a table by step. A later line of the same step, of a resumed run, replaces the earlier one."""
+    """Read a file into a table by step. If a resumed run wrote a step again, the later line replaces the
+    earlier one."""
     table, left_out = Table(), 0
     for record in _read_lines(run, file, without):
         step = finite(record, "step")
@@ -290,7 +293,8 @@ def _read_config(run: Run) -> None:
 
 
 def _documents_at(run: Run, ledger: dict[float, float]) -> dict[float, float]:
-    """Return the documents seen by each step: documents_seen of the files, or else the sum of num_documents."""
+    """Return the documents seen by each step: documents_seen from the files, or else the running sum of
+    num_documents."""
     result = dict(ledger)
     for table in (run.metrics, run.evaluations):
         places, documents = table.column("documents_seen")
@@ -301,6 +305,6 @@ def _documents_at(run: Run, ledger: dict[float, float]) -> dict[float, float]:
         result |= dict(zip(steps, accumulate(counts), strict=True))
         if sum(counts) <= 0:
             return {}
-        # The evaluation before training.
+        # Step 0 is the evaluation before training.
         result.setdefault(0.0, 0.0)
     return result

@@ -1,4 +1,5 @@
-"""The points of a line, and their reduction for the page: the extremes and the means of stretches of the run."""
+"""The points of a line. For the page, a long line is reduced to the extremes and the means of consecutive parts of the
+run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import numpy as np
 
 Axis = Literal["documents", "step", "clock"]
 
-# A longer series is thinned.
+# A series longer than this is thinned.
 LONGEST_SERIES = 1000
 BUCKETS = 300
 
@@ -20,7 +21,7 @@ class Series:
 
     steps: np.ndarray  # [P] float64, increasing
     documents: np.ndarray  # [P] documents seen; NaN if unknown
-    values: np.ndarray  # [P] NaN, a gap in the line, where the run wrote null, NaN or an infinity
+    values: np.ndarray  # [P] NaN where the run wrote null, NaN or an infinity: the line has a gap there
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -31,7 +32,7 @@ class Series:
 
     @cached_property
     def thinned(self) -> "Series":
-        """The points that are drawn: all, or a selection of a long line."""
+        """The points that are drawn: all points of a short line, a selection of a long one."""
         return downsample(self)
 
     @cached_property
@@ -60,7 +61,7 @@ class Series:
 
 
 def downsample(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUCKETS) -> Series:
-    """Keep the smallest and the largest value and the first gap of each bucket, and both ends of the series."""
+    """Keep the smallest value, the largest value and the first gap of each bucket, and both ends of the series."""
     count = len(series)
     if count <= limit:
         return series
@@ -85,7 +86,7 @@ def bucket_means(series: Series, limit: int = LONGEST_SERIES, buckets: int = BUC
         return series
     bounds = np.arange(buckets + 1) * count // buckets
     there = ~np.isnan(series.values)
-    # Divide before adding, so that huge values do not overflow.
+    # Divide before adding, so that very large values do not overflow.
     sizes = np.add.reduceat(there.astype(np.float64), bounds[:-1])
     shares = np.where(there, series.values, 0.0) / np.repeat(np.maximum(sizes, 1), np.diff(bounds))
     means = np.where(sizes > 0, np.add.reduceat(shares, bounds[:-1]), np.nan)

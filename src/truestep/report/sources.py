@@ -1,4 +1,4 @@
-"""The sources of prompts as a table: what was drawn from each, and which of its prompts rest."""
+"""The sources of prompts as a table: the groups drawn from each source, and the share of its prompts that rest."""
 
 from collections.abc import Sequence
 from html import escape
@@ -8,11 +8,12 @@ from truestep.report.runs import Run
 from truestep.text import printable
 
 _COLUMNS = ("groups", "share of groups", "pass", "reward, last", "too easy", "hopeless")
-_MOST_ROWS = 100  # of a run
+_MOST_ROWS = 100  # rows for each run
 
 
 def sources_html(runs: Sequence[Run]) -> str:
-    """Return a table with a row for each source of each run; empty where no run has several, or prompts that rest."""
+    """Return a table with a row for each source of each run. It is empty if no run has several sources or resting
+    prompts."""
     rows = [(run, source, cells) for run in runs for source, cells in _rows(run)]
     if not rows:
         return ""

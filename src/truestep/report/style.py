@@ -1,7 +1,7 @@
 """The colours of the page and of its charts."""
 
-# Okabe and Ito's palette for colour-blind readers, without yellow, which is faint on white. The two colours that differ
-# most come first. The second palette is lighter, for dark pages.
+# Okabe and Ito's palette for colour-blind readers, without its yellow, which is faint on white. The two most different
+# colours come first. The second palette is lighter, for dark pages.
 LIGHT_PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b5568f", "#b98500", "#3d9bd6", "#5b5b5b")
 DARK_PALETTE = ("#56a8e8", "#ff8f4d", "#35c79a", "#e093bd", "#e3b341", "#9fd4f5", "#b0b0b0")
 COLOURS = len(LIGHT_PALETTE)

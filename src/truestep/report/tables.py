@@ -1,4 +1,5 @@
-"""Compact forms of a run's files: columns of numbers, counts of reasons, and eight bytes for each document."""
+"""Compact forms of the data in a run's files: columns of numbers, counts of reasons, and eight bytes for each
+document."""
 
 import math
 from array import array
@@ -11,7 +12,7 @@ import numpy as np
 from truestep.text import printable
 
 LARGEST_VALUE = 1e300
-MOST_COLUMNS = 1000  # a limit for damaged files, which could name a new metric on each line
+MOST_COLUMNS = 1000  # a limit for damaged files, where each line could have a new metric
 MOST_REASONS = 1000
 LONGEST_REASON = 120
 
@@ -26,7 +27,7 @@ def _as_number(value: Any) -> float:
     """Convert a number to float; NaN for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    # Such a value comes from an overflow, and a sum with it would overflow.
+    # A larger value comes from an overflow, and a sum that includes it would overflow too.
     if abs(value) > LARGEST_VALUE:
         return math.inf if value > 0 else -math.inf
     return float(value)
@@ -38,17 +39,18 @@ def finite(record: Mapping[str, Any], key: str) -> float | None:
 
 
 class Table:
-    """The numbers of records with a step, a column per name. A later record of a step replaces an earlier one."""
+    """The numbers of records that have a step, in one column per name. A later record of a step replaces an earlier
+    one."""
 
     def __init__(self) -> None:
-        self.repeated = 0  # replaced records
-        self.left_out = 0  # names beyond `MOST_COLUMNS`
+        self.repeated = 0  # the number of replaced records
+        self.left_out = 0  # the number of names that did not fit in `MOST_COLUMNS`
         self.steps = np.empty(0)  # [R] increasing
         self._rows = array("d")
         self._columns: dict[str, array[float]] = {}
-        # Runs of consecutive records with the same names: the first row and the names of each run.
+        # A "run" here is a sequence of consecutive records with the same names. For each: its first row, and the names.
         self._runs: list[tuple[int, tuple[str, ...]]] = []
-        self._filled: list[array[float]] = []  # the columns of the last run's names
+        self._filled: list[array[float]] = []  # the columns that the current records fill
         self._order = np.empty(0, dtype=np.int64)  # [R] the rows that were not replaced, sorted by step
 
     def add(self, record: Mapping[str, Any], step: float) -> None:
@@ -58,7 +60,7 @@ class Table:
         row = record.values() if len(names) == len(record) else [record[name] for name in names]
         self._rows.append(step)
         for column, value in zip(self._filled, row, strict=True):
-            # Most values pass this test; `_as_number`, which is slower, handles the rest.
+            # Most values pass this fast test. `_as_number`, which is slower, handles the others.
             plain = type(value) is float and -LARGEST_VALUE < value < LARGEST_VALUE
             column.append(value if plain else _as_number(value))
 
@@ -116,12 +118,12 @@ class Table:
 
 
 class Reasons:
-    """Counts of at most `MOST_REASONS` reasons; other reasons are counted together."""
+    """Counts of at most `MOST_REASONS` reasons. All other reasons are counted together."""
 
     def __init__(self) -> None:
         self.total = 0
         self.counts: Counter[str] = Counter()
-        self._shown: dict[str, str] = {}  # a cache of printable reasons, as most are repeated
+        self._shown: dict[str, str] = {}  # a cache of printable reasons, because most reasons occur often
 
     def add(self, given: object) -> None:
         self.total += 1
@@ -135,24 +137,25 @@ class Reasons:
 
 
 def fingerprint(document: object) -> int:
-    """Return a 64-bit hash of a document's identifier. Identifiers of different types differ: "1" is not 1."""
+    """Return a 64-bit hash of a document's identifier. Identifiers of different types differ: "1" and 1 are different
+    documents."""
     return hash(document if type(document) is str else (type(document).__name__, repr(document)))
 
 
 class Repeats:
-    """Finds documents that are named more than once, by their fingerprints."""
+    """Finds documents that occur more than once, by their fingerprints."""
 
     def __init__(self) -> None:
         self._fingerprints = array("q")
 
     def add(self, documents: list[Any]) -> None:
-        # Nearly all identifiers are text, which is hashed faster without a call per identifier.
+        # Nearly all identifiers are strings. Hashing them directly is faster than one call of `fingerprint` for each.
         of_text = set(map(type, documents)) <= {str}
         self._fingerprints.extend(map(hash if of_text else fingerprint, documents))
 
     def count(self, allowed: int, most: int = 100_000) -> tuple[int, int, int, set[int]]:
-        """Return the number of documents, the number named more than `allowed` times, the largest number of times, and
-        at most `most` fingerprints of the documents named too often."""
+        """Return the number of distinct documents, the number of documents that occur more than `allowed` times, the
+        largest number of occurrences, and at most `most` fingerprints of the documents that occur too often."""
         named = np.frombuffer(self._fingerprints, dtype=np.int64) if self._fingerprints else np.empty(0, dtype=np.int64)
         fingerprints, counts = np.unique(named, return_counts=True)
         often = counts > allowed
@@ -161,7 +164,7 @@ class Repeats:
 
 
 def first_of(documents: Iterable[Any], wanted: set[int], most: int) -> list[str]:
-    """Return the names of the first `most` documents with fingerprints in `wanted`."""
+    """Return the names of the first `most` documents whose fingerprints are in `wanted`."""
     names: dict[str, None] = {}
     for document in documents:
         if len(names) == most:

@@ -150,7 +150,8 @@ def _penalised(rollout: Rollout, penalty: OverlongPenalty | None) -> Rollout:
 
 
 def _of_user(group: Sequence[Rollout], rule: AdvantageRule) -> list[np.ndarray]:
-    """Call a user's function with a group, and return its checked advantages: of each document one, or one a token."""
+    """Call a user's function with a group, and return its checked advantages: for each document one number, or one per
+    token."""
     assert rule.function is not None
     where = f"data.advantages {rule.baseline!r}: group {printable(group[0].group_id)}"
     try:
@@ -227,7 +228,8 @@ class GroupSizeError(TruestepError):
 
 
 def check_group_sizes(members: Sequence[int], group_size: int | None) -> None:
-    """Raise `GroupSizeError` if `group_size` divides the size of none of several groups: baselines would be wrong."""
+    """Raise `GroupSizeError` if there are several groups and `group_size` divides the size of none of them. Baselines
+    would be wrong."""
     if group_size is None or len(members) < 2 or any(count % group_size == 0 for count in members):
         return
     sizes = Counter(members).most_common(3)
@@ -246,7 +248,8 @@ def assign_advantages(
 
     A group closes at `group_size` members or at the end; a later record with the same `group_id` opens a new group.
     Every record with a readable `group_id` counts as a member, but rejected records and records that carry an advantage
-    are not part of the baseline. Rollouts without a reward or a group are unchanged, as are all with the rule `none`.
+    are not part of the baseline. Rollouts without a reward or a group are unchanged. With the rule `none`, all are
+    unchanged.
     """
     rule, items = as_rule(rule), list(items)
     rollouts = [item for item in items if isinstance(item, Rollout)]
@@ -258,7 +261,7 @@ def assign_advantages(
 
 
 class Grouped(Protocol):
-    """What decides to which group a document belongs, and whether its reward counts there."""
+    """The attributes that decide to which group a document belongs, and whether its reward is part of the baseline."""
 
     @property
     def group_id(self) -> str | None: ...
@@ -269,8 +272,8 @@ class Grouped(Protocol):
 
 
 def groups_of(items: Iterable[Grouped | Rejected], group_size: int | None) -> list[list[int]]:
-    """Return the numbers, among the documents, of those that share a baseline, for each group. `assign_advantages` says
-    which they are."""
+    """Return for each group the indices, among the documents, of those that share its baseline. `assign_advantages`
+    says which documents these are."""
     found: list[list[int]] = []
     open_groups: dict[str, list[int]] = {}  # documents that share the baseline
     members: Counter[str] = Counter()

@@ -2,7 +2,7 @@
 
 Labels are the tokens of the assistant's turns: the content and the token that ends the turn. If the template marks them
 ({% generation %}), those marks are used. Otherwise the conversation is rendered up to each turn and through the turn,
-and each rendering must be a prefix of the next; a record where it is not is refused.
+and each rendering must be a prefix of the next; other records are refused.
 """
 
 import json
@@ -94,8 +94,8 @@ class _Render:
     def marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
         """Return the tokens and the labels that the template marks.
 
-        Two kinds of tokens after a marked one are added: an end-of-sequence token, and further tokens of the turn's
-        last character, of which transformers marks only the first.
+        After a marked token, two more kinds of tokens become labels: an end-of-sequence token, and the other tokens of
+        the turn's last character, because transformers marks only the first of these.
         """
         chat = self._apply(messages, return_assistant_tokens_mask=True)
         ids, mask = list(chat["input_ids"]), list(chat["assistant_masks"])

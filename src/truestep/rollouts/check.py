@@ -57,7 +57,7 @@ class Rejection:
 class DataSummary:
     records: int
     documents: int
-    sequences: int  # more than documents where some have several
+    sequences: int  # larger than `documents` if some documents have several sequences
     tokens: int
     labels: int
     documents_without_labels: int
@@ -274,5 +274,5 @@ def _rejected(summary: DataSummary) -> list[RenderableType]:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, which a file's name may contain and a terminal would obey."""
+    """Replace control characters: a file's name may contain them, and a terminal would act on them."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -63,8 +63,8 @@ def read_document(line: dict[str, Any]) -> Rollout:
 
 
 def record_lines(document: Rollout, score: DocumentScore | None = None) -> list[dict[str, Any]]:
-    """Return a document as records of a rollout file, one for each sequence. `score`: the policy's log-probs and
-    entropies of its labels, which the records then have as `policy_logprobs` and `entropy`."""
+    """Return a document as records of a rollout file, one for each sequence. `score` has the policy's log-probs and
+    entropies of the document's labels; they are added to the records as `policy_logprobs` and `entropy`."""
     lines, done = [], 0
     for sequence in document.sequences:
         line: dict[str, Any] = {"id": sequence.id}

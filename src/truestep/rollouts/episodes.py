@@ -1,6 +1,6 @@
-"""What is known of an episode beside its tokens: why it ended, and the time and the tool calls of each of its turns.
+"""Facts about an episode besides its tokens: why it ended, and the time and the tool calls of each turn.
 
-It stands in a document's metadata, as `ended_by`, `tools` (the environment's) and `by_turn`:
+A document's metadata contain them, as `ended_by`, `tools` (the environment's) and `by_turn`:
 
     {"ended_by": "max_turns",
      "tools": ["calculate", "look"],
@@ -17,9 +17,9 @@ from truestep.rollouts.values import UnfitError
 
 # Why an episode ended: its environment ended it, or a limit cut it.
 ENDS = ("environment", "max_turns", "max_episode_tokens", "max_new_tokens", "episode_timeout")
-# Stands for names that are none of the environment's tools: a policy may write any name.
+# The name under which calls of tools that do not exist are counted, because a policy may write any name.
 OTHER_TOOL = "(other)"
-MOST_TOOLS = 64  # names that are told apart
+MOST_TOOLS = 64  # the most tool names that are counted separately
 _MOST_TURNS = 65536
 _LONGEST_NAME = 64  # characters
 _LONGEST = 1e9  # seconds
@@ -30,15 +30,15 @@ class ToolUse:
     """The calls of a tool in a turn."""
 
     calls: int = 0
-    seconds: float | None = None  # in all; None: nobody measured them
+    seconds: float | None = None  # the total; None: not measured
 
 
 @dataclass
 class TurnFacts:
-    """A turn of the policy and what answered it."""
+    """A turn of the policy and the answer to it."""
 
     drawing: float | None = None  # seconds from the request to its completion
-    environment: float | None = None  # seconds until the environment's answer; None: it was not asked
+    environment: float | None = None  # seconds until the environment's answer; None: there was none
     tools: dict[str, ToolUse] = field(default_factory=dict)  # well-formed calls, by the tool's name
     malformed: int = 0  # calls
 
@@ -55,15 +55,15 @@ class TurnFacts:
 
 @dataclass
 class EpisodeFacts:
-    """What a document's metadata say of its episode."""
+    """The facts about an episode that its document's metadata contain."""
 
     ended_by: str | None  # one of `ENDS`; None: unknown
-    turns: list[TurnFacts] = field(default_factory=list)  # of the policy, in order; empty: unknown
-    tools: list[str] = field(default_factory=list)  # those of the environment
+    turns: list[TurnFacts] = field(default_factory=list)  # the policy's turns, in order; empty: unknown
+    tools: list[str] = field(default_factory=list)  # the names of the environment's tools
 
 
 def facts_of(metadata: Mapping[str, Any]) -> EpisodeFacts:
-    """Read a document's metadata. They may come from anybody: what does not have the form is unknown."""
+    """Read a document's metadata. They may come from any program, so facts in another form count as unknown."""
     ended_by, given = metadata.get("ended_by"), metadata.get("by_turn")
     known = ended_by if isinstance(ended_by, str) and ended_by in ENDS else None
     try:
@@ -74,7 +74,7 @@ def facts_of(metadata: Mapping[str, Any]) -> EpisodeFacts:
 
 
 def told_apart(names: Iterable[str]) -> tuple[str, ...]:
-    """Return those names of tools whose calls are counted by themselves."""
+    """Return the tool names whose calls are counted separately."""
     return tuple(islice((name for name in dict.fromkeys(names) if _is_name(name)), MOST_TOOLS))
 
 

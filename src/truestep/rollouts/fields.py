@@ -25,7 +25,7 @@ Level = Literal["token", "label", "document"]
 class Field:
     """A field of a document. Example: `Field("reward", "document", np.float32, values.reward)`."""
 
-    name: str  # in a `Rollout`
+    name: str  # the name in a `Rollout`
     level: Level  # a value per token, per label or per document
     dtype: Any  # numpy dtype when packed; `str`: text, `dict`: an object
     check: Any = None  # a `Check` of the record's values, or for a single value a function like `Check.single`
@@ -33,7 +33,8 @@ class Field:
     labels: str = ""  # name in `PackedLabels`, if different
     source: Literal["record", "trainer"] = "record"
     written: str = ""  # type as written in the docs
-    shape: tuple[str | int, ...] = ()  # dimensions of a token's value: a fixed size, or a name if records choose it
+    # The dimensions of one token's value: a size, or a name if records choose the size.
+    shape: tuple[str | int, ...] = ()
     missing: Any = 0  # packed value for documents without the field, and for padding
     one_for_all: bool = True  # a record may give one value for all labels
     has: bool = True  # `PackedLabels.has` tells losses and metrics which documents have the field
@@ -56,11 +57,11 @@ class Field:
 
     @property
     def masked(self) -> bool:
-        """True if values are 0 off the loss mask, and cleared when labels are masked."""
+        """True if values are 0 outside the loss mask, and are set to 0 where labels are masked."""
         return self.level == "label"
 
 
-# In the order of the checks: the first error of a record is reported.
+# The order is that of the checks. Only the first error of a record is reported.
 TABLE: tuple[Field, ...] = (
     Field("input_ids", "token", np.int64, written="list of int", kept=False, has=False),
     Field("prompt_length", "document", np.int64, written="int", kept=False, has=False),
@@ -154,5 +155,5 @@ def _declare(name: str, given: Mapping[str, Any], taken: Collection[str]) -> Fie
 
 
 def optional(fields: Iterable[Field]) -> tuple[Field, ...]:
-    """Return the fields, none of them required and all without a default."""
+    """Return copies of the fields that are not required and have no default."""
     return tuple(dataclasses.replace(field, required=False, default=None) for field in fields)

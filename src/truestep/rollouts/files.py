@@ -49,7 +49,7 @@ def expand_paths(path: str | list[str]) -> list[Path]:
     found: dict[str, Path] = {}  # by resolved path: `a.jsonl` and `./a.jsonl` are one file
     for pattern in patterns:
         for file in _matches(pattern):
-            found.setdefault(os.path.realpath(file), file)  # no error for a link to itself: whoever opens it says so
+            found.setdefault(os.path.realpath(file), file)  # accepts a link to itself; opening it raises later
     return list(found.values())
 
 
@@ -88,7 +88,8 @@ def read_records(paths: Iterable[Path], declared: Sequence[Field] = ()) -> Itera
 def load_documents(paths: Sequence[Path], checks: Checks) -> Documents:
     """Read and check all records, and compute advantages. With `stop_at_rejected` a bad record raises `DataError`.
 
-    Of records with the same id the first valid one is kept. If the loss needs no advantages, rewards are only logged.
+    If several valid records have the same id, the first one is kept. If the loss needs no advantages, rewards are only
+    logged.
     """
     return _with_advantages(collect(paths, checks, lambda rollout: rollout), checks)
 
@@ -113,7 +114,7 @@ def _with_advantages(items: Sequence[Rollout | Rejected], checks: Checks) -> Doc
 
 
 def collect(paths: Sequence[Path], checks: Checks, keep: Callable[[Rollout], Any]) -> list[Any]:
-    """Read and check all records. Returns what `keep` makes of each document, and the rejected records, in order."""
+    """Read and check all records. Return `keep(document)` for each document, and the rejected records, in order."""
     names = short_names(paths)
     collected = _Collected(checks, keep)
     for file, line, record in read_records(paths, checks.fields):
@@ -126,12 +127,13 @@ def collect(paths: Sequence[Path], checks: Checks, keep: Callable[[Rollout], Any
 
 
 class _Collected:
-    """The documents and rejected records of files. A document of several sequences stands where its last record is."""
+    """The documents and rejected records of files. A document of several sequences takes the place of its last
+    record."""
 
     def __init__(self, checks: Checks, keep: Callable[[Rollout], Any]) -> None:
         self._items: list[Any] = []
         self._keep = keep
-        self._first_places: dict[str, str] = {}  # of records, by their ids
+        self._first_places: dict[str, str] = {}  # where the first record with each id is
         self._closed: set[str] = set()  # ids of documents of several sequences
         self._stop, self._joiner = checks.stop_at_rejected, Joiner(self._closed.__contains__, checks.fields)
 

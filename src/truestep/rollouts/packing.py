@@ -121,8 +121,9 @@ def _evenly(lengths: Sequence[int], costs: Sequence[float], budget: int, count: 
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
     open_bins = [(0.0, number) for number in range(count)]  # a heap by cost so far
-    # A heap of micro-batches that lacked room for a longer document, most room first. Documents come longest first, so
-    # a micro-batch is set aside at most once per document that it takes: no quadratic time.
+    # A heap of micro-batches that lacked room for an earlier document, most room first. Because documents come roughly
+    # in order of length, longest first, a micro-batch is set aside about once for each document that it takes. So the
+    # time is not quadratic.
     set_aside: list[tuple[int, float, int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-costs[index], index)):
         length = lengths[index]
@@ -178,8 +179,8 @@ def pack(
 ) -> PackedBatch:
     """Put documents of one sequence into the CPU tensors of one micro-batch.
 
-    `declared` are the user's fields, `of_tokens` the names of the token-level fields to include. `forest`: the segments
-    that the documents share, where these fields are the same, too.
+    `declared` are the user's fields, `of_tokens` the names of the token-level fields to include. `forest` has the
+    segments that the documents share; there, these fields must be equal too.
     """
     ids = [document.input_ids for document in documents]
     tokens = pack_tokens(ids, pad_to_multiple, forest)
@@ -232,7 +233,7 @@ def _shared_rows(documents: Sequence[Rollout], forest: Forest, starts: np.ndarra
     for document, last in zip(documents, forest.last, strict=True):
         path = forest.path(last)
         ends = np.array([forest.segments[segment].stop for segment in path])
-        # Of each segment of the path: how far its tokens are packed behind their place in the document.
+        # For each segment of the path: the packed position of its tokens minus their position in the document.
         shifts = np.array([starts[segment] - forest.segments[segment].start for segment in path])
         before = np.flatnonzero(document.loss_mask) - 1
         rows.append(before + shifts[np.searchsorted(ends, before, side="right")])
@@ -319,7 +320,7 @@ def _scored(document: Rollout) -> np.ndarray:
 
 
 def _memberships(sequences: Sequence[Rollout], counts: np.ndarray) -> dict[str, torch.Tensor]:
-    """Return what the labels of a sequence need to know of its whole document."""
+    """Return, for each sequence, the facts about its whole document that its labels need."""
     found = [sequence.membership for sequence in sequences]
     if not any(found):
         alone = torch.ones(len(counts), dtype=torch.bool)

@@ -25,10 +25,11 @@ _BATCH_BYTES = 64 * MIB  # target size of a decoded batch
 _HARMLESS = 256 * MIB  # row groups whose bound is below this are not tried in a subprocess
 _MOST_MEMORY = 4096 * MIB  # memory limit of the subprocess
 _MOST_SECONDS = 3600  # CPU-time limit of the subprocess
-_MOST_VALUES, _MOST_ROWS = (2**24, 4096), (2**20, 64)  # limit: a constant plus so many per stored byte
+_MOST_VALUES, _MOST_ROWS = (2**24, 4096), (2**20, 64)  # each limit is a constant plus this many per stored byte
 _HEADER = MIB  # largest page header in bytes; a header may hold the page's minimum and maximum values
-_WIDTHS = {"BOOLEAN": 8, "INT32": 8, "INT64": 8, "FLOAT": 8, "DOUBLE": 8, "INT96": 16}  # decoded bytes, with levels
-_TEXT = 16  # bytes of a text's offset, with levels
+# Decoded bytes of a value, including its repetition and definition levels.
+_WIDTHS = {"BOOLEAN": 8, "INT32": 8, "INT64": 8, "FLOAT": 8, "DOUBLE": 8, "INT96": 16}
+_TEXT = 16  # bytes of a text's offset, including its levels
 _DICTIONARY = 16 * MIB  # dictionaries above this size are not decompressed to find their longest text
 # Encoding numbers. 0 (plain) and 6 (delta length) store each text whole; 2 and 8 store indices into a dictionary.
 _PLAIN, _BY_DICTIONARY = (0, 6), (2, 8)
@@ -48,7 +49,7 @@ class Group:
     number: int
     rows: int
     bytes: int  # upper bound of the decoded columns
-    values: int = 0  # of the column with the most values
+    values: int = 0  # the number of values in the column with the most
     stored: int = 0  # bytes in the file
 
     @property

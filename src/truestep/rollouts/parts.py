@@ -45,8 +45,8 @@ class PartedSource(StillSource):
             parts = [rank for rank, part in enumerate(ids) if repeated[0] in part]
             raise DataError(f"data.path: the parts of ranks {parts} both have a document {repeated[0]!r}")
         self._sizes = self.ranks.gather_parts(self.own_part.total)
-        # Gathered in the constructor, where no other collective is in flight: when `aside` is called, the gather of
-        # the next plan's documents may be.
+        # This is gathered in the constructor, where no other collective is in flight. When `aside` is called, the
+        # gather of the next plan's documents may be in flight.
         asides = self.ranks.gather_parts(self.own_part.aside())
         self._aside = Taken(
             rejected=[record for part in asides for record in part.rejected],

@@ -24,7 +24,7 @@ from truestep.rollouts.values import BadRecord, Check, checked, checked_array, d
 from truestep.types import ROUTES, Rollout, RouteShape
 
 LONGEST_TEXT = 4096  # characters of a text field; the ledger repeats ids at every step
-_MOST_PARTS = 256  # of a reward: each is a metric of its own
+_MOST_PARTS = 256  # parts of a reward; each part becomes a metric
 
 Record = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Checks:
-    """A run's requirements of its records and their groups."""
+    """The checks that a run makes of its records and their groups."""
 
     needs: Needs
     vocabulary_size: int | None = None
@@ -52,7 +52,8 @@ class Checks:
     chat: ChatTemplate | None = None  # tokenizes `messages`; None: `messages` is ignored
     truncated: str = "keep"  # treatment of documents that ended at a length limit: keep, mask or drop
     fields: tuple[Field, ...] = ()  # the user's fields (data.fields), in addition to the built-in ones
-    routes: RouteShape | None = None  # of the model that replays `routed_experts`; None: they are not replayed
+    # The shape of `routed_experts` in the model that replays them; None: they are not replayed.
+    routes: RouteShape | None = None
 
     @cached_property
     def read(self) -> tuple["_Reading", ...]:
@@ -98,7 +99,7 @@ def parse_record(raw: Any, where: str, checks: Checks) -> Rollout:
 
 
 def identified(error: BadRecord, record: Record) -> BadRecord:
-    """Return an error with the ids of its record, as far as they can be read."""
+    """Return an error with the ids of its record, if they are readable."""
     ids = {name: readable_text(record, name) for name in ("id", "group_id", "document_id")}
     try:
         count = None if ids["document_id"] is None else _single(record, "sequences", values.at_least_one)

@@ -34,7 +34,7 @@ def write_rejected(directory: str | Path, rejected: Iterable[Rejected], append: 
 
 
 def _remove_torn_line(file: BinaryIO) -> None:
-    """Remove an incomplete last line, which only a kill can have left."""
+    """Remove an incomplete last line, which only a killed process can have left."""
     end = position = file.seek(0, os.SEEK_END)
     while position:
         start = max(position - _BLOCK, 0)

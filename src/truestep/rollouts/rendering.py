@@ -35,7 +35,8 @@ def within_bounds(render: Callable[[], Any]) -> Any:
         except TemplateStoppedError:
             stopped = True
         finally:
-            if watch.end() and not stopped:  # the exception was sent but not yet raised: take it here, not in a caller
+            # The exception was sent but not yet raised: catch it here, so that no caller gets it.
+            if watch.end() and not stopped:
                 time.sleep(_LOOK)
                 for _ in range(1000):
                     time.sleep(0)

@@ -1,4 +1,4 @@
-"""Checks of the experts that records name, against the model that is to replay them."""
+"""Checks that the experts in records exist in the model that replays them."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ _OFF = "model.experts.replay: off does not read them"
 
 
 def check_routes(values: np.ndarray | None, num_tokens: int, model: RouteShape) -> None:
-    """Raise `BadRecord` if the experts of a sequence's tokens [rows, layers, k] are none of the model's."""
+    """Raise `BadRecord` if the experts of a sequence's tokens, [rows, layers, k], do not fit the model."""
     rows = 0 if values is None else len(values)
     if model.required and rows < num_tokens - 1:
         raise BadRecord(

@@ -157,7 +157,7 @@ def _from_lists(field: Field, value: Any) -> np.ndarray:
     if set(map(type, level)) <= field.check.types:
         try:
             array = np.asarray(level, dtype=field.check.wide)
-        except OverflowError:  # an integer too large for the array: the check one by one names it
+        except OverflowError:  # an integer is too large for the array; the checks below report which one
             array = None
         if array is not None and field.check.accepts(array).all():
             return _narrowed(field, array.reshape(shape))

@@ -1,6 +1,7 @@
-"""Documents of several sequences: records with the same `document_id` are joined when all of them are there.
+"""Documents of several sequences: records with the same `document_id` are joined when all of them have arrived.
 
-A sequence is what the model saw in one go. An episode has several where its conversation was rewritten on the way.
+A sequence is the tokens that the model saw in one context. An episode has several if its conversation was rewritten on
+the way.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ from truestep.rollouts.fields import TABLE, Field
 from truestep.rollouts.values import BadRecord, describe
 from truestep.types import PLACES, Rollout
 
-_RECORD_BYTES = 512  # of a record, without its values
+_RECORD_BYTES = 512  # estimated bytes of a record, without its values
 _MOST = 4096  # sequences of a document
-# What a document has once, so all of its records must agree in it: attribute -> name in a record.
+# Values that a document has only once, so all its records must agree in them. Maps each attribute to its name in a
+# record.
 _AGREED = {
     "num_sequences": "sequences",
     "group_id": "group_id",
@@ -41,15 +43,15 @@ def check_membership(rollout: Rollout) -> None:
 
 @dataclass
 class Unfinished:
-    """A document of which some sequences have come."""
+    """A document whose sequences have not all arrived."""
 
-    expected: int | None = None  # None: no record so far said how many
-    come: int = 0  # sequences, bad ones included
+    expected: int | None = None  # the number of sequences; None: no record has stated it yet
+    come: int = 0  # the number of sequences that have arrived, including bad ones
     members: list[tuple[Rollout, Any]] = field(default_factory=list)  # good sequences, each with the reader's note
     problem: str | None = None  # why the document is rejected
-    group_id: str | None = None  # in which the document counts: of its first record that has one
+    group_id: str | None = None  # the group in which the document counts: that of its first record with a group
     bad: set[str] = field(default_factory=set)  # ids of its bad records
-    opened: float = 0.0  # the reader's clock when the first came
+    opened: float = 0.0  # the reader's clock when the first sequence arrived
     size: int = 0  # an estimate of its bytes in memory, if the reader's notes have a `size`
 
     @property
@@ -66,7 +68,8 @@ class Joiner:
     open: dict[str, Unfinished] = field(default_factory=dict)  # by document_id, oldest first
 
     def name_problem(self, rollout: Rollout, taken: Callable[[str], bool]) -> str | None:
-        """Return why a record's document cannot have its name; None if it can. `taken`: a record before has the id."""
+        """Return why a record's document cannot have its name; None if it can. `taken` tells whether an earlier record
+        has an id."""
         name = rollout.document_id
         if name is None and (rollout.id in self.open or self.closed(rollout.id)):
             return f"id is {describe(rollout.id)}: the document_id of others"
@@ -85,7 +88,8 @@ class Joiner:
         return self._completed(rollout.document_id)
 
     def add_bad(self, error: BadRecord, clock: float = 0.0) -> Unfinished | None:
-        """Count a bad record of a document, which is rejected with it. Returns the document if it is complete."""
+        """Count a bad record of a document, and mark the document as rejected. Returns the document if it is
+        complete."""
         name = error.document_id
         if name is None or (name not in self.open and self.closed(name)):
             return None
@@ -104,7 +108,8 @@ class Joiner:
         document = self.open.setdefault(document_id, Unfinished(opened=clock))
         document.come += 1
         document.size += _RECORD_BYTES
-        # Records that do not agree belong to it all the same: none of them is to begin a document anew.
+        # Records that disagree still belong to the document, so that none of them begins a new document of the same
+        # name.
         document.expected = max(filter(None, (document.expected, expected)), default=None)
         document.group_id = document.group_id or group_id
         return document
@@ -113,8 +118,9 @@ class Joiner:
         return self.open.pop(document_id) if self.open[document_id].complete else None
 
     def close(self, document: Unfinished) -> tuple[Rollout | None, list[tuple[Rollout, Any, str, str | None]]]:
-        """Join a document. Returns it, or its good records with the reader's notes, each with the reason why it is
-        rejected and with the group that the document counts in, named by one of them."""
+        """Join a document and return it. If it is rejected, return for each of its good records: the record, the
+        reader's note, the reason, and a group. Only the first of these has the document's group, so that the document
+        counts once."""
         if document.problem is None:
             try:
                 return join([member for member, _ in document.members], self.declared), []
@@ -144,10 +150,10 @@ def rejection(document: Unfinished, rollout: Rollout) -> str:
 
 
 def disagreement(first: Rollout, last: Rollout) -> str | None:
-    """Return what a document's last record has otherwise than its first; None if they agree."""
+    """Return how a document's last record differs from its first; None if they agree."""
     for name, in_record in _AGREED.items():
         values = getattr(first, name), getattr(last, name)
-        # The check of values of labels says if one lacks them.
+        # If one of them has no advantages, `join` reports it.
         if name == "one_advantage" and any(one.advantages is None or not one.num_labels for one in (first, last)):
             continue
         if values[0] != values[1]:

@@ -104,11 +104,11 @@ class Source(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
     def checkpointed(self, documents_seen: int) -> None:
-        """Handle the completion of a checkpoint after `documents_seen` documents: it now survives a kill."""
+        """Called when a checkpoint after `documents_seen` documents is complete, so that it survives a kill."""
         ...
 
     def close(self, finished: bool) -> None:
-        """Handle the end of the run; `finished` is false if it stopped early."""
+        """Called at the end of the run. `finished` is false if the run stopped early."""
         ...
 
 
@@ -160,11 +160,11 @@ class FileSource(StillSource):
     rejected: tuple[Rejected, ...] = ()
     epochs: int = 1
     shuffle_seed: int | None = None  # None: file order
-    position: int = 0  # over all epochs
+    position: int = 0  # the number of documents taken, over all epochs
     put_aside: tuple[PutAside, ...] = ()
     _orders: dict[int, np.ndarray] = field(default_factory=dict)
     _peeked: dict[int, Rollout] = field(default_factory=dict)  # by position
-    _digest: Any = None  # of the first `_hashed` documents
+    _digest: Any = None  # the digest of the first `_hashed` documents
     _hashed: int = 0
 
     @property

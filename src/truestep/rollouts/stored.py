@@ -1,7 +1,8 @@
 """The documents of rollout files too large for memory, kept in a file that all ranks and runs of a host map.
 
 The first process that opens rollout files reads and checks them, under a lock, and writes their documents one after
-another; others wait for it. What was written is complete or absent, and valid only for these files and these checks.
+another; others wait for it. The written copy is either complete or absent. It is valid only for these files and these
+checks.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def open_documents(paths: Sequence[Path], checks: Checks, cache: Path | None = None) -> Documents:
-    """Read small files into memory, and large ones by way of `cache` (default: the user's cache directory).
+    """Read small files into memory, and large ones through a copy in `cache` (default: the user's cache directory).
 
     Runs that tokenize chat messages, or mask or drop truncated documents, read files of any size into memory.
     """
@@ -108,7 +109,7 @@ def _identity_of(path: Path) -> dict[str, Any]:
 
 
 def _demands(checks: Checks) -> list[Any]:
-    """Return all that decides which records are documents, and how they are grouped, as JSON values."""
+    """Return everything that decides which records become documents and how these are grouped, as JSON values."""
     fields = [(field.name, field.level, str(field.dtype), field.required, field.default) for field in checks.fields]
     needs = checks.needs
     demands = (
@@ -146,7 +147,7 @@ def _locked(lock: Path) -> Iterator[None]:
                     break
                 except OSError as error:
                     if error.errno not in _HELD:
-                        break  # no locks on this file system: two processes may read the files, and one result stays
+                        break  # this file system has no locks: two processes may read the files, and one result is kept
                 progress.made("waits for a process that lives, since its lock ends with it")
                 time.sleep(_POLL_SECONDS)
         yield
@@ -177,13 +178,13 @@ def _make(paths: Sequence[Path], checks: Checks, directory: Path, facts: dict[st
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What is left of a document in memory when it was written."""
+    """The data of a written document that stays in memory."""
 
     id: str
     group_id: str | None
     reward: float | None
-    advantages: bool | None  # None: it has none of its own
-    end: int  # of its bytes in the file
+    advantages: bool | None  # True if the record has its own advantages, else None
+    end: int  # the end of its bytes in the file
     checksum: int
     digest: bytes
 
@@ -220,7 +221,7 @@ def content_digest(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
 
 
 def _open(directory: Path, facts: dict[str, Any], checks: Checks) -> Documents | None:
-    """Open what was written, or return None if it is absent, damaged or made of other files or by other checks."""
+    """Open the written copy. Return None if it is absent, damaged, or made from other files or with other checks."""
     try:
         content = json.loads((directory / _FACTS).read_bytes())
         if content["facts"] != facts:

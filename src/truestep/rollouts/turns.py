@@ -1,4 +1,4 @@
-"""The turns of a record: which spans of its tokens are completions of the policy, and which answered them."""
+"""The turns of a record: the spans of its tokens that the policy wrote, and the spans that answer them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -42,5 +42,5 @@ def read_turns(given: Sequence[Any] | np.ndarray | None, num_tokens: int) -> tup
 
 
 def turn_lines(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return turns as JSON values, as a record has them."""
+    """Return turns as JSON values, in the form of a record."""
     return [{name: value for name, value in asdict(turn).items() if value is not None} for turn in turns]

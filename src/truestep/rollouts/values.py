@@ -1,6 +1,6 @@
 """Checks of a record's untrusted values: numbers, lists of numbers, text.
 
-Each `Check` has two forms: `single` checks a value and words the error, and `accepts` checks an array and returns
+Each `Check` has two forms: `single` checks one value and raises the error, and `accepts` checks an array and returns
 booleans. A list is checked as an array first, and value by value only if the array check fails.
 """
 
@@ -159,7 +159,8 @@ class Check:
     single: Callable[[Any], Any]
     types: frozenset[type]  # Python types that an array of dtype `wide` holds exactly
     wide: type[np.generic]  # dtype of the array given to `accepts`
-    accepts: Callable[[np.ndarray], np.ndarray]  # true only where `single` accepts; may be false where it does
+    # True only for values that `single` accepts; may be false for some of these.
+    accepts: Callable[[np.ndarray], np.ndarray]
     stored: type[np.generic]  # dtype of the checked array
 
 
@@ -189,7 +190,8 @@ def token_id(vocabulary_size: int | None) -> Check:
 
 
 def checked(check: Callable[[Any], Any], value: Any, name: str, place: str = "") -> Any:
-    """Check a single value and return it. Messages have `name` (field and index) before the value, `place` after."""
+    """Check a single value and return it. Error messages have `name` (field and index) before the value, `place` after
+    it."""
     value = plain(value, name)
     try:
         return check(value)
@@ -209,7 +211,7 @@ def checked_array(
     if types <= check.types:
         try:
             array = np.asarray(values, dtype=check.wide)
-        except OverflowError:  # an integer too large for the array: the loop below names it
+        except OverflowError:  # an integer is too large for the array; the loop below reports which one
             array = None
         if array is not None and check.accepts(array).all():
             return array.astype(check.stored)

@@ -8,6 +8,7 @@ gpu_use           memory and speed of the GPU
 next_tokens       distributions of the next token, for probes of servers
 held_out          the loss of held-out documents
 
-While a GPU computes, the host packs the next micro-batch. Within a step's passes it waits for one number only: how many
-rows of a chunk of the head have a gradient. After them it waits for the gradient's norm, then launches the update.
+While a GPU computes, the host packs the next micro-batch. During a step's passes there is one kind of host-device sync:
+the number of rows with a gradient, per chunk of the head. After the passes the host waits for the gradient's norm, then
+launches the update.
 """

@@ -1,4 +1,4 @@
-"""What a step makes of a GPU: its memory, and the share of its products' peak speed that is reached."""
+"""A step's GPU memory, and its speed as a share of the GPU's peak (MFU)."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,8 @@ from truestep.rollouts.prefixes import forest_of
 from truestep.types import StepPlan
 
 GIB = 2**30
-# Dense bfloat16 products a second, as the makers state them, by a part of the device's name; the first that fits.
+# Peak FLOP/s of dense bfloat16 matrix products, as the makers state them, by a part of the device's name. The first
+# match counts.
 PEAKS = (
     ("B300", 2.5e15),
     ("B200", 2.25e15),
@@ -34,14 +35,14 @@ PEAKS = (
 
 
 def peak_of(device_name: str) -> float | None:
-    """Look up the operations a second of a device; None where they are not known."""
+    """Look up the peak FLOP/s of a device; None if unknown."""
     return next((peak for part, peak in PEAKS if part in device_name), None)
 
 
 def training_operations(facts: ModelFacts, plan: StepPlan) -> float:
-    """Count the operations of a step's products, forward and backward: 6 for each weight and token, 4 where a weight is
-    not trained. The head has only labels; attention is causal. Nothing that is computed twice counts twice, and a
-    shared prefix counts once."""
+    """Count the FLOPs of a step's matrix products, forward and backward: 6 per weight and token, 4 if the weight is not
+    trained. The head computes only labels; attention is causal. Recomputed work is not counted, and a shared prefix
+    counts once."""
     tokens, squares = 0, 0
     for members in plan.micro_batches:
         forest = forest_of(plan, members)
@@ -57,7 +58,7 @@ def training_operations(facts: ModelFacts, plan: StepPlan) -> float:
 
 
 def gpu_metrics(policy: Policy, plan: StepPlan, times: Mapping[str, float]) -> dict[str, float]:
-    """Measure the first rank's memory at its peak so far, and the share of all GPUs' speed while the step computes."""
+    """Measure the first rank's peak memory so far, and the MFU over all GPUs during the step's computation."""
     if policy.device.type != "cuda":
         return {}
     metrics = {"gpu_memory": torch.cuda.max_memory_allocated(policy.device) / GIB}

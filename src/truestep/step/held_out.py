@@ -1,4 +1,4 @@
-"""The loss of held-out documents, which a supervised run is judged by: the mean over all of their labels."""
+"""The loss of held-out documents, for judging a supervised run: the mean over all of their labels."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,14 +13,16 @@ from truestep.types import Rollout
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    runner: StepRunner  # of the run's loss without optional terms, over labels
+    runner: StepRunner  # computes the run's loss without optional terms, averaged over labels
     rule: StepRule
     documents: Sequence[Rollout]
     num_rejected: int
 
     def run(self, step: int, documents_seen: int, asked_to_stop: Callable[[], bool] = never) -> dict[str, Any]:
-        """Evaluate the policy and give one line of evaluation.jsonl; `Interrupted` where the run was asked to stop."""
-        if any(self.runner.policy.weights.ranks.gather(asked_to_stop())):  # all ranks alike: they compute it together
+        """Evaluate the policy. Return one line of evaluation.jsonl. Raise `Interrupted` if the run was asked to
+        stop."""
+        # all ranks decide together, because they compute together
+        if any(self.runner.policy.weights.ranks.gather(asked_to_stop())):
             raise Interrupted
         start = time.perf_counter()
         plan = plan_exactly(self.documents, self.rule, documents_seen)
@@ -36,4 +38,4 @@ class HeldOutLoss:
         }
 
     def close(self) -> None:
-        """Do nothing: no process serves it."""
+        """Do nothing: there is no process to stop."""

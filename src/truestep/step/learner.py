@@ -1,4 +1,4 @@
-"""A policy with its objective and its optimizer: gradients of plans, and updates by them.
+"""A policy with its objective and its optimizer. It computes gradients of plans and updates the weights.
 
 `train` and `Session` are loops over it. All ranks call its methods together.
 """
@@ -26,7 +26,7 @@ class Learner:
     gradient_clip: float | None
     trace: Trace | None = None  # digests and norms of the weights after each update
     update_check: UpdateCheck = field(init=False)
-    _squares: dict[str, torch.Tensor] = field(default_factory=dict)  # of the gradients' norms, for `trace`
+    _squares: dict[str, torch.Tensor] = field(default_factory=dict)  # squared gradient norms by weight, for `trace`
 
     def __post_init__(self) -> None:
         self.update_check = UpdateCheck(self.policy.weights)
@@ -45,7 +45,7 @@ class Learner:
         return usable(norm, self.gradient_clip)
 
     def forget_gradient(self) -> None:
-        """Undo what `gradient_norm` has begun, if no update follows it."""
+        """Discard what `gradient_norm` prepared in the optimizer, if no update follows."""
         forget_prepared(self.optimizer)
 
     def update(
@@ -56,8 +56,8 @@ class Learner:
         scale: float = 1.0,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Update the weights by the gradient times `scale`, clipped; `norm` is that of the scaled gradient. `loads`:
-        the step's choices of experts. `before` is called when the weights are about to change."""
+        """Update the weights by the gradient times `scale`, clipped. `norm` is the norm of the scaled gradient.
+        `loads`: the counts of chosen experts in the step. `before` is called just before the weights change."""
         with self.runner.stopwatch.measure("optimizer"), working("updating weights", "numbers updated"):
             clip = clip_scale(norm, self.gradient_clip)
             before()

@@ -1,6 +1,6 @@
-"""The policy's distribution of the token behind each of a few texts, by the forward pass that training uses.
+"""The policy's next-token distributions after a few texts, by the forward pass of training.
 
-It runs under every layout, and no rank needs more of the model than a training step takes.
+It runs under every layout, and no rank needs more of the model than in a training step.
 
 Dimensions: P texts, T of them in this rank's share, V vocabulary.
 """
@@ -17,16 +17,16 @@ from truestep.step.compute.label_shares import LabelShare, MicroBatch
 from truestep.step.compute.passes import Passes
 from truestep.types import Rollout
 
-# Where a part of the logits stands: the text, and the first token of the vocabulary's slice.
+# The key of a part of the logits: the text's index, and the first token of the vocabulary slice.
 _Place = tuple[int, int]
 
 
 def next_token_logprobs(
     policy: Policy, texts: Sequence[Sequence[int]], temperatures: Sequence[float]
 ) -> list[np.ndarray]:  # [P, V] float32 for each temperature
-    """Compute the log-probs of all next tokens. Every rank calls this and gets all of them."""
+    """Compute the log-probs of all next tokens after each text. Every rank calls this and gets all results."""
     ranks = policy.weights.ranks
-    # One rank of data has the texts; the others compute padding, as in a step.
+    # Only data-parallel rank 0 has the texts; the others compute padding.
     documents = [_document(number, text) for number, text in enumerate(texts)] if ranks.data_rank == 0 else []
     parts: dict[_Place, list[np.ndarray]] = {}
 
@@ -66,6 +66,7 @@ def _packed(policy: Policy, documents: Sequence[Rollout]) -> MicroBatch:
 
 
 def _document(number: int, text: Sequence[int]) -> Rollout:
-    """Put one label, whichever, behind the text: its row is that of the next token."""
+    """Append one label to the text. Any token will do, since the row that predicts it gives the next-token
+    distribution."""
     ids = np.array([*text, text[-1]], dtype=np.int64)
     return Rollout(id=str(number), input_ids=ids, loss_mask=np.arange(len(ids)) == len(text))

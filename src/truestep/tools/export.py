@@ -57,7 +57,7 @@ def export(
     whole, attached = read_model(base, trust_remote_code, adapter)
     kind: torch.dtype = getattr(torch, dtype)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same id
+    shutil.rmtree(partial, ignore_errors=True)  # left over from a killed process with the same id
     try:
         progress.phase("exporting")
         with progress.working("writing", "bytes written"), writing(partial):

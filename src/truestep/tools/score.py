@@ -1,5 +1,4 @@
-"""Computes the forward pass, and optionally the backward pass, of one step over all of `data.path`, and writes
-files."""
+"""Computes one step over all of `data.path` and writes files: the forward pass, and optionally the backward pass."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -94,7 +93,7 @@ def _documents(config: Config, policy: Policy, ranks: Ranks) -> tuple[Sequence[R
 def _clear(output: Path, rejected: Sequence[Rejected]) -> None:
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    for name in ("step.json", "scores.jsonl", _GRADIENTS, _PARTIAL):  # files of an earlier call
+    for name in ("step.json", "scores.jsonl", _GRADIENTS, _PARTIAL):  # left over from an earlier call
         (output / name).unlink(missing_ok=True)
     write_rejected(output, rejected)
 
@@ -127,8 +126,9 @@ def _document_line(rollout: Rollout, score: DocumentScore, objective: Objective)
 
 
 def _ratios(rollout: Rollout, score: DocumentScore, objective: Objective) -> list[float]:
-    """Return each label's ratio as the loss uses it: its own, or its document's. Empty without old log-probs."""
-    if objective.recompute:  # the old log-probs are those of the same weights
+    """Return each label's importance ratio as the loss uses it: the label's own, or its document's. Empty without old
+    log-probs."""
+    if objective.recompute:  # the old log-probs come from the same weights
         return [1.0] * len(score.logprobs)
     if rollout.logprobs is None or not len(score.logprobs):
         return []

@@ -1,4 +1,5 @@
-"""`truestep serve`: the policy behind the endpoint, without training. Rewarded documents are written as records."""
+"""`truestep serve`: serves the policy as an endpoint, without training. Documents with rewards are written as
+records."""
 
 import asyncio
 import hmac
@@ -27,8 +28,8 @@ from truestep.model.policy import Policy
 from truestep.run.assemble.policy import join_ranks, make_policy
 from truestep.run.assemble.servers import secret_of
 
-_MOST_OPEN = 4096  # documents that are being written: the one that was used least recently is forgotten
-_MOST_TURNS = 256  # of a document
+_MOST_OPEN = 4096  # most open documents; if there are more, the least recently used one is dropped
+_MOST_TURNS = 256  # most turns of a document
 _LONGEST_NAME = 200
 
 
@@ -37,16 +38,16 @@ class ServeError(TruestepError):
 
 
 class Beside(Protocol):
-    """Another protocol that is served at the same address, by the same process."""
+    """Another protocol, served at the same address by the same process."""
 
     keys: Path | None
 
     def begin(self, config: Config, policy: Policy, longest: int) -> list[Any]:
-        """Return the routes that it adds to the server's."""
+        """Return routes to add to the server's."""
         ...
 
     async def run(self) -> None:
-        """Do its work until it is cancelled."""
+        """Run until cancelled."""
         ...
 
 
@@ -64,9 +65,10 @@ def serve(
     """Serve the policy until the process is interrupted. `ready` is called with the base URL. `beside`: another
     protocol at the same address.
 
-    `key_env`: the environment variable with a secret; a key is the secret, or the secret, a colon and the document's
-    name. Without one, which is for loopback alone, any key is a document's name. `documents`: the file to which
-    documents are appended when their rewards are posted. `weights`: a checkpoint, in place of model.path.
+    `key_env`: the environment variable with a secret. A key is then the secret, or the secret, a colon and the
+    document's name. Without a secret, which is allowed only on loopback, any key is a document's name. `documents`: the
+    file to which documents are appended when their rewards are posted. `weights`: a checkpoint to serve in place of
+    model.path.
     """
     secret = secret_of("--key-env", key_env)
     file = None if documents is None else Path(documents)
@@ -92,7 +94,8 @@ def serve(
     async def work(item: None, generate: Generate) -> None:
         keys = _Documents(policy, generate, draw, EpisodeLimits(_MOST_TURNS, longest), secret, file)
         routes = () if beside is None else beside.begin(config, policy, longest)
-        # A web page whose name leads to this machine could ask where any key is a document's name.
+        # Without a secret, a web page could send requests to this machine by a host name that resolves to it (DNS
+        # rebinding).
         accepts = leads_to_loopback if secret is None else lambda host: True
         endpoint = Endpoint(keys, Path(config.model.path).name, host, port, accepts, routes)
         ready(endpoint.url)
@@ -105,7 +108,7 @@ def serve(
 
 
 class _Documents:
-    """The documents that are being written, by their names."""
+    """The open documents, by name."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class _Documents:
         return served
 
     def _name_of(self, key: str) -> str | None:
-        """Return the name of a key's document. None: the key is wrong."""
+        """Return the document's name in a key; None if the key is wrong."""
         if self._secret is not None:
             length = len(self._secret)
             if (
@@ -154,7 +157,7 @@ class _Documents:
         return Served(document, lambda: self._posted(name, document), self._loop)
 
     def _posted(self, name: str, document: Document) -> None:
-        """Write a document, and let its name begin another one."""
+        """Write a document to the file, and close it, so that its name can be used for a new one."""
         if self._file is None:
             raise RequestError("documents are not kept: start `truestep serve` with --documents FILE")
         if not document.completions:
@@ -172,7 +175,7 @@ class _Documents:
 
 
 def _ignore(error: Exception) -> None:
-    """The request is refused, which is all that can be done."""
+    """Do nothing: the request is refused, and nothing else can be done."""
 
 
 def records_of(document: Document, name: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 protocol          the interface used by optimizer, checkpoints, samplers and publication
 whole             weights that are not sharded; sharded: weights sharded over ranks by FSDP2
 lazy              unread weights of a checkpoint: renamed and cut first, then read once
-gradient_buffers  finds a weight's float32 gradient buffer by its number; sum_kernel: adds partial gradients to a buffer
+gradient_buffers  a table of float32 gradient buffers by number; sum_kernel: adds partial gradients to a buffer
 offloaded         frozen weights in host memory
 pieces            the part of each weight that a rank has; blocks: blocks of a row that share a scale
 layers            finds a model's decoder layers, and counts active weights

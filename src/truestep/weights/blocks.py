@@ -1,4 +1,5 @@
-"""Blocks of a weight's rows: neighbouring elements that share a scale (8-bit states). No rank's cut divides a block."""
+"""Blocks of a weight's rows: consecutive elements that share a scale (8-bit states). Cuts between ranks never divide a
+block."""
 
 import math
 from typing import NamedTuple
@@ -7,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 BLOCK = 256
-PARTS = 16  # a row has gcd(columns, PARTS) parts; a block never crosses a part's border
+PARTS = 16  # a row has gcd(columns, PARTS) parts, and no block crosses the border between two parts
 
 
 class ScaleBlocks(NamedTuple):

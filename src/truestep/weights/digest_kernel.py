@@ -16,15 +16,15 @@ import triton.language as tl
 from truestep.gpu.operators import on_device
 from truestep.types import sent
 
-_BLOCK = 2048  # numbers that a program reads at a time
-_BLOCKS = 32  # of a program
+_BLOCK = 2048  # numbers that a program reads per iteration
+_BLOCKS = 32  # iterations of a program
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _digest_kernel(
-    table_pointer,  # [W, 5] int64: address, numbers, and the width, the stride and the start of its rows
-    work_pointer,  # [P, 2] int32: a weight, and a part of it
+    table_pointer,  # [W, 5] int64: address and number of elements, then the width, stride and start of its rows
+    work_pointer,  # [P, 2] int32: index of a weight, and of a part of it
     sums_pointer,  # [P] int64
     squares_pointer,  # [P] float32
     TYPE: tl.constexpr,
@@ -52,7 +52,7 @@ def _digest_kernel(
 
 @cache
 def _work(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:  # [P, 2] int32
-    """Divide weights of the given sizes into the parts of programs."""
+    """Divide weights of the given sizes into parts, one for each program."""
     parts = [triton.cdiv(count, _BLOCK * _BLOCKS) for count in counts]
     owners = np.repeat(np.arange(len(counts), dtype=np.int32), parts)
     firsts = np.repeat(np.cumsum([0, *parts[:-1]]), parts)
@@ -61,7 +61,7 @@ def _work(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:  # [P,
 
 
 class Table:
-    """The places of weights of one type: addresses, and rows (`digests.Run`) as width, stride and start."""
+    """Addresses of weights of one dtype, and their rows (`digests.Run`) as width, stride and start."""
 
     def __init__(self, parts: Sequence[torch.Tensor], rows: Sequence[tuple[int, int, int]]):
         self.addresses = [part.data_ptr() for part in parts]

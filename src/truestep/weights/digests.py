@@ -1,8 +1,8 @@
-"""A digest of each weight's bits, with which two runs, or a run and its replay, are compared.
+"""Digests of weights' bits, for comparing two runs, or a run and its replay.
 
-The digest of a weight is the sum of (2 i + 1) · bits(i) over its numbers i, modulo 2^64, where bits(i) are the bits of
-the number as an integer. It sees any change of one number, and any two numbers that change places. It is a sum of
-integers, so it depends neither on how ranks divide a weight nor on the order of the sum.
+The digest of a weight is the sum of (2 i + 1) · bits(i) over its elements i, modulo 2^64, where bits(i) are the bits of
+the element as an integer. It changes if one element changes or two different elements are swapped. It is a sum of
+integers, so it depends neither on how ranks divide a weight nor on the order of additions.
 """
 
 import logging
@@ -19,13 +19,13 @@ from truestep.weights.tensor_parts import Box, own_box
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 26}  # numbers that are added up at a time; a CPU's stay in its cache
+_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 26}  # elements per iteration; on a CPU they fit its cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of consecutive numbers of a weight: row k begins at number `start + k · stride` of the whole weight."""
+    """Rows of consecutive elements of a weight. Row k begins at element `start + k · stride` of the whole weight."""
 
     start: int
     rows: int
@@ -34,11 +34,11 @@ class Run:
 
 
 def run_of(box: Box, whole: Sequence[int]) -> Run | None:
-    """Return the numbers of a box as rows; None if the strides between its rows differ."""
+    """Return the elements of a box as rows; None if the strides between its rows differ."""
     strides = [math.prod(whole[dimension + 1 :]) for dimension in range(len(whole))]
     start = sum(place * stride for place, stride in zip(box.start, strides, strict=True))
     cut = [d for d in range(len(whole)) if box.shape[d] != whole[d]]
-    last = max(cut, default=0)  # the dimensions behind it are whole
+    last = max(cut, default=0)  # later dimensions are not cut
     if len(whole) == 0 or last == 0:
         return Run(start, 1, box.numbers, 0)
     if any(box.shape[d] != whole[d] for d in range(1, last)):
@@ -47,7 +47,7 @@ def run_of(box: Box, whole: Sequence[int]) -> Run | None:
 
 
 def digest(part: torch.Tensor, run: Run) -> torch.Tensor:  # [] int64
-    """Add up a part of a weight, in plain torch."""
+    """Compute the digest of a part of a weight in plain torch. Digests of parts add up to the weight's digest."""
     bits = part.detach().reshape(-1).view(_BITS[part.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     at_once = min(_AT_ONCE.get(part.device.type, 1 << 20), len(bits))
@@ -65,9 +65,10 @@ def digest(part: torch.Tensor, run: Run) -> torch.Tensor:  # [] int64
 
 @dataclass
 class Trace:
-    """The digests and norms of the weights after an update, computed beside the step.
+    """The digests and norms of the weights after an update.
 
-    On a GPU, `ask` launches kernels and `Answer.read` waits for them; called a step later, it does not wait.
+    On a GPU, `ask` launches kernels and `Answer.read` waits for them. If `read` is called a step later, it does not
+    have to wait.
     """
 
     weights: Weights
@@ -83,10 +84,10 @@ class Trace:
 
     @torch.no_grad()
     def ask(self, squares: Mapping[str, torch.Tensor]) -> None:
-        """Begin the digests and norms of the weights. `squares`: of the norms of the gradients that this rank counts.
-        Every rank calls this after its part of an update."""
+        """Start to compute the digests and norms of the weights. `squares`: the squared norms of the gradients that
+        this rank counts. Every rank calls this after its part of an update."""
         weights, names = self.weights, self.names
-        # Masters in host memory are on their way there: of these the copies on the device are added up.
+        # Masters in host memory may still be in flight, so the copies on the device are used instead.
         parts = weights.computed() if weights.masters_on_host else weights.master
         own = {
             name: parts[name].detach()
@@ -104,19 +105,19 @@ class Trace:
         self.latest = Answer.of(names, sums, both)
 
     def now(self) -> dict[str, int]:
-        """Return the digests of the weights as they are. Every rank calls this."""
+        """Return the digests of the current weights. Every rank calls this."""
         self.ask({})
         assert self.latest is not None
         return self.latest.read().digests
 
     def _added_up(self, own: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the digests of parts and the sums of their squares."""
+        """Return the digests of parts, and the sums of their squares."""
         runs = {name: self._run(name) for name in own}
         parts = {name: part.contiguous() for name, part in own.items() if runs[name] is not None}
         if self.weights.device.type == "cuda" and not self._kernel_fails:
             try:
                 return self._by_kernel(parts)
-            except Exception:  # no Triton, or no compiler: a record of the step must not end the run
+            except Exception:  # no Triton, or no compiler: this record must not end the run
                 self._kernel_fails = True
                 log.warning("digests of weights by a Triton kernel fail; plain torch makes them", exc_info=True)
         digests = {name: digest(part, run) for name, part in parts.items() if (run := runs[name]) is not None}
@@ -149,7 +150,7 @@ class Trace:
 def _spread(
     names: Sequence[str], values: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:  # [names]
-    """Return the values in the order of names, with 0 for those that this rank lacks."""
+    """Return the values in the order of names, with 0 for names without a value on this rank."""
     zero = torch.zeros((), dtype=dtype, device=device)
     return torch.stack([values.get(name, zero).to(device, dtype) for name in names]) if names else zero[None][:0]
 
@@ -165,12 +166,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Answer:
-    """Digests and norms on their way to the host."""
+    """Digests and norms that are being copied to the host."""
 
     names: Sequence[str]
     sums: torch.Tensor
     squares: torch.Tensor
-    there: Any = None  # the CUDA event after which they are there
+    there: Any = None  # the CUDA event after which they are valid
 
     @staticmethod
     def of(names: Sequence[str], sums: torch.Tensor, squares: torch.Tensor) -> "Answer":

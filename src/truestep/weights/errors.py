@@ -7,7 +7,7 @@ from truestep.errors import TruestepError
 
 
 class ModelError(TruestepError):
-    """A model cannot be trained, or not over these ranks. The message says why."""
+    """Raised if a model cannot be trained, or not over these ranks. The message says why."""
 
 
 def no_model(directory: Path) -> str:

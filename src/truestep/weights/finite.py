@@ -15,10 +15,10 @@ LARGEST = 1.8e19  # about the largest float32 whose square is finite in float32
 
 
 class Extremes:
-    """Collects the minimum and maximum of tensors on their device. Only `not_finite` synchronises with the device."""
+    """Collects the minimum and maximum of tensors on their device. Only `not_finite` needs a host-device sync."""
 
     def __init__(self) -> None:
-        # By type and device: an optimizer may keep a count of steps on the host, beside states on the GPU.
+        # By dtype and device: an optimizer may have its step count on the host and states on the GPU.
         self._found: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
 
     def add(self, name: str, piece: torch.Tensor) -> None:
@@ -44,8 +44,8 @@ def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def named_by_all(ranks: Ranks, names: Sequence[str]) -> list[str]:
-    """Gather the names found on all ranks, without duplicates. Every rank calls this. Ranks that only describe a layout
-    (`verify` makes them, without a process group) return their own names."""
+    """Gather the names found on all ranks, without duplicates. Every rank calls this. `verify` makes `Ranks` that only
+    describe a layout, without a process group; these return their own names."""
     parts = [names] if ranks.host is None else ranks.gather(list(names))
     return list(dict.fromkeys(name for part in parts for name in part))
 
@@ -58,17 +58,17 @@ def some(names: Sequence[str]) -> str:
 
 
 class UpdateCheck:
-    """Checks that all trained weights, in the type that the model computes with, are finite after an update.
+    """Checks that all trained weights, in the compute dtype, are finite after an update.
 
-    On a GPU, the check is launched with the update, and its result is copied to pinned memory without a
-    synchronisation. On a CPU, the check runs when `ruined` is called. A tensor is ruined if its norm is not finite in
-    float32: it has a value that is not finite, or values about as large as `LARGEST`, whose products overflow.
+    On a GPU, the check is launched with the update, and its result is copied to pinned memory without a host-device
+    sync. On a CPU, the check runs when `ruined` is called. A tensor is ruined if its norm is not finite in float32: it
+    has a value that is not finite, or values about as large as `LARGEST`, whose products overflow.
     """
 
     def __init__(self, weights: Weights):
         self._weights = weights
-        self.learning_rate = 0.0  # at the last update
-        self._asked = False  # an update was made since the last call of `ruined`
+        self.learning_rate = 0.0  # the rate of the last update
+        self._asked = False  # True if there was an update since the last call of `ruined`
         self._answer: torch.Tensor | None = None  # the sum of all norms over all ranks, in pinned memory
         self._there: Any = None  # the CUDA event after which `_answer` is valid
 

@@ -1,6 +1,5 @@
-"""A table of weights whose gradients kernels, not autograd, add to a float32 buffer. Each weight has a number in it.
-
-Operators of compiled code take the number, and find the weight and the owner of its buffer here."""
+"""A table of weights whose gradients are added to float32 buffers by kernels, not by autograd. Each weight's key in it
+is a number. Operators in compiled code take the number, and look up the weight and the owner of its buffer."""
 
 import itertools
 import weakref
@@ -22,11 +21,11 @@ class Buffers(Protocol):
     def add_grouped(
         self, parameter: torch.nn.Parameter, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor
     ) -> None:
-        """Add `first[run].T @ second[run]` to each matrix of a parameter's gradient buffer. The run of rows of a matrix
-        ends where `ends` says."""
+        """Add `first[rows].T @ second[rows]` to each matrix m of a parameter's gradient buffer. The rows of matrix m
+        end at `ends[m]`."""
 
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Move each group of parameters to contiguous memory, one after another."""
+        """Move each group of parameters to contiguous memory."""
 
 
 _numbers = itertools.count()
@@ -34,15 +33,15 @@ _table: dict[int, tuple[weakref.ref[Any], weakref.ref[torch.nn.Parameter]]] = {}
 
 
 def enter(owner: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Enter a parameter and the owner of its gradient buffer. Return the parameter's number, as a tensor of the host:
-    compiled code takes a tensor as an input, so that all layers share it, but an int as a constant."""
+    """Enter a parameter and the owner of its gradient buffer. Return the parameter's number as a tensor on the host.
+    For compiled code a tensor is an input, so all layers share the code; an int would be a constant."""
     number = next(_numbers)
     _table[number] = weakref.ref(owner), weakref.ref(parameter, lambda _: _table.pop(number, None))
     return torch.tensor(number)
 
 
 def entry(number: int) -> tuple[Any, torch.nn.Parameter]:
-    """Return the buffer's owner and the parameter that have a number."""
+    """Return the buffer's owner and the parameter with this number."""
     owner, parameter = (found() for found in _table.get(number, (_nobody, _nobody)))
     if owner is None or parameter is None:
         raise RuntimeError("a weight that adds its own gradient was replaced or let go of before its backward pass")
@@ -54,7 +53,7 @@ def _nobody() -> Any:
 
 
 def runs_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the rows of each run that has rows. On a GPU, the host waits for `ends`."""
+    """Yield the index and the rows of each run that is not empty. On a GPU this is a host-device sync."""
     for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         if end > start:
             yield number, slice(start, end)

@@ -1,7 +1,7 @@
 """A Triton kernel that adds the gradients of all experts' weights to a float32 buffer.
 
-One program computes a tile of one expert's matrix: it sums the outer products of the expert's rows in registers, adds
-what the buffer held, and writes it once. It reads the ends of the runs of rows on the GPU, so the host does not wait.
+One program computes a tile of one expert's matrix. It sums the outer products of the expert's rows in registers, adds
+the buffer's tile, and writes the sum once. It reads `ends` on the GPU, so there is no host-device sync.
 
 Dimensions: R rows sorted by expert, E experts, N and K columns of the two operands.
 """
@@ -25,7 +25,7 @@ def _add(
     buffer_pointer,  # [E, N, K] float32
     N,
     K,
-    ADDS: tl.constexpr,  # to what the buffer holds; else it is overwritten
+    ADDS: tl.constexpr,  # True: add to the buffer; False: overwrite it
     ROWS: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
@@ -38,7 +38,7 @@ def _add(
     total = tl.zeros((FIRST, SECOND), tl.float32)
     for row in range(start, whole, ROWS):
         total = tl.dot(first.load([row, n]).T, second.load([row, k]), total)
-    if whole < end:  # the rows behind the last whole block are another expert's
+    if whole < end:  # rows after `end` belong to the next expert
         own = (whole + tl.arange(0, ROWS) < end)[:, None]
         rows, others = first.load([whole, n]), second.load([whole, k])
         total = tl.dot(tl.where(own, rows, 0.0).T, tl.where(own, others, 0.0), total)

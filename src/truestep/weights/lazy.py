@@ -1,8 +1,8 @@
 """Unread weights: meta tensors that record how to read their values from a checkpoint.
 
 transformers renames a checkpoint's tensors and combines some. Here it does so with unread tensors, and the operations
-are recorded. A rank then cuts its part, and reads only that, once, into its final memory. So its memory holds its own
-part and the few tensors being read.
+are recorded. A rank then cuts its part, and reads only that part, once, into its final memory. So a rank's memory holds
+only its own part and the few tensors that are being read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from truestep.process import progress
 
-# Operations that only move or select values. They run on the stored type, and the result, maybe smaller, is converted.
+# Operations that only move or select values. They run in the stored dtype. Only their result, which may be smaller, is
+# converted.
 _MOVES = (
     torch.Tensor.__getitem__,
     torch.Tensor.narrow,
@@ -38,13 +39,13 @@ Narrower = Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]
 
 
 class UnreadError(RuntimeError):
-    """Code changes a weight that has no values yet."""
+    """Raised if code changes a weight that is not read yet."""
 
 
 class Unread(torch.Tensor):
     """A meta tensor that records operations, and applies them to its values when these are read."""
 
-    # A function that reads the values in the stored type, and a `Narrower` for views or None.
+    # A function that reads the values in the stored dtype; and a `Narrower` for views, or None.
     _stored: tuple[Callable[[], torch.Tensor], Narrower | None]
 
     @classmethod
@@ -67,7 +68,7 @@ class Unread(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
         if function == torch.Tensor.device.__get__:
-            # The device that values are read to. transformers never treats two meta tensors as tied.
+            # The device to which values are read. With "meta", transformers would never treat two tensors as tied.
             return torch.device("cpu")
         name = function.__name__
         in_place = name.endswith("_") and not name.endswith("__") and name not in _SETTINGS
@@ -76,11 +77,11 @@ class Unread(torch.Tensor):
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 looks = function(*tree_map(_on_meta, arguments), **tree_map(_on_meta, named))
-        except NotImplementedError:  # the operation needs values, as a comparison does
+        except NotImplementedError:  # the operation needs values, for example a comparison
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
-        if function in _EMPTY:  # initial values, drawn into memory without values; a weight that is read takes none
+        if function in _EMPTY:  # initial values: none are needed, because the weight is read from a file
             return looks
-        if isinstance(looks, Unread):  # `requires_grad_`, which returns the tensor itself
+        if isinstance(looks, Unread):  # `requires_grad_` returns the tensor itself
             return looks
 
         def stored() -> Any:
@@ -90,7 +91,7 @@ class Unread(torch.Tensor):
                 as_stored = tree_map(_as_stored, arguments)
                 if (
                     len(_types(as_stored)) == len(_types(arguments)) == 1
-                ):  # one stored type: compute in it, convert the result
+                ):  # one stored dtype: compute in it, then convert the result
                     return function(*as_stored, **named)
             return function(*tree_map(_values, arguments), **tree_map(_values, named))
 
@@ -104,7 +105,7 @@ class Unread(torch.Tensor):
 
 
 def _narrower_of(function: Any, arguments: Any) -> Narrower | None:
-    """Return the narrower of the tensor that a view is taken of; None for other operations."""
+    """Return the narrower of the tensor that this operation takes a view of; None for other operations."""
     views = (torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.detach)
     return arguments[0]._stored[1] if function in views and isinstance(arguments[0], Unread) else None
 
@@ -135,14 +136,14 @@ def _types(values: Any) -> set[torch.dtype]:
 
 @torch.no_grad()
 def read_into(place: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor, read or unread, into `place`. Values go to the device in their stored type, and are converted
+    """Copy a tensor, read or unread, into `place`. Values are sent to the device in their stored dtype, and converted
     there."""
     place.copy_((tensor._stored[0]() if isinstance(tensor, Unread) else tensor).to(place.device))
     progress.made("bytes read", place.nbytes)
 
 
 def read_all(tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Read tensors, the mapping's keys, into the mapping's values."""
+    """Read the tensors that are the mapping's keys into the tensors that are its values."""
     with ThreadPoolExecutor(_READERS) as readers:
         list(readers.map(read_into, tensors.values(), tensors))
 
@@ -154,9 +155,9 @@ def read_parameters(
     frozen_dtype: torch.dtype | None = None,
     held: Mapping[str, torch.Tensor] | None = None,
 ) -> Callable[[], None]:
-    """Read each parameter of a model, or the parameter that `lent` maps it to. Frozen parameters are stored in
-    `frozen_dtype`, if given; those that `held` has by name are not read, and are shared with their other model. Return
-    a function that puts the unread parameters back."""
+    """Read each parameter of a model. `lent` maps parameters to those that are read in their place. Frozen parameters
+    are stored in `frozen_dtype`, if given. Frozen parameters with names in `held` are not read; they share the tensors
+    there. Return a function that puts the unread parameters back."""
     places: dict[torch.Tensor, torch.nn.Parameter] = {}
     shared = {parameter: held[name] for name, parameter in model.named_parameters() if name in held} if held else {}
 
@@ -207,7 +208,7 @@ def place_buffers(model: torch.nn.Module, device: torch.device) -> None:
 @contextmanager
 def unread_files() -> Iterator[None]:
     """Make transformers load files as unread tensors within the block, by patching its `safe_open`. If a version of
-    transformers reads files in another way, the same model is loaded, but all of it is read at once."""
+    transformers does not use `safe_open`, it loads the same model, but reads all of it at once."""
     from transformers import modeling_utils
 
     module: Any = modeling_utils
@@ -220,7 +221,7 @@ def unread_files() -> Iterator[None]:
 
 
 class _File:
-    """Replaces transformers' file handle, and stays open after `__exit__` for tensors that are read later."""
+    """Replaces transformers' file handle. It stays open after `__exit__`, for tensors that are read later."""
 
     def __init__(self, opened: Callable[[], Any]):
         self._open = opened
@@ -251,13 +252,14 @@ class _File:
 
 @contextmanager
 def weights_without_values() -> Iterator[None]:
-    """Put the weights of modules made within the block on the meta device. Buffers keep their values, because a model
-    may compute them in its constructor."""
+    """Put the weights of modules that are made within the block on the meta device. Buffers keep their values, because
+    a constructor may compute them."""
     module: Any = torch.nn.Module
     honest = module.register_parameter
 
     def register(self: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # a tied parameter, on meta already, stays the same object
+        # a tied parameter that is already on meta must stay the same object
+        if parameter is not None and not parameter.is_meta:
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         honest(self, name, parameter)
 

@@ -1,4 +1,4 @@
-"""Frozen weights that lie in host memory between uses."""
+"""Frozen weights that are in host memory between uses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class HostCopies:
         if weights.master:
             raise ValueError("weights that are trained have to stay where their optimizer is")
         self._weights = weights
-        # By address, because tensors may share storage. A rank's part of a tensor may be empty.
+        # By address, because tensors may share storage. This rank's part of a tensor may be empty.
         parts = (tensor.untyped_storage() for tensor in weights.frozen.values())
         found = {part.data_ptr(): part for part in parts if part.nbytes()}
         self._storages = [(part, part.nbytes(), to_host(_as_bytes(part))) for part in found.values()]

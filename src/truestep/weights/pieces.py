@@ -1,4 +1,5 @@
-"""The cuts of every weight of the uncut model, and the ranks that have them; the same description on every rank.
+"""Describes how the weights of the uncut model are cut, and which ranks have them. The description is the same on every
+rank.
 
 Sharding is not included: all ranks of a shard group have the same slice, and FSDP shards it among them.
 """
@@ -16,30 +17,30 @@ from truestep.ranks.group import Ranks
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A weight of the uncut model, and how it is cut into the slices that ranks have."""
+    """A weight of the uncut model, and how it is cut into slices for ranks."""
 
     shape: torch.Size  # the shape of the uncut weight
     trained: bool = True
-    # Maps an axis of the ranks to the weight's dimension that is cut over it. Slices have equal size; the last ones may
-    # be smaller or empty. Along other axes every rank has the whole weight, and a partial gradient (from its tokens or
-    # heads).
+    # Maps an axis of the ranks to the dimension of the weight that is cut over it. Slices have equal size; the last
+    # ones may be smaller or empty. Along other axes every rank has the whole weight, and a partial gradient (from its
+    # tokens or heads). Over the derived axis `expert`, each rank has some whole experts, and their gradient summed over
+    # all tokens of its group.
     cut: Mapping[str, int] = field(default_factory=dict)
-    # Over the derived axis `expert`, each rank has some of the experts, whole, and the sum of their gradient over all
-    # tokens of its group.
-    # The pipeline ranks that have the weight. A tied embedding is on two, each with a partial gradient.
+    # The pipeline ranks that have the weight. A tied embedding is on two ranks, each with a partial gradient.
     stages: tuple[int, ...] = (0,)
-    at_end: bool = False  # the weight is the embedding's or the head's
+    at_end: bool = False  # whether the weight is the embedding's or the head's
 
     def counted_on(self, ranks: Ranks) -> bool:
-        """Return whether sums over all weights count the slice on this rank: one of the ranks with equal values."""
+        """Return whether sums over all weights count this rank's slice. Of several ranks with equal values, only one
+        counts it."""
         return ranks.stage == self.stages[0] and all(self.is_cut(axis) or ranks.place_on(axis) == 0 for axis in CUT)
 
     def is_cut(self, axis: str) -> bool:
-        """Tell whether the ranks of an axis have different parts of the weight."""
+        """Tell whether the ranks of an axis have different parts of this weight."""
         return axis in self.cut or any(axis in DERIVED[name] for name in self.cut if name in DERIVED)
 
     def shard_of(self, ranks: Ranks) -> tuple[int, int]:
-        """Return the number of ranks over which this rank's slice is sharded, and the number of its shard."""
+        """Return the number of ranks over which this rank's slice is sharded, and the index of its shard."""
         derived = next((name for name in self.cut if name in DERIVED), None)
         if derived is None:
             return ranks.shards, ranks.shard
@@ -91,8 +92,8 @@ def pieces_of(model: Any) -> dict[str, WeightSlice]:
 
 
 def sum_parts(ranks: Ranks, pieces: dict[str, WeightSlice], gradients: dict[str, torch.Tensor]) -> None:
-    """All-reduce partial gradients in place: of uncut weights over tensor ranks, of tied embeddings over both ends of
-    the pipeline."""
+    """Sum partial gradients over ranks, in place: uncut weights over tensor ranks, tied embeddings over the first and
+    last pipeline ranks."""
     for axis in CUT:
         ranks.sum_all(axis, [gradient for name, gradient in gradients.items() if not pieces[name].is_cut(axis)])
     ranks.sum_all("ends", [gradient for name, gradient in gradients.items() if len(pieces[name].stages) > 1])

@@ -17,13 +17,13 @@ class StagePass:
     """One micro-batch's pass through a pipeline stage."""
 
     layers: slice
-    begins: bool  # the stage has the embedding
-    ends: bool  # the stage has the final norm and the head
-    final: bool  # this rank has no other stage whose backward passes come later
+    begins: bool  # whether the stage has the embedding
+    ends: bool  # whether the stage has the final norm and the head
+    final: bool  # whether no other stage of this rank has later backward passes
     number: int  # the micro-batch's index in the step
-    of: int  # micro-batches in the step
+    of: int  # number of micro-batches in the step
     group: int  # micro-batches per all-gather of the weights
-    backward: bool  # the step has backward passes
+    backward: bool  # whether the step has backward passes
 
     @property
     def last(self) -> bool:
@@ -35,21 +35,22 @@ class StagePass:
 
 
 class Weights(Protocol):
-    """This rank's part of the float32 master weights and gradients, whatever type the model computes in.
+    """This rank's part of the float32 master weights and gradients, whatever dtype the model computes in.
 
-    A frozen weight has no master and no gradient: the optimizer, clipping and norms skip it. It is kept and saved in
-    the type that the model computes in.
+    A frozen weight has no master and no gradient, so the optimizer, clipping and norms skip it. It is kept and saved in
+    the compute dtype.
     """
 
     ranks: Ranks
-    dtype: torch.dtype  # the type that the model computes in
+    dtype: torch.dtype  # the dtype in which the model computes
     pieces: dict[str, WeightSlice]  # all weights of the uncut model, by name, in the model's order
     frozen: dict[str, torch.Tensor]  # this rank's part of each frozen weight, in `dtype`
-    # Masters lie on the host and have no `grad`; the device has a copy that the model computes with.
+    # Masters are in host memory and have no `grad`. The model computes with a copy on the device.
     masters_on_host: bool = False
-    shared: bool = False  # other models have the same frozen weights: they stay where they lie
-    _settle: Callable[[], None] = staticmethod(lambda: None)  # waits for copies to the host, see `moved_beside`
-    _lends: bool = False  # gradient buffers are freed between steps; states being copied to the host use the memory
+    shared: bool = False  # other models use the same frozen weights, so they must not be moved
+    _settle: Callable[[], None] = staticmethod(lambda: None)  # waits for copies to the host; see `moved_beside`
+    # gradient buffers are freed between steps, so that states in flight to the host can use the memory
+    _lends: bool = False
     _masters: dict[str, torch.nn.Parameter]
 
     @property
@@ -61,7 +62,8 @@ class Weights(Protocol):
 
     def moved_beside(self, settle: Callable[[], None]) -> None:
         """Register `settle`, which waits for the optimizer's asynchronous copies of states and masters to the host.
-        `master` calls it before it returns masters on the host, and `gathered` before sampling, to free the memory."""
+        `master` calls it before it returns masters on the host. `gathered` calls it before sampling, to free device
+        memory."""
         self._settle, self._lends = settle, True
 
     def zero_gradients(self) -> None: ...
@@ -75,20 +77,21 @@ class Weights(Protocol):
         This is a plain sum: the loss is already divided by its denominator."""
 
     def publish(self) -> None:
-        """Copy the masters into the weights that the model computes with, after an update or a load."""
+        """Copy the masters into the weights that the model computes with. Called after an update or a load."""
 
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Move the computed weights of each group to contiguous memory, one after another. Values do not change. Does
-        nothing if weights are sharded. A group may be passed several times. Not allowed during a backward pass."""
+        """Move the computed weights of each group to contiguous memory. Values do not change. Does nothing if weights
+        are sharded. A group may be passed several times. Not allowed during a backward pass."""
         return
 
     def computed_rows(self, name: str, rows: slice) -> torch.Tensor | None:
-        """Return rows of the copy that the model computes with and the master is rounded into; None if there is no
-        copy."""
+        """Return rows of the weight that the model computes with, which is rounded from the master; None if it is the
+        master."""
         return None
 
     def computed(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of each trained weight: the copy that the model computes with, else the master."""
+        """Return this rank's part of each trained weight as the model computes with it: the rounded copy, else the
+        master."""
         copies = {name: self.computed_rows(name, slice(None)) for name in self._masters}
         return {name: self._masters[name].detach() if copy is None else copy for name, copy in copies.items()}
 
@@ -106,11 +109,11 @@ class Weights(Protocol):
         return nullcontext()
 
     def let_go_of_gathered(self) -> None:
-        """Free weights gathered from other ranks; they are gathered again when needed."""
+        """Free weights that were gathered from other ranks. They are gathered again when needed."""
         return
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of `piece`, the shard group's part of a tensor of the weight's shape."""
+        """Return this rank's shard of `piece`, which is the shard group's slice of a tensor in the weight's shape."""
         return piece
 
     def unshard_on_first(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -130,7 +133,7 @@ class Weights(Protocol):
         return found
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor of the weight's shape."""
+        """Return this rank's part of a tensor in the weight's shape."""
         return self.shard(name, self.pieces[name].slice(tensor, self.ranks))
 
     @torch.no_grad()
@@ -140,9 +143,9 @@ class Weights(Protocol):
         dtype: torch.dtype = torch.float32,
         widths: Mapping[str, int] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Join tensors of the weights' shapes on the host of the first rank; other ranks get nothing. Every rank calls
-        this with its parts, in the same order; None for weights of another stage. Parts may lie on the host. `widths`:
-        last dimensions of tensors whose width differs from the weight's."""
+        """Join tensors in the weights' shapes on the host of the first rank; other ranks get nothing. Every rank calls
+        this with its parts, in the same order; None for weights of other stages. Parts may be on the host. `widths`:
+        the last dimension of tensors whose width differs from the weight's."""
         found = {}
         for names in in_buckets(parts, lambda name: self._piece(name, widths).shape.numel()):
             joined = self.on_device_of_first({name: parts[name] for name in names}, dtype, widths)
@@ -161,7 +164,7 @@ class Weights(Protocol):
         """Join tensors as `on_first` does, in one message, on the first rank's device. Tensors of other stages are sent
         through the host, and stay in host memory."""
         found = {}
-        # Two stages have a tied embedding; the first stage's is sent.
+        # A tied embedding is on two stages; the first stage sends it.
         sent = [name for name in parts if self.ranks.stage == self.pieces[name].stages[0]]
         own = {name: part.detach() for name in sent if (part := parts[name]) is not None}
         here = self.unshard_on_first(own, dtype)
@@ -187,10 +190,11 @@ class Weights(Protocol):
         """Copy every reduced gradient to the host of the first rank."""
         parts = self.gradients
         joined = self.on_first({name: parts.get(name) for name, piece in self.pieces.items() if piece.trained})
-        return {name: whole.to("cpu", copy=True) for name, whole in joined.items()}  # the buffer's memory may be freed
+        # a copy, since the buffer's memory may be freed
+        return {name: whole.to("cpu", copy=True) for name, whole in joined.items()}
 
 
 def some_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
     """Return rows of a tensor, or the tensor itself if the rows are all of them."""
-    # Avoid needless views: with hundreds of weights the host would fall behind the GPU.
+    # Avoid needless views: with hundreds of weights they would slow the host down, and the GPU would wait.
     return tensor if not tensor.ndim or (rows.start == 0 and rows.stop == tensor.shape[0]) else tensor[rows]

@@ -47,7 +47,8 @@ class ShardedWeights(Weights):
         self._reshard, self._reduce_each = reshard, reduce_each
         self._group = ranks.mesh.get_group("shard")
         unread = dict(model.named_parameters())
-        replace_parameters(model, partial(_without_values, dtype))  # FSDP shards shapes, and copies no values
+        # meta parameters: FSDP shards shapes, without copying values
+        replace_parameters(model, partial(_without_values, dtype))
         names = {parameter: name for name, parameter in model.named_parameters()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         # A pipeline stage has the embedding, the head, or neither. A tied weight is on the first and the last stage;
@@ -57,8 +58,8 @@ class ShardedWeights(Weights):
         self._head_module: Any = embedding if self._tied else head
         self._embedding, self._base = embedding, model.base_model
         if self._tied:
-            # Remove the head's parameter; the head uses the embedding's. A second reference would keep the unsharded
-            # tensor alive, and be trained separately.
+            # Remove the head's parameter; the head uses the embedding's. A second parameter would keep the unsharded
+            # tensor alive, and would be trained separately.
             head.register_parameter("weight", None)
         self._layers: list[Any] = layers_of(model)[1]
         self._shard_modules(model)
@@ -114,7 +115,7 @@ class ShardedWeights(Weights):
             self._masters = {name: torch.nn.Parameter(part.to_local().detach()) for name, part in trained.items()}
 
     def _free_masters(self, trained: Mapping[str, Any]) -> None:
-        """Replace each float32 shard on the device by a copy in `dtype`, and make FSDP gather from the copy."""
+        """Replace each float32 shard on the device by a copy in `dtype`, and make FSDP all-gather the copy."""
         for name, part in trained.items():
             local = part.to_local().detach()
             padded = local.new_zeros((self._rows(name), *local.shape[1:]), dtype=self.dtype)
@@ -219,7 +220,7 @@ class ShardedWeights(Weights):
         sum_parts(self.ranks, self.pieces, self.gradients)
 
     def _rows(self, name: str) -> int:
-        """Return the rows of a rank's shard; the last ranks may have fewer or none."""
+        """Return the number of rows of a rank's shard. The last ranks may have fewer rows, or none."""
         return -(-self._sharded[name].shape[0] // self.pieces[name].shard_of(self.ranks)[0])
 
     def shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
@@ -227,7 +228,7 @@ class ShardedWeights(Weights):
         return piece[rows * number : rows * (number + 1)]
 
     def unshard_on_first(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        # Parts are rounded before they are sent, which halves the bytes, and are received directly into the result.
+        # Parts are rounded before they are sent, to send fewer bytes. They are received directly into the result.
         joined: dict[str, torch.Tensor] = {}
         messages: dict[Any, list[Any]] = {}
         for name, part in parts.items():
@@ -284,16 +285,17 @@ class ShardedWeights(Weights):
 
 
 def _message(kind: Any, content: torch.Tensor, peer: int, group: dist.ProcessGroup) -> list[Any]:
-    """Make a message within a shard group, as bytes, because not every backend supports every type."""
+    """Make a point-to-point message within a shard group. It is sent as bytes, because not every backend supports every
+    dtype."""
     if not content.numel():  # the last ranks may have no rows
         return []
     return [dist.P2POp(kind, content.contiguous().view(-1).view(torch.uint8), group=group, group_peer=peer)]
 
 
 def gather_from(sharded: Any, padded: torch.Tensor) -> None:
-    """Make FSDP gather a parameter from `padded` in place of its shard. Call before FSDP's first all-gather.
+    """Make FSDP gather a parameter from `padded`, not from its shard. Call this before FSDP's first all-gather.
 
-    These are FSDP2's extensions: the first function returns the tensors to gather, the second makes the parameter of
+    These are FSDP2's extensions: the first function returns the tensors to gather, the second makes the parameter from
     the gathered tensors.
     """
 
@@ -308,7 +310,7 @@ def gather_from(sharded: Any, padded: torch.Tensor) -> None:
 
 
 def _without_values(dtype: torch.dtype, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return a meta parameter: in its own type (float32) if trained, in `dtype` if frozen."""
+    """Return a meta parameter: in its own dtype (float32) if trained, in `dtype` if frozen."""
     kept = parameter.dtype if parameter.requires_grad else dtype
     empty = torch.empty(parameter.shape, dtype=kept, device="meta")
     return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)

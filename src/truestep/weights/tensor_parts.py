@@ -49,7 +49,7 @@ class Box:
 
     @staticmethod
     def of_view(view: torch.Tensor, whole: Sequence[int]) -> "Box | None":
-        """Return the box that a view covers of a contiguous tensor of shape `whole`; None if the view is not a box."""
+        """Return the box of a contiguous tensor of shape `whole` that a view covers; None if the view is not a box."""
         strides = torch.empty(tuple(whole), device="meta").stride()
         if view.stride() != strides or view.ndim != len(whole):
             return None
@@ -74,7 +74,7 @@ class TensorPart:
 
 
 class Tensors(Protocol):
-    """Tensors by key, of which any box can be read."""
+    """Tensors by key. Any box of a tensor can be read."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -104,7 +104,7 @@ def _places_of(weights: Weights) -> _Places:
 
 
 def own_box(weights: Weights, name: str, shape: Sequence[int]) -> Box:
-    """Return this rank's box of a tensor that is cut as a weight is. The box may be empty."""
+    """Return this rank's box of a tensor that is cut like the weight `name`. The box may be empty."""
     boxes, key = _places_of(weights).boxes, (name, tuple(shape))
     if key not in boxes:
         box = Box.of_view(weights.part_of(name, torch.empty(key[1], device="meta")), shape)
@@ -114,8 +114,8 @@ def own_box(weights: Weights, name: str, shape: Sequence[int]) -> Box:
 
 
 def written_here(weights: Weights) -> list[str]:
-    """Return the names of weights whose part this rank writes. Ranks with the same values divide the weights among
-    themselves."""
+    """Return the names of weights whose part this rank writes. If several ranks have the same part, one of them writes
+    it."""
     return _places_of(weights).names
 
 

@@ -1,11 +1,12 @@
 """Weights that are not sharded. Gradients are all-reduced over the ranks once per step.
 
-A float32 model's parameters are its master weights. A bfloat16 model has separate float32 masters: each micro-batch's
-gradient is added to a float32 buffer at once, and an update rounds the masters into the model once.
+A float32 model's parameters are its master weights. A bfloat16 model has separate float32 masters. Each micro-batch's
+gradient is added to a float32 buffer immediately, and each update rounds the masters into the model's weights once.
 
-A step's first gradient overwrites the buffer, so only the buffers of embedding and head, which get rows or chunks, are
-zeroed. If optimizer states lie on the host, a buffer has no memory until its first gradient; states being copied to
-the host use it meanwhile. Masters on the host are separate in any type; model and gradients stay on the device.
+A step's first gradient overwrites the buffer. So only the buffers of embedding and head are zeroed, since these get
+gradients by rows or chunks. If optimizer states are on the host, a buffer has no memory until its first gradient; until
+then, states in flight to the host use the memory. Masters on the host are separate in any dtype; model and gradients
+stay on the device.
 """
 
 import weakref
@@ -35,13 +36,15 @@ class WholeWeights(Weights):
         *,
         masters_on_host: bool = False,
     ):
-        """Take over a model. If it is cut, `pieces` describes all weights of the uncut model, in its order."""
+        """Take over a model. If it is cut, `pieces` describes all weights of the uncut model, in its order of
+        weights."""
         self.ranks, self.dtype, self.masters_on_host = ranks, dtype, masters_on_host
         self.pieces = pieces or pieces_of(model)
         self._masters, self.frozen = {}, {}
         self._computed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # model parameter -> master
         self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}  # model parameter -> float32 gradient
-        self._fresh: set[torch.nn.Parameter] = set()  # parameters without a gradient in this step: buffers are invalid
+        # parameters without a gradient in this step; their buffers hold old values
+        self._fresh: set[torch.nn.Parameter] = set()
         self._by_name: dict[str, torch.nn.Parameter] = {}  # trained model parameters
         # `named_parameters` yields a tied tensor once, under its first name: the input embedding's.
         for name, parameter in model.named_parameters():
@@ -53,7 +56,7 @@ class WholeWeights(Weights):
                 self._buffers[parameter], self._by_name[name] = gradient, parameter
                 self._masters[name] = self._computed[parameter] = master
                 if master is not parameter:
-                    # Weak: the garbage collector does not find cycles through a parameter's hooks.
+                    # A weak reference, because the garbage collector does not find cycles through a parameter's hooks.
                     parameter.register_post_accumulate_grad_hook(partial(_move_gradient, weakref.ref(self)))
             # Only parameters are converted; buffers such as rotary frequencies stay float32, as in transformers.
             parameter.data = parameter.data.to(dtype)
@@ -105,21 +108,22 @@ class WholeWeights(Weights):
     def add_grouped(
         self, parameter: torch.nn.Parameter, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor
     ) -> None:
-        """Add the products of runs of rows, [R, N] and [R, K], to the matrices [N, K] of a parameter's buffer."""
+        """Add products to the matrices [N, K] of a parameter's gradient buffer: for each, its rows of `first` [R, N]
+        times its rows of `second` [R, K]."""
         buffer, fresh = self._buffers[parameter], self._is_first(parameter)
         if buffer.is_cuda and first.dtype == second.dtype == torch.bfloat16 and aligned(first, second):
-            from truestep.weights.grouped_kernel import add_gradients  # Triton
+            from truestep.weights.grouped_kernel import add_gradients  # needs Triton
 
             add_gradients(first, second, ends, buffer, adds=not fresh)
             return
         if fresh:
             buffer.zero_()
-        for matrix, run in runs_of(ends):  # products of other types cannot add to a buffer of float32
+        for matrix, run in runs_of(ends):  # convert first: half-precision products cannot be added to a float32 buffer
             buffer[matrix].addmm_(first[run].T.to(buffer.dtype), second[run].to(buffer.dtype))
 
     @torch.no_grad()
     def add_sum(self, parameter: torch.nn.Parameter, parts: torch.Tensor) -> None:
-        from truestep.weights.sum_kernel import add_up  # Triton
+        from truestep.weights.sum_kernel import add_up  # needs Triton
 
         add_up(parts, self._buffers[parameter], adds=not self._is_first(parameter))
 
@@ -145,7 +149,8 @@ class WholeWeights(Weights):
             torch._foreach_zero_(kept)
 
     def _is_first(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether the coming gradient is the parameter's first in this step. Allocate the buffer's memory."""
+        """Tell whether the next gradient is the parameter's first in this step. Allocate the buffer's memory if
+        needed."""
         buffer = self._buffers[parameter]
         if not buffer.untyped_storage().nbytes():
             buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
@@ -166,7 +171,7 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        # Over the ranks that have the same weights and other tokens.
+        # Sum over the ranks that have the same weights and other tokens.
         self.ranks.sum_all("replicate", list(self.gradients.values()))
         sum_parts(self.ranks, self.pieces, self.gradients)
 
@@ -177,16 +182,16 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def lay_together(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        if self.shared:  # the other models' graphs know where the weights lie
+        if self.shared:  # other models' CUDA graphs contain the addresses of the weights
             return
         every = {**self.frozen, **self._by_name}
         names = {parameter.data_ptr(): name for name, parameter in every.items()}
         for group in groups:
             found = [names.pop(weight.data_ptr(), "") for weight in group]
             if not all(found):
-                continue  # the group was passed before, or shares a weight with another group
+                continue  # the group was passed before, or shares a weight with an earlier group
             joined = torch.cat([every[name] for name in found])
-            # Copy weights that share storage with the old group: they would keep the whole storage alive.
+            # Also copy other weights in the old group's storage: they would keep all of that storage alive.
             parts = [every[name] for name in found]
             left = {_memory(part) for part in parts if part.untyped_storage().nbytes() > part.nbytes}
             staying = [name for name in every if left and name not in found and _memory(every[name]) in left]
@@ -213,6 +218,6 @@ def _move_gradient(weights: Callable[[], WholeWeights | None], parameter: torch.
     owner = weights()
     assert owner is not None, "the weights of this model are gone"
     assert isinstance(parameter, torch.nn.Parameter)
-    if parameter.grad is not None:  # None: a kernel has added the gradient to the buffer
+    if parameter.grad is not None:  # None: a kernel has already added the gradient to the buffer
         owner.add_to_gradient(parameter, parameter.grad)
         parameter.grad = None

@@ -1,13 +1,13 @@
-"""The Tinker protocol: training and sampling by the client `tinker`, over sessions of this process.
+"""The Tinker protocol: the client `tinker` trains and samples through sessions in this process.
 
 wire         protobuf messages, as bytes
-requests     data of requests: documents to score, and how to sample
-scoring      log-probs of prompts and their alternatives
-checkpoints  saved weights on the disk, with time to live
-bodies       the bodies of requests
+requests     converts request data: documents to score, and sampling options
+scoring      log-probs of prompt tokens and of alternative tokens
+checkpoints  saved weights on disk, with a time to live
+bodies       reads the bodies of requests
 state        tenants' sessions, models, samplers and futures
-jobs         what is computed, one job after another
-app, rest    the routes: what is asked for, and looks at what there is
+jobs         computes jobs, one after another
+app, rest    the routes: app for training and sampling, rest for listing and deleting
 tenants      tenants by their keys
-serving      the protocol beside the endpoint of `truestep serve`
+serving      serves the protocol together with the endpoint of `truestep serve`
 """

@@ -1,4 +1,4 @@
-"""The routes of the protocol, under /api/v1. This module runs in the server's thread, and hands jobs to the other."""
+"""The routes of the protocol, under /api/v1. They run in the server's thread, and submit jobs to the compute thread."""
 
 import asyncio
 import json
@@ -36,11 +36,11 @@ from truestep.commands.tinker.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 20.0  # that a request for a result is held; the client's own limit is 45
+_POLL_SECONDS = 20.0  # how long a request for a result waits for it; the client's own limit is 45 s
 _MOST_RANK = 512
 _PROTOBUF = "application/x-protobuf"
 _LARGEST_FLOAT = sys.float_info.max
-_METADATA = 64  # entries that a tenant may attach
+_METADATA = 64  # most entries of metadata that a tenant may attach
 
 Body = dict[str, Any]
 Route_ = Callable[[str, Body], Awaitable[Any]]
@@ -48,11 +48,11 @@ Route_ = Callable[[str, Body], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and by whom it may be asked."""
+    """The base model and the state that the routes work on."""
 
-    name: str  # of the base model
-    names: tuple[str, ...]  # that a client may call it by
-    tokenizer: str | None  # where the client finds it
+    name: str  # the base model's name
+    names: tuple[str, ...]  # names that clients may use for the base model
+    tokenizer: str | None  # where the client finds the tokenizer; None: nowhere
     fits: Fits
     has_tokenizer: bool
     tenants: Tenants
@@ -115,12 +115,12 @@ class _Routes:
     def __init__(self, served: Served):
         self._served, self._state = served, served.state
 
-    # What all requests have
+    # All requests
 
     def guarded(
         self, handler: Callable[[str, Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that knows the tenant, and answers errors as the client expects them."""
+        """Wrap a handler: find the tenant first, and return errors in the client's format."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -145,7 +145,7 @@ class _Routes:
         bearer = key.strip() if scheme.lower() == "bearer" else None
         return self._served.tenants.of(request.headers.get("x-api-key") or bearer)
 
-    # The server
+    # Server
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -168,7 +168,7 @@ class _Routes:
         return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
     async def telemetry(self, tenant: str, body: Body) -> Any:
-        """Take what the client tells of itself, and keep nothing of it."""
+        """Accept the client's telemetry, and discard it."""
         return {"status": "accepted"}
 
     # Sessions
@@ -194,7 +194,7 @@ class _Routes:
         elif body.get("base_model") not in self._served.names:
             raise self._no_model(body.get("base_model"))
         with state.lock:
-            state.session(tenant, session.id)  # which may have finished meanwhile
+            state.session(tenant, session.id)  # it may have finished in the meantime
             if name not in state.samplers:
                 state.samplers[name] = Sampler(name, tenant, session.id, self._served.name, path)
                 session.samplers.append(name)
@@ -228,7 +228,7 @@ class _Routes:
         if not (mlp or attention):
             raise not_served("an adapter of the unembedding alone")
         name = self._model_name(tenant, body)
-        # Without a seed each model begins with values of its own.
+        # Without a given seed, each model gets different initial values.
         seed = seed_of(name, 0, None) % 2**31 if seed is None else abs(seed)
         model = self._new(tenant, body, name, Adapted(rank, seed, [], mlp, attention))
         return _promise(self._submit(Job(f"{name}:0", tenant, model.session, Create(model), model=name)))
@@ -254,7 +254,7 @@ class _Routes:
         }
 
     async def unload_model(self, tenant: str, body: Body) -> Any:
-        raise not_served("unload_model: finish the session, which frees its models,")
+        raise not_served("unload_model (finish the session instead, which frees its models)")
 
     # Training
 
@@ -281,13 +281,14 @@ class _Routes:
         return _promise(self._ordered(model, _seq(body, "seq_id"), lambda: OptimStep(model, *_adamw(body)), UPDATE))
 
     def _ordered(self, model: Model, seq: int, make: Callable[[], Any], part: str | None = None, size: int = 0) -> Job:
-        """Take a request of a model, computed in its turn. A bad one fails by its future, in its turn too: the next
-        ones of this model wait for it. `part`: what the request is of a step."""
+        """Submit a request to a model, which is computed in the order of its seq_id. An invalid request also gets a
+        job, which fails in its turn, because later requests of the model wait for it. `part`: the request's part in a
+        training step."""
         try:
             work = make()
         except (ApiError, wire.WireError) as error:
             work = Refused(model, JobError(str(error)), part)
-        except Exception as error:  # a fault of this server
+        except Exception as error:  # a bug in this server
             log.exception("a request could not be read")
             work = Refused(model, error, part)
         job = Job(f"{model.id}:{seq}", model.tenant, model.session, work, model=model.id, size=size)
@@ -378,7 +379,7 @@ class _Routes:
         return {}
 
     async def retrieve(self, tenant: str, request: Request) -> Response:
-        """Give a result, or after a while how it stands with it."""
+        """Return a job's result. If it is not ready after a while, return its queue state."""
         body = read_json(await read_body(request))
         job = self._state.future(tenant, body.get("request_id"))
         waited = asyncio.wrap_future(job.future)
@@ -414,7 +415,7 @@ def _seq(body: Body, name: str) -> int:
 
 
 def _kept(body: Body) -> tuple[float | None, dict[str, str] | None]:
-    """Read how long a checkpoint is kept, and what is attached to it."""
+    """Read a checkpoint's time to live and its metadata."""
     return time_to_live(body.get("ttl_seconds")), _metadata(body.get("user_metadata"))
 
 
@@ -434,11 +435,11 @@ def _check_own(body: Body) -> None:
 def _check_optimizer(given: Any) -> None:
     if given is not None and (not isinstance(given, dict) or given.get("type", "adamw") != "adamw"):
         kind = re.sub(r"[^ -~]", "?", str(given.get("type") if isinstance(given, dict) else given))[:60]
-        raise not_served(f"an optimizer of type {kind}; adamw is, and it alone:")
+        raise not_served(f"an optimizer of type {kind} (only adamw is)")
 
 
 def _adamw(body: Body) -> tuple[float, dict[str, float | None]]:
-    """Read the parameters of an update: the learning rate, and the options as a session takes them."""
+    """Read the parameters of an update: the learning rate, and the options for `Session.step`."""
     given = body.get("adam_params")
     if given is None and body.get("optimizer_params") is not None:
         _check_optimizer(body.get("optimizer_params"))

@@ -1,4 +1,4 @@
-"""The bodies of requests."""
+"""Reads the bodies of requests."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from truestep.commands.tinker.errors import ApiError
 
-_LARGEST_BODY = 2**26  # bytes
+_LARGEST_BODY = 2**26  # most bytes of a body
 
 
 async def read_body(request: Request) -> bytes:
@@ -18,7 +18,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_beginning(request: Request) -> tuple[bytes, ApiError | None]:
-    """Read a body, or the beginning of one that is too large, and say that it is."""
+    """Read a body. If it is too large, return its beginning and an error."""
     body = bytearray()
     async for part in request.stream():
         body += part

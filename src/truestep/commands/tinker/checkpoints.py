@@ -1,7 +1,7 @@
-"""Saved weights on the disk: DIRECTORY/TENANT/RUN/KIND/NAME, each with `saved.json` beside the checkpoint itself.
+"""Saved weights on disk: DIRECTORY/TENANT/RUN/KIND/NAME, each with `saved.json` and the checkpoint itself.
 
-A tenant's directory is named after a hash of its name. A checkpoint is complete, or not there: it is written beside its
-place and moved.
+A tenant's directory is named by a hash of the tenant's name. A checkpoint is written to a temporary directory and
+renamed, so it is either complete or absent.
 """
 
 import json
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,199}")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 _TENANT = re.compile(r"[0-9a-f]{32}")
-_SHORTEST, _LONGEST = 3600, 10 * 366 * 86400  # seconds of a time to live
+_SHORTEST, _LONGEST = 3600, 10 * 366 * 86400  # limits of a time to live, in seconds
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, as `saved.json` says."""
+    """The contents of a checkpoint's `saved.json`."""
 
     run: str
     kind: str
@@ -50,8 +50,8 @@ class Saved:
     steps: int
     expires_at: float | None = None
     user_metadata: dict[str, str] | None = None
-    hidden: bool = False  # of a sampler without a name: it is not listed
-    checkpoint: str = ""  # the directory within, as `Session.save` named it
+    hidden: bool = False  # saved for a sampler without a name; it is not listed
+    checkpoint: str = ""  # name of the subdirectory that `Session.save` wrote
     size: int = field(default=0)
 
     @property
@@ -59,7 +59,7 @@ class Saved:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
     def shown(self) -> dict[str, Any]:
-        """Return what the client is told."""
+        """Return the description for clients."""
         return {
             "checkpoint_id": f"{self.kind}/{self.name}",
             "checkpoint_type": _TYPES[self.kind],
@@ -91,7 +91,7 @@ def time_to_live(seconds: Any) -> float | None:
 
 
 class Checkpoints:
-    """The checkpoints of all tenants. Expired ones are removed when anyone looks, and by `sweep`."""
+    """The checkpoints of all tenants. Expired ones are removed when they are looked up, and by `sweep`."""
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time):
         self._directory, self.now = directory, now
@@ -103,7 +103,7 @@ class Checkpoints:
         return self._of(tenant) / run.replace(":", "_") / kind / name
 
     def write(self, tenant: str, saved: Saved, save: Callable[[Path], Path], *, overwrite: bool) -> Saved:
-        """Write a checkpoint by `save`, which writes into a directory and returns what it wrote."""
+        """Write a checkpoint. `save` writes it into a given directory, and returns its path there."""
         place = self.place(tenant, saved.run, saved.kind, saved.name)
         if place.exists() and not overwrite and self.find_here(place) is not None:
             raise JobError(f"{saved.path} exists already: give another name, or overwrite it")
@@ -122,8 +122,8 @@ class Checkpoints:
         return saved
 
     def recover(self) -> None:
-        """Remove what a process has left that was ended: the checkpoints of samplers without names, and what was being
-        written. A checkpoint that was written and not moved to its place yet is moved."""
+        """Clean up after a process that was killed: remove incomplete checkpoints and those of samplers without names.
+        A complete checkpoint that was not yet renamed is renamed."""
         for kind in self._kinds():
             for partial in sorted(kind.glob(".*")):
                 saved = self.find_here(partial)
@@ -136,18 +136,18 @@ class Checkpoints:
                     shutil.rmtree(place, ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove the checkpoints that have expired."""
+        """Remove expired checkpoints."""
         for kind in self._kinds():
             for place in sorted(kind.glob("[!.]*")):
                 self.find_here(place)
 
     def _kinds(self) -> list[Path]:
-        """Return the directories that checkpoints lie in."""
+        """Return the directories that contain checkpoints."""
         tenants = [one for one in self._directory.glob("*") if _TENANT.fullmatch(one.name)]
         return [kind for one in tenants for name in (WEIGHTS, SAMPLER) for kind in sorted(one.glob(f"*/{name}"))]
 
     def find_here(self, place: Path) -> Saved | None:
-        """Return the checkpoint at a place; None if there is none. An expired one is removed."""
+        """Return the checkpoint in a directory; None if there is none. An expired one is removed."""
         try:
             saved = Saved(**json.loads((place / "saved.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -158,7 +158,7 @@ class Checkpoints:
         return saved
 
     def find(self, tenant: str, path: Any) -> tuple[Saved, Path]:
-        """Return a tenant's checkpoint by its tinker path, and its directory."""
+        """Return a tenant's checkpoint with this tinker path, and its directory."""
         met = _PATH.fullmatch(path) if isinstance(path, str) else None
         if met is None:
             raise ApiError("a path tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME is expected")
@@ -167,12 +167,13 @@ class Checkpoints:
             raise unknown("checkpoint")
         place = self.place(tenant, run, kind, name)
         saved = self.find_here(place)
-        if saved is None or saved.path != path:  # a run's colons are no colons in the name of its directory
+        # colons in a run's name are underscores in its directory's name, so another run may be found
+        if saved is None or saved.path != path:
             raise unknown("checkpoint")
         return saved, place / saved.checkpoint
 
     def of_run(self, tenant: str, run: str) -> list[Saved]:
-        """Return the checkpoints of a run that are listed, newest first."""
+        """Return the listed checkpoints of a run, newest first."""
         if not _RUN.fullmatch(run):
             return []
         return self._sorted(self._all(self._of(tenant) / run.replace(":", "_")))
@@ -183,7 +184,7 @@ class Checkpoints:
         return self._sorted(saved for run in runs for saved in self._all(run))
 
     def hidden(self, tenant: str, run: str) -> list[Saved]:
-        """Return the checkpoints of a run that have no names of their own, the oldest first."""
+        """Return a run's checkpoints for samplers without names, oldest first."""
         found = self._all(self._of(tenant) / run.replace(":", "_"), hidden=True)
         return sorted(found, key=lambda saved: (saved.time, saved.name))
 
@@ -201,7 +202,7 @@ class Checkpoints:
         self.discard(tenant, self.find(tenant, path)[0])
 
     def discard(self, tenant: str, saved: Saved) -> None:
-        """Remove a checkpoint, which may be gone already."""
+        """Remove a checkpoint. It may already be removed."""
         shutil.rmtree(self.place(tenant, saved.run, saved.kind, saved.name), ignore_errors=True)
 
     def set_expiry(self, tenant: str, path: str, seconds: float | None) -> Saved:

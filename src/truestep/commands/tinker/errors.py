@@ -1,8 +1,8 @@
-"""Errors that a client gets."""
+"""Errors that are reported to clients."""
 
 
 class ApiError(Exception):
-    """A request that is refused at once, with an HTTP status."""
+    """A request that is refused immediately, with an HTTP status."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -10,11 +10,11 @@ class ApiError(Exception):
 
 
 class JobError(Exception):
-    """A request that was taken and cannot be computed, by a fault of its own."""
+    """A request that was accepted but cannot be computed; the request is at fault."""
 
 
 class ServerError(Exception):
-    """A fault of this server, of which a client learns the name alone. It keeps nothing of the request alive."""
+    """An internal error of this server. Clients see only its class name, and it keeps no reference to the request."""
 
 
 def not_served(what: str) -> ApiError:
@@ -22,5 +22,5 @@ def not_served(what: str) -> ApiError:
 
 
 def unknown(what: str) -> ApiError:
-    """What is not there, or is another tenant's."""
+    """Return the error for a thing that does not exist, or belongs to another tenant."""
     return ApiError(f"there is no such {what}", 404)

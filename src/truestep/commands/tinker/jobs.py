@@ -1,7 +1,7 @@
-"""What is computed for clients, one job after another, in the thread that has the device.
+"""Computes clients' jobs, one after another, in the thread that uses the device.
 
-A model is a `Session` over the base's frozen weights, with an adapter of its own. What one job does, or how it fails,
-changes nothing of another model.
+A model is a `Session` that shares the base model's frozen weights and has its own adapter. A job of one model, even if
+it fails, changes nothing in other models.
 """
 
 import logging
@@ -36,10 +36,11 @@ from truestep.weights.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-_SUM = StepTotals(num_documents=1, num_labels=1, num_tokens=1)  # a loss divided by these is the sum over its labels
-_MOST_SAMPLERS = 8  # that are held beside the models' own weights
-_MOST_HIDDEN = 16  # samplers without names that each model keeps
-_NO_TOP = -99999.0  # the client's log-prob of a place without a token
+# with these totals a loss is divided by 1, so it is the sum over its labels
+_SUM = StepTotals(num_documents=1, num_labels=1, num_tokens=1)
+_MOST_SAMPLERS = 8  # most sessions for samplers whose weights are not those of a live model
+_MOST_HIDDEN = 16  # most samplers without names that are kept for each model
+_NO_TOP = -99999.0  # the client's log-prob for an entry without a token
 
 
 GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
@@ -47,17 +48,17 @@ GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
 
 @dataclass(frozen=True)
 class Refused:
-    """A request of a model that fails in its turn."""
+    """An invalid request, which fails when its turn comes."""
 
     model: Model
     error: Exception
-    part: str | None = None  # of a step
+    part: str | None = None  # its part in a training step
 
 
 @dataclass(frozen=True)
 class Create:
     model: Model
-    checkpoint: str | None = None  # tinker path
+    checkpoint: str | None = None  # tinker path of a checkpoint to start from
     optimizer: bool = False
 
 
@@ -87,7 +88,7 @@ class Save:
     expires_in: float | None
     user_metadata: dict[str, str] | None
     overwrite: bool = False
-    sampler: str | None = None  # the id of the sampling session that is asked for
+    sampler: str | None = None  # the id of the sampling session to create
     inflight: bool = False
 
 
@@ -107,17 +108,17 @@ class Sample:
 
 class Jobs:
     def __init__(self, config: Config, policy: Policy, checkpoints: Checkpoints, state: State):
-        """`policy`: the base model, whose weights are frozen."""
+        """`policy`: the base model, with frozen weights."""
         self._config, self._policy = config, policy
         self._base = EngineGenerator(policy, EngineSettings(waves=config.deterministic))
         self._checkpoints, self._state = checkpoints, state
-        self._sessions: dict[str, Session] = {}  # of models, by their ids
-        self._samplers: OrderedDict[str, Session] = OrderedDict()  # of checkpoints, by their paths
+        self._sessions: dict[str, Session] = {}  # sessions of models, by model id
+        self._samplers: OrderedDict[str, Session] = OrderedDict()  # sessions of samplers, by tenant and checkpoint path
         self._linear: tuple[str, ...] | None = None
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Compute jobs that were taken together. A job that fails says so to its own client."""
-        works = [(job, job.work) for job in jobs]  # which a job lets go of when it ends
+        """Compute jobs that were taken together. A failing job fails only its own client's future."""
+        works = [(job, job.work) for job in jobs]  # a job drops its work when it ends
         works = [(job, work) for job, work in works if work is not None]
         if not works:
             return
@@ -141,7 +142,8 @@ class Jobs:
                 self._fail(job, work, error)
 
     def _fail(self, job: Job, work: Any, error: Exception) -> None:
-        """Fail a job. A gradient that fails spoils its step; an update that fails ends it, without its gradient."""
+        """Fail a job. A failed gradient makes the step's update fail too. A failed update ends the step, and drops its
+        gradient."""
         part = getattr(work, "part", None)
         if part == GRADIENT:
             work.model.spoiled = True
@@ -159,33 +161,33 @@ class Jobs:
         raise work.error
 
     def free(self, session: ClientSession) -> None:
-        """Free what a session had that has ended, and remove its samplers without names."""
+        """Free the models of a client's ended session, and remove their samplers without names."""
         for name in session.models:
             self._sessions.pop(name, None)
         for name in session.models:
             self._forget_hidden(session.tenant, name, keep=0)
 
     def _forget_hidden(self, tenant: str, run: str, keep: int) -> None:
-        """Remove the samplers without names of a model, but for the last ones."""
+        """Remove a model's samplers without names, except the last `keep`."""
         try:
             found = self._checkpoints.hidden(tenant, run)
             for saved in found[: max(0, len(found) - keep)]:
                 self._samplers.pop(f"{tenant} {saved.path}", None)
                 self._checkpoints.discard(tenant, saved)
-        except Exception:  # the server goes on
+        except Exception:  # log the error; the server continues
             log.exception("samplers without names were not removed")
 
     def sweep(self) -> None:
-        """Remove the checkpoints that have expired."""
+        """Remove expired checkpoints."""
         try:
             self._checkpoints.sweep()
-        except Exception:  # the server goes on
+        except Exception:  # log the error; the server continues
             log.exception("expired checkpoints were not removed")
 
     # Models
 
     def targets(self, *, mlp: bool, attention: bool) -> list[str]:
-        """Name the linear layers that an adapter trains. The head is none of them."""
+        """Return the names of the linear layers that an adapter trains. The head is not among them."""
         if self._linear is None:
             model, _ = read_model(self._config.model.path, self._config.model.trust_remote_code)
             self._linear = target_modules(model, ALL_LINEAR)
@@ -216,7 +218,7 @@ class Jobs:
         made = Result({"model_id": model.id, "type": "create_model"})
         if work.checkpoint is not None:
             made = Result({"path": work.checkpoint, "model_id": model.id, "type": "load_weights"})
-        if model.id in self._sessions:  # the request came again when its result was kept no longer
+        if model.id in self._sessions:  # the client repeated a request whose result was already dropped
             return made
         self._sessions[model.id] = Session(self._config_of(model.adapted), base=self._policy)
         if work.checkpoint is None:
@@ -247,7 +249,7 @@ class Jobs:
         session = self._of(work.model)
         if work.model.spoiled:
             raise JobError("a forward_backward of this step failed: its gradient is dropped, and nothing was updated")
-        work.model.version += 1  # a step that fails may have changed the weights
+        work.model.version += 1  # before the step, because a step that fails may have changed the weights
         made = session.step(work.learning_rate, **work.options)
         names = {"grad_norm": "grad_norm", "learning_rate": "learning_rate", "step": "step"}
         return Result({"metrics": {name: float(made[of]) for name, of in names.items()}, "type": "optim_step"})
@@ -313,7 +315,7 @@ class Jobs:
     # Samples
 
     def _sample(self, works: Sequence[tuple[Job, Sample]]) -> None:
-        """Draw for all jobs at once. Each ends when its own samples are there, or when it fails alone."""
+        """Sample for all jobs together. A job ends when all of its samples are drawn, or fails alone."""
         session = self._sampled_from(works[0][1].sampler)
         policy = self._policy if session is None else session.policy
         owners = [(job, work) for job, work in works for _ in range(work.asked.count)]
@@ -350,7 +352,7 @@ class Jobs:
             self._fail(job, work, error)
 
     def _sampled_from(self, sampler: Sampler) -> Session | None:
-        """Return the session with a sampler's weights; None: the base model."""
+        """Return the session with a sampler's weights; None: sample from the base model."""
         if sampler.path is None:
             return None
         model = self._state.models.get(sampler.model or "")
@@ -372,7 +374,7 @@ def _attends(layer: str) -> bool:
 
 
 def seed_of(sampling_session: str, seq_id: int, given: int | None) -> int:
-    """Return the seed of a request: what it gives, or one of its own."""
+    """Return the seed of a request: the given one, or one derived from its ids."""
     if given is not None:
         return given % 2**63
     return int.from_bytes(sha256(f"{sampling_session} {seq_id}".encode()).digest()[:8], "big") >> 1
@@ -405,7 +407,8 @@ def _top_sampled(policy: Policy, asked: Asked, drawn: Completion) -> tuple[np.nd
 
 
 def _with_prompt(sampled: Sampled, asked: Asked, scored: Scored) -> Sampled:
-    """Add what was asked of the prompt. Its first token, and those before the last that are scored, have nothing."""
+    """Add the prompt's results. The first token has none. If only the last tokens are scored, earlier tokens have none
+    either."""
     unscored = 1 if asked.last is None else max(1, len(asked.prompt) - asked.last)
     logprobs = top = None
     if asked.prompt_logprobs:

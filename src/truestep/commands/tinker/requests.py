@@ -1,4 +1,5 @@
-"""What requests ask for: documents to score, and how to sample. Raises `ApiError` for what cannot be computed."""
+"""Converts requests: documents to score, and sampling options. Raises `ApiError` for requests that cannot be
+computed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,35 +14,35 @@ from truestep.generate.generator import DrawOptions
 from truestep.losses.client import ELEMENTWISE, FIELDS, INPUTS, NUMBERS, PREFIX, ClientLossError, loss_of, terms
 from truestep.types import Rollout
 
-_MOST_DATA = 1024  # of a request
-_MOST_TARGETS = 1024  # at a position
-_MOST_DOCUMENTS = 2**16  # of a request: each target at a position is one
+_MOST_DATA = 1024  # most data in a request
+_MOST_TARGETS = 1024  # most targets per position
+_MOST_DOCUMENTS = 2**16  # most documents in a request; each target at a position makes a document
 _MOST_SAMPLES = 1024
 _MOST_STOPS = 64
 _MOST_ALTERNATIVES = 1024
-_OPTIONAL = ("weights",)  # 1 where a datum has none
+_OPTIONAL = ("weights",)  # inputs that may be missing; they are then 1
 _INTEGERS = ("target_tokens",)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What requests must fit."""
+    """Limits that requests must respect."""
 
     vocabulary: int
-    longest: int  # tokens of a document, the last target included
+    longest: int  # most tokens of a document, including the last target
     stop_ids: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The documents of a request for a pass. A datum with K targets at each position is K documents."""
+    """The documents of a request for a pass. A datum with K targets per position becomes K documents."""
 
     request: ForwardBackward
     documents: tuple[Rollout, ...]
-    columns: tuple[int | None, ...]  # of each datum: K, or None for one target without a second side
+    columns: tuple[int | None, ...]  # for each datum: K, or None if its targets have no second dimension
 
     def outputs(self, logprobs: Sequence[np.ndarray]) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-        """Return what the client gets, given the log-probs of all documents."""
+        """Return the outputs for the client, given the log-probs of all documents."""
         found: list[dict[str, np.ndarray]] = []
         total, at = 0.0, 0
         for columns in self.columns:
@@ -59,18 +60,14 @@ class Batch:
 
 
 def _losses(name: str, document: Rollout, logprobs: np.ndarray) -> np.ndarray:
-    """Compute the losses of a document's tokens in float64."""
+    """Compute the loss of each token of a document in float64."""
     values = {each: torch.from_numpy(document.fields[PREFIX + each][1:].astype(np.float64)) for each in FIELDS}
-    own, ratio = torch.from_numpy(logprobs.astype(np.float64)), None
-    if loss_of(name).whole_documents:
-        marked = values["sequence_ratio_mask"] != 0
-        ratio = (own - values["logprobs"])[marked].mean().exp() if marked.any() else own.new_ones(())
-        ratio = ratio.expand_as(own)
-    return terms(name, own, values, ratio)[0].numpy()
+    own = torch.from_numpy(logprobs.astype(np.float64))
+    return terms(name, own, values, lambda each: each.sum().expand_as(each))[0].numpy()
 
 
 def batch_of(request: ForwardBackward, model: Model) -> Batch:
-    """Make the documents of a request: the input, and behind it the last target, which nothing follows."""
+    """Make the documents of a request. A document is the datum's input, followed by the last target."""
     try:
         loss_of(request.loss)
     except ClientLossError as error:
@@ -134,7 +131,7 @@ def _documents(
 
 
 def _input(datum: Datum, where: str, name: str, shape: tuple[int, ...] | None) -> np.ndarray:
-    """Return an input of the loss: float32 of a shape, or with None integers of any shape."""
+    """Return an input of the loss as float32, which must have this shape. `shape` None: integers of any shape."""
     found = datum.inputs.get(name)
     if found is None:
         if name in _OPTIONAL and shape is not None:
@@ -181,10 +178,10 @@ class Asked:
     draw: DrawOptions
     seed: int | None
     prompt_logprobs: bool = False
-    last: int | None = None  # of the prompt's tokens, those that are scored
+    last: int | None = None  # number of last prompt tokens to score; None: all
     top_prompt: int = 0
     top_sampled: int = 0
-    targets: np.ndarray | None = None  # [prompt - 1, K]; -1: nothing is asked
+    targets: np.ndarray | None = None  # [prompt - 1, K] tokens to score at each position; -1: none
     alternatives: int = 0
 
     @property
@@ -193,7 +190,7 @@ class Asked:
 
     @property
     def scores(self) -> bool:
-        """Tell whether log-probs are computed beside those of the draw."""
+        """Tell whether log-probs are needed besides those of the drawn tokens."""
         return self.scores_prompt or bool(self.top_sampled)
 
 
@@ -249,7 +246,7 @@ def _prompt(given: Any, model: Model) -> tuple[int, ...]:
 
 
 def _draw(given: Mapping[str, Any], prompt: int, model: Model) -> DrawOptions:
-    # One token is kept free, so that what is drawn can be scored by a request that draws one token behind it.
+    # Leave room for one token, so that the result can be scored by a request that draws one token after it.
     room = max(1, model.longest - prompt - 1)
     most = given.get("max_tokens")
     most = room if most is None else min(room, _whole(given, "max_tokens", 1, 1, 2**31))
@@ -269,7 +266,7 @@ def _draw(given: Mapping[str, Any], prompt: int, model: Model) -> DrawOptions:
         if not isinstance(stop, list) or len(stop) > _MOST_STOPS:
             raise ApiError(f"sampling_params: stop: a text, or up to {_MOST_STOPS} texts or tokens are expected")
         if all(type(one) is int for one in stop):
-            stop_ids = frozenset(stop)  # an empty list: nothing stops it
+            stop_ids = frozenset(stop)  # an empty list: no token stops the completion
         elif all(isinstance(one, str) and one for one in stop):
             texts = tuple(stop)
         else:
@@ -278,7 +275,7 @@ def _draw(given: Mapping[str, Any], prompt: int, model: Model) -> DrawOptions:
 
 
 def _targets(given: Any, prompt: int, model: Model) -> np.ndarray:
-    """Read token ids [prompt - 1, K] whose log-probs are asked for."""
+    """Read token ids [prompt - 1, K] whose log-probs are requested."""
     if not isinstance(given, Mapping) or not isinstance(given.get("data"), list):
         raise ApiError("target_prompt_logprobs: a tensor is expected")
     if given.get("sparse_crow_indices") is not None:

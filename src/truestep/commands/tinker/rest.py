@@ -1,4 +1,4 @@
-"""The routes that look at what there is: runs, checkpoints, sessions and samplers."""
+"""The routes that list, describe and delete runs, checkpoints, sessions and samplers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -42,7 +42,7 @@ class _Rest:
         self._state, self._checkpoints, self._base = state, checkpoints, base
 
     async def runs(self, tenant: str, request: Request) -> Response:
-        """List the runs of a tenant that live, and those that left checkpoints."""
+        """List a tenant's runs: those of live models, and those with checkpoints."""
         shown = await asyncio.to_thread(self._runs, tenant)
         page, cursor = _page(request, sorted(shown, key=lambda one: one["last_request_time"], reverse=True))
         return JSONResponse({"training_runs": page, "cursor": cursor})
@@ -78,7 +78,7 @@ class _Rest:
         }
 
     def _of_checkpoints(self, run: str, found: list[Saved]) -> dict[str, Any]:
-        """Describe a run of an earlier session by what it saved."""
+        """Describe a run without a live model by its checkpoints."""
         return {
             "training_run_id": run,
             "base_model": self._base,

@@ -1,6 +1,6 @@
-"""Log-probs of a prompt's tokens under a policy, and of others in their place, at temperature 1.
+"""Log-probs of a prompt's tokens under a policy, and of alternative tokens, at temperature 1.
 
-Dimensions: S tokens, V vocabulary, K tokens asked for at each position.
+Dimensions: S tokens, V vocabulary, K requested tokens per position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ from truestep.rollouts.packing import pack_tokens
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probs of what follows each position: row i is about token i + 1."""
+    """Log-probs of the token after each position: row i is about token i + 1."""
 
     logprobs: np.ndarray  # [S - 1]
     top: tuple[np.ndarray, np.ndarray] | None  # ids and log-probs, [S - 1, k]
-    targets: np.ndarray | None  # [S - 1, K]; 0 where -1 was asked
+    targets: np.ndarray | None  # [S - 1, K]; 0 where the requested token is -1
     drawn: tuple[np.ndarray, np.ndarray] | None  # ids and log-probs, [S - 1, k]
 
 
@@ -35,9 +35,9 @@ def score(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> Scored:
-    """Compute log-probs of the tokens behind the first. `draws`: so many tokens are drawn at each position, at the
+    """Compute log-probs of all tokens after the first. `draws`: the number of tokens to draw at each position, at this
     temperature."""
-    if len(ids) == 1:  # nothing is behind the first
+    if len(ids) == 1:  # no token after the first
         none, wide = np.zeros(0, np.float32), [np.zeros((0, k), np.float32) for k in (top, draws)]
         tops, drawn_ = ((np.zeros(each.shape, np.int64), each) if each.shape[1] else None for each in wide)
         return Scored(none, tops, None if targets is None else np.zeros(targets.shape, np.float32), drawn_)
@@ -64,7 +64,7 @@ def score(
 
 
 def _logits(policy: Policy, ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield chunks of logits [C, V] of all positions but the last, with their first position."""
+    """Yield chunks of logits [C, V] for all positions except the last, with each chunk's first position."""
     with policy.weights.gathered():
         hidden = policy.hidden(pack_tokens([np.array(ids, np.int64)]).to(policy.device))[: len(ids) - 1]
         rows = policy.head.rows_per_chunk(max(1, len(hidden)), policy.vocabulary_size, 12, policy.device)

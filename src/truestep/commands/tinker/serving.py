@@ -1,4 +1,4 @@
-"""The protocol beside the endpoint of `truestep serve`."""
+"""Serves the protocol together with the endpoint of `truestep serve`."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
 from truestep.run.assemble.policy import make_policy
 
-_LOOK_SECONDS = 30.0  # between looks for sessions whose clients are silent
-_SWEEP_SECONDS = 600.0  # between looks for checkpoints that have expired
+_LOOK_SECONDS = 30.0  # seconds between checks for sessions with silent clients
+_SWEEP_SECONDS = 600.0  # seconds between removals of expired checkpoints
 
 
 class TinkerError(TruestepError):
@@ -33,7 +33,7 @@ class Tinker:
 
     directory: Path
     keys: Path | None = None
-    name: str | None = None  # of the base model; None: the last part of its path
+    name: str | None = None  # name of the base model; None: the last part of its path
     state: State = field(default_factory=State)
     now: Callable[[], float] = time.monotonic
 
@@ -42,7 +42,8 @@ class Tinker:
         self._looked = self._swept = self.now()
 
     def begin(self, config: Config, policy: Policy, longest: int) -> list[Any]:
-        """Return the routes that the server adds. `policy`: the base model, which others sample from meanwhile."""
+        """Return the routes to add to the server. `policy`: the base model. The endpoint samples from it at the same
+        time."""
         from truestep.commands.tinker.app import Served, routes
 
         if policy.weights.ranks.size > 1:
@@ -73,7 +74,7 @@ class Tinker:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(changed.set)
 
         self.state.wake = wake
@@ -86,7 +87,7 @@ class Tinker:
                 await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
 
     def turn(self) -> bool:
-        """Compute the jobs whose turn it is. Return whether there were any."""
+        """Compute the next jobs. Return whether there were any."""
         now = self.now()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now

@@ -1,7 +1,7 @@
-"""What tenants have: sessions, models, samplers and futures.
+"""The sessions, models, samplers and futures of tenants.
 
-Requests come from the thread of the server, and jobs are taken by the thread that computes. What another tenant has is
-not there: every look names the tenant.
+Requests come from the server's thread; the compute thread takes jobs. Every lookup names the tenant, so other tenants'
+objects are reported as unknown.
 """
 
 import threading
@@ -17,21 +17,21 @@ from typing import Any
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError, JobError, unknown
 
-_MOST_WAITING = 4096  # requests of a tenant that are not done
-_MOST_WAITING_BYTES = 2**29  # of such requests
-_MOST_DRAWN = 2**20  # tokens that jobs may draw which are computed at once
-_MOST_MODELS = 256  # of a tenant
-_MOST_KEPT = 8192  # results of a tenant
+_MOST_WAITING = 4096  # most unfinished requests per tenant
+_MOST_WAITING_BYTES = 2**29  # most bytes of such requests
+_MOST_DRAWN = 2**20  # most tokens that may be drawn by jobs computed together
+_MOST_MODELS = 256  # most models per tenant
+_MOST_KEPT = 8192  # most results kept per tenant
 _MOST_KEPT_BYTES = 2**29
-_MOST_REMEMBERED = 2**16  # ids of requests whose results are kept no longer
-_MOST_FINISHED = 1024  # sessions that are remembered when they have finished
-_MOST_SESSIONS = 1024  # of a tenant
-_SILENT_SECONDS = 600.0  # a session whose client was not heard of for so long has ended
+_MOST_REMEMBERED = 2**16  # most remembered ids of requests whose results were dropped
+_MOST_FINISHED = 1024  # most finished sessions that are remembered, per tenant
+_MOST_SESSIONS = 1024  # most open sessions per tenant
+_SILENT_SECONDS = 600.0  # a session without a request for so long has ended
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a future gives: JSON, or a message of protobuf."""
+    """The result of a job: JSON, or a protobuf message."""
 
     json: Mapping[str, Any] | None = None
     message: bytes = b""
@@ -39,28 +39,28 @@ class Result:
 
 @dataclass(eq=False)
 class Job:
-    """A request that is computed, and its future."""
+    """A request to compute, and its future."""
 
     id: str
     tenant: str
     session: str
-    work: Any  # for `jobs`; None when the job has ended
-    together: Hashable = None  # jobs that may be computed at once have the same; None: alone
+    work: Any  # a work item for `jobs`; None once the job has ended
+    together: Hashable = None  # jobs with the same value may be computed together; None: alone
     model: str | None = None
-    size: int = 0  # bytes of the request, about
-    cost: int = 1  # tokens that it may draw
+    size: int = 0  # approximate bytes of the request
+    cost: int = 1  # most tokens that it may draw
     future: "Future[Result]" = field(default_factory=Future)
     running: bool = False
     retrieved: bool = False
 
     def fail(self, error: Exception) -> None:
-        """End without a result, if the job has not ended."""
+        """End without a result, if the job has not ended already."""
         with suppress(InvalidStateError):
             self.future.set_exception(error)
         self.work = None
 
     def end(self, result: Result) -> None:
-        """End with a result, if the job has not ended."""
+        """End with a result, if the job has not ended already."""
         with suppress(InvalidStateError):
             self.future.set_result(result)
         self.work = None
@@ -75,10 +75,10 @@ class Model:
     adapted: Adapted
     user_metadata: dict[str, str] | None = None
     next_seq: int = 1
-    early: dict[int, Job] = field(default_factory=dict)  # jobs whose predecessors are not there
+    early: dict[int, Job] = field(default_factory=dict)  # jobs that arrived before their predecessors, by seq_id
     last_request: float = field(default_factory=time.time)
-    version: int = 0  # changes of its weights
-    spoiled: bool = False  # a part of the step that is open failed
+    version: int = 0  # number of changes of its weights
+    spoiled: bool = False  # a part of the current training step failed
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Sampler:
     tenant: str
     session: str
     base: str
-    path: str | None = None  # of the checkpoint; None: the base model
-    model: str | None = None  # whose weights it samples from while they are of this `version`
+    path: str | None = None  # path of the checkpoint; None: the base model
+    model: str | None = None  # the model whose weights are used, as long as they have this `version`
     version: int = -1
-    inflight: bool = False  # from the model's weights as they are
+    inflight: bool = False  # use the model's current weights
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class ClientSession:
 
 @dataclass(eq=False)
 class Own:
-    """The requests of a tenant."""
+    """The requests and results of a tenant."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     waiting: int = 0
@@ -119,7 +119,8 @@ class Own:
     forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def ended(self, job: Job) -> None:
-        """Keep a result, and forget the oldest where there are too many: those that were retrieved, if there are."""
+        """Keep a job's result. If there are too many results, drop the oldest ones that were retrieved. If there are
+        far too many, also drop results that were not retrieved."""
         self.waiting -= 1
         self.waiting_bytes -= job.size
         self.done.append(job)
@@ -142,10 +143,10 @@ class State:
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
-        self._own: dict[str, Own] = {}  # of each tenant
-        self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # of each tenant, whose turns go round
-        self.ended: deque[ClientSession] = deque()  # whose memory is to be freed
-        self.wake: Callable[[], None] = lambda: None  # the thread that computes
+        self._own: dict[str, Own] = {}  # requests and results by tenant
+        self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # waiting jobs by tenant; tenants take turns
+        self.ended: deque[ClientSession] = deque()  # sessions whose memory must be freed
+        self.wake: Callable[[], None] = lambda: None  # wakes the compute thread
 
     # Sessions
 
@@ -163,7 +164,7 @@ class State:
             return session
 
     def session(self, tenant: str, name: Any) -> ClientSession:
-        """Return a tenant's session, and note that it was heard of."""
+        """Return a tenant's session, and record that its client is alive."""
         session = self._of(self.sessions, tenant, name, "session")
         if session.finished:
             raise ApiError("the session has finished", 410)
@@ -187,7 +188,7 @@ class State:
             self.wake()
 
     def end_silent(self) -> None:
-        """End the sessions whose clients have not been heard of."""
+        """End sessions whose clients have been silent for too long."""
         with self.lock:
             for session in list(self.sessions.values()):
                 if not session.finished and self._now() - session.seen > _SILENT_SECONDS:
@@ -215,7 +216,7 @@ class State:
         return model
 
     def add_model(self, model: Model) -> Model:
-        """Return the model of this name; a request that comes again finds that of the first."""
+        """Add a model, and return it. If the request is a repetition, return the model from the first one."""
         with self.lock:
             if model.id not in self.models:
                 session = self.session(model.tenant, model.session)
@@ -246,7 +247,7 @@ class State:
         return job
 
     def known(self, tenant: str, name: str) -> Job | None:
-        """Return the future of a request that came before."""
+        """Return the future of a repeated request; None if it is new."""
         with self.lock:
             return self._of_tenant(tenant).jobs.get(name)
 
@@ -254,8 +255,8 @@ class State:
         return self._own.setdefault(tenant, Own())
 
     def submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
-        """Take a request. One with the same id was taken before: its future is that one's. With `seq`, jobs of a model
-        are computed in this order, whenever they come."""
+        """Submit a request. If a request with the same id was submitted before, return its future. With `seq`, a
+        model's jobs are computed in this order, whatever the order of arrival."""
         with self.lock:
             own = self._of_tenant(job.tenant)
             if job.id in own.jobs:
@@ -298,13 +299,13 @@ class State:
                 ready.remove(job)
 
     def cancel(self, job: Job) -> None:
-        """Let a request for samples that has not begun end without a result. What changes a model is computed."""
+        """Cancel a sampling request that has not started. Requests that change a model cannot be cancelled."""
         with self.lock:
             if job.together is not None and not job.running and not job.future.done():
                 job.fail(JobError("the request was cancelled"))
 
     def queue_state(self, job: Job) -> tuple[str, str | None]:
-        """Tell whether a job's turn has come, and why not."""
+        """Return the job's queue state, and the reason if it is waiting."""
         with self.lock:
             before = sum(len(ready) for ready in self._ready.values())
             if job.running or before <= 1:
@@ -314,7 +315,7 @@ class State:
     # Jobs
 
     def take(self, most: int = 256) -> list[Job]:
-        """Take the next job, of the tenant whose turn it is, and those that may be computed together with it."""
+        """Take the next job, from the tenant whose turn it is, and the jobs that may be computed together with it."""
         with self.lock:
             for tenant in list(self._ready):
                 ready = self._ready.pop(tenant)
@@ -323,7 +324,7 @@ class State:
                     first = ready.popleft()
                     job = None if first.future.done() else first
                 if ready:
-                    self._ready[tenant] = ready  # behind the others
+                    self._ready[tenant] = ready  # at the end, after the other tenants
                 if job is not None:
                     jobs = [job, *(self._alike(job, most - 1) if job.together is not None else [])]
                     for one in jobs:

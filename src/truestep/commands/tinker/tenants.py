@@ -1,4 +1,4 @@
-"""Tenants by their keys. A tenant is a name; what it has, no other sees."""
+"""Finds the tenant of an API key. A tenant is a name, and cannot see other tenants' objects."""
 
 import hmac
 import re
@@ -8,7 +8,7 @@ from truestep.commands.tinker.errors import ApiError
 from truestep.errors import TruestepError
 
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<key>\S{1,512})")
-_FEWEST = 16  # characters of a key
+_FEWEST = 16  # fewest characters of a key
 
 
 class TenantsError(TruestepError):
@@ -16,13 +16,13 @@ class TenantsError(TruestepError):
 
 
 class Tenants:
-    """The tenants of a file of lines `NAME KEY`; without a file, any key is a tenant of its own."""
+    """The tenants in a file of lines `NAME KEY`. Without a file, every key is a separate tenant."""
 
     def __init__(self, file: Path | None):
         self._keys = None if file is None else _read(file)
 
     def of(self, key: str | None) -> str:
-        """Return the tenant of a key."""
+        """Return the tenant with this key."""
         if not key or len(key) > 4096:
             raise ApiError("the request has no API key", 401)
         if self._keys is None:

@@ -1,6 +1,6 @@
-"""Protobuf messages of the protocol, read and written by their field numbers.
+"""Reads and writes the protocol's protobuf messages, by field number.
 
-A message is a sequence of fields: a key (number and wire type), and a number or bytes.
+A message is a sequence of fields. A field is a key (field number and wire type), and a number or bytes.
 """
 
 import struct
@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 
 _NUMBER, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
-_FLOAT32, _INT64 = 1, 2  # the protocol's types of tensors
+_FLOAT32, _INT64 = 1, 2  # the protocol's tensor types
 _DTYPES: Mapping[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
-_MOST_NUMBERS = 2**23  # of the tensors of a request, once they are dense
+_MOST_NUMBERS = 2**23  # most numbers in the tensors of a request, counted as dense tensors
 
 
 class WireError(Exception):
-    """Bytes that are no message of the protocol."""
+    """Bytes that are not a message of the protocol."""
 
 
 @dataclass(frozen=True)
 class Datum:
-    tokens: np.ndarray  # [N] of the model's input
-    inputs: Mapping[str, np.ndarray]  # of the loss, [N] or [N, K]
+    tokens: np.ndarray  # [N], the model's input
+    inputs: Mapping[str, np.ndarray]  # inputs of the loss, [N] or [N, K]
 
 
 @dataclass(frozen=True)
 class Head:
-    """Whose turn a request is, which is known of one that is bad too."""
+    """The model and sequence number of a request. They are read from invalid requests too."""
 
     model_id: str = ""
     seq_id: int = 0
@@ -45,7 +45,7 @@ class ForwardBackward:
 
 
 def fields_of(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a message: numbers as they are, doubles as floats, and the rest as bytes."""
+    """Yield the fields of a message: integers, doubles as floats, and everything else as bytes."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -102,7 +102,7 @@ def _number(value: Any) -> int:
 
 
 def _double(value: Any) -> float:
-    """Return a number of a field; 0 where the field is not there."""
+    """Return a field's number; 0 if the field is missing."""
     if not isinstance(value, float | int | None):
         raise WireError("there are bytes where a number is expected")
     return float(value or 0.0)
@@ -115,7 +115,7 @@ def _entry(message: Any) -> tuple[str, Any]:
 
 
 def read_head(body: bytes) -> Head:
-    """Read the head of a request for a pass, as far as its bytes make sense."""
+    """Read the head of a request for a pass. If the bytes are invalid, use the fields before the error."""
     found: dict[str, Any] = {}
     with suppress(WireError):
         for number, value in fields_of(body):
@@ -180,7 +180,7 @@ def _array(value: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def read_tensor(message: bytes, most: int = _MOST_NUMBERS) -> np.ndarray:
-    """Read a tensor of up to `most` numbers. A sparse one has zeros where it lists nothing."""
+    """Read a tensor of up to `most` numbers. Entries that a sparse tensor does not list are zero."""
     dense, sparse, kind = b"", None, 0
     shape: list[int] = []
     for number, value in fields_of(message):
@@ -190,7 +190,7 @@ def read_tensor(message: bytes, most: int = _MOST_NUMBERS) -> np.ndarray:
             sparse = dict(fields_of(_bytes(value)))
         elif number == 3:
             kind = _number(value)
-        elif number == 4:  # packed, or one by one
+        elif number == 4:  # packed into bytes, or one number per field
             shape += _packed(value) if isinstance(value, bytes) else [_number(value)]
     if kind not in _DTYPES:
         raise WireError(f"a tensor is of type {kind}; float32 and int64 are served")
@@ -235,7 +235,7 @@ def _dense(sparse: Mapping[int, Any], shape: Sequence[int], dtype: np.dtype[Any]
     return dense
 
 
-# Messages are written as bytes that are joined.
+# Functions that write fields as bytes. Concatenated fields are a message.
 
 
 def number_field(number: int, value: int) -> bytes:
@@ -252,7 +252,7 @@ def double_field(number: int, value: float) -> bytes:
 
 
 def entry(number: int, key: str, value: bytes) -> bytes:
-    """Write an entry of a map whose `value` is a field of number 2."""
+    """Write an entry of a map. `value` must be a field with number 2."""
     return bytes_field(number, bytes_field(1, key) + value)
 
 
@@ -281,7 +281,8 @@ def forward_backward_output(outputs: Sequence[Mapping[str, np.ndarray]], metrics
     """Write the outputs of each datum, float32 arrays [N, ...] by name, and the metrics."""
     out = bytes_field(1, "ArrayRecord")
     first = 0
-    while first < len(outputs):  # a record has data whose arrays have the same sides behind the first
+    # a record has consecutive data whose arrays have the same shapes except for the first dimension
+    while first < len(outputs):
         sides = {name: array.shape[1:] for name, array in outputs[first].items()}
         last = first + 1
         while last < len(outputs) and {name: array.shape[1:] for name, array in outputs[last].items()} == sides:
@@ -309,15 +310,15 @@ class Completed:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stopped: bool
-    top: tuple[np.ndarray, np.ndarray] | None = None  # ids and log-probs, [tokens, k]
+    top: tuple[np.ndarray, np.ndarray] | None = None  # ids and log-probs of the most likely tokens, [tokens, k]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The answer to a request for samples."""
+    """The response to a request for samples."""
 
     sequences: Sequence[Completed]
-    prompt_logprobs: np.ndarray | None = None  # NaN where none is known
+    prompt_logprobs: np.ndarray | None = None  # NaN if unknown
     top: tuple[np.ndarray, np.ndarray] | None = None
     targets: np.ndarray | None = None
     alternatives: tuple[np.ndarray, np.ndarray] | None = None

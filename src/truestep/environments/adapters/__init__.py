@@ -1,10 +1,10 @@
-"""Other people's environments, by `sampler.environment.type`. Each needs a package that is an extra of truestep.
+"""Environments of other packages, selected by `sampler.environment.type`. Each needs a package that an extra installs.
 
 reasoning_gym     tasks of the package reasoning-gym, with its own prompts and scores
 openenv           environments that an OpenEnv server serves
-verifiers         environments of the package verifiers, which drive the policy themselves
-math_verify       no environment but a reward: math-verify compares a completion with the prompt's `answer`
-apart             computing in a process of its own, which can be killed
+verifiers         environments of the package verifiers, which request completions themselves
+math_verify       not an environment but a reward: math-verify compares a completion with the prompt's `answer`
+apart             runs a computation in a separate process, which can be killed
 """
 
 from truestep.config.custom import CustomError
@@ -14,7 +14,8 @@ ADAPTERS = {  # import paths of their classes
     "openenv": "truestep.environments.adapters.openenv:OpenEnv",
     "verifiers": "truestep.environments.adapters.verifiers:Verifiers",
 }
-ASKING = ("verifiers",)  # those that ask for completions at the endpoint, as programs do (`episodes.program`)
+# Environments that request completions from the run's endpoint, as programs do (`episodes.program`).
+ASKING = ("verifiers",)
 
 
 def missing(what: str, extra: str, error: ImportError) -> CustomError:

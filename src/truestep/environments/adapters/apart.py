@@ -1,4 +1,4 @@
-"""Computing in a process of its own, which can be killed."""
+"""Runs a computation in a separate process, which can be killed."""
 
 import os
 import select
@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 
 def within(seconds: float, compute: Callable[[], bool]) -> bool | None:
-    """Return what `compute` returns in a process of its own; None if it takes longer, or exits. A single operation on
-    huge numbers runs for hours and heeds no signal that Python handles."""
+    """Run `compute` in a separate process, and return its result; None if it takes longer than `seconds`, or exits. In
+    the same process it could not be stopped: one operation on huge numbers may run for hours, and Python handles
+    signals only between operations."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

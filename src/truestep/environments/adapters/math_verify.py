@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise missing("sampler.reward: math_verify", "math-verify", error) from error
 
-SECONDS = 10.0  # for a completion; one that takes longer is wrong
+SECONDS = 10.0  # time limit for one completion; if the comparison takes longer, the completion counts as wrong
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _KINDS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 

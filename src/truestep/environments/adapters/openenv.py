@@ -3,8 +3,8 @@
     sampler:
       environment: {type: openenv, options: {url: "http://127.0.0.1:8000"}}
 
-The server says what its actions are (`/schema`). An action that is one text is the policy's turn. The tools of an MCP
-environment are tools of the policy, and so is any other action, as the tool `act` with the action's own schema.
+The server describes its actions at `/schema`. If an action is one text, the policy's turn is the action. The tools of
+an MCP environment become the policy's tools. Any other action becomes the tool `act`, with the action's schema.
 """
 
 import json
@@ -26,15 +26,15 @@ try:
 except ImportError as error:
     raise missing("sampler.environment.type: openenv", "openenv", error) from error
 
-ACT = "act"  # the tool of an environment whose action is neither a text nor a tool of its own
-_LARGEST = 2**24  # bytes of a message
-_SECONDS = 30.0  # for a connection, and for what the server says about itself
-_NOT_SHOWN = ("done", "reward", "metadata")  # of an observation
+ACT = "act"  # the tool for an environment whose action is neither one text nor a call of an MCP tool
+_LARGEST = 2**24  # the most bytes of a message
+_SECONDS = 30.0  # time limit for connecting, and for requests that describe the server
+_NOT_SHOWN = ("done", "reward", "metadata")  # fields of an observation that the policy does not see
 
 
 @dataclass(frozen=True)
 class Actions:
-    """How the policy acts: by its text, which is a field of the action, or by tools."""
+    """How the policy acts: its text becomes a field of the action, or it calls tools."""
 
     field: str | None
     tools: Mapping[str, Mapping[str, Any]]  # schemas by name
@@ -44,7 +44,7 @@ class Actions:
 class OpenEnv(Environment):
     """Shows the server's observations and sends the policy's actions."""
 
-    _known: Actions | None = None  # of the server of the prepared options
+    _known: Actions | None = None  # the server's actions, set by `prepare`
 
     def __init__(
         self,
@@ -61,12 +61,13 @@ class OpenEnv(Environment):
         chat: bool = True,
         wait: float = 30.0,
     ):
-        """`reset`: arguments of each reset. `size`, `held_out`: without a file of prompts, the number of episodes that
-        are told apart by the seed of their reset, from `seed` on, and of those for evaluation. `system`: a system
-        prompt. `action`: the field of the action that takes the policy's text, or `act` for a tool call; null: as the
-        server's schema says. `observation`: the field that the policy sees; null: a field that is the only one, or all
-        of them as JSON. `reward`: `sum` of the steps' rewards, or `last`. `chat`: whether the conversation is of chat
-        messages; false: text, for a model without a chat template. `wait`: seconds to wait for a free session."""
+        """`reset`: arguments of each reset. `size`, `held_out`: the numbers of training and evaluation episodes if
+        there is no file of prompts. The seeds of their resets count up from `seed`, first for training, then for
+        evaluation. `system`: a system prompt. `action`: the field of the action that takes the policy's text, or `act`
+        for a tool call; null: chosen by the server's schema. `observation`: the field of the observation that the
+        policy sees; null: the only field, or all fields as JSON. `reward`: `sum` of the steps' rewards, or `last`.
+        `chat`: whether the conversation consists of chat messages; false: text, for a model without a chat template.
+        `wait`: seconds to wait for a free session."""
         super().__init__()
         if reward not in ("sum", "last"):
             raise CustomError(f"sampler.environment.options.reward: {reward!r} is neither sum nor last")
@@ -74,7 +75,7 @@ class OpenEnv(Environment):
         self.size, self.held_out, self.seed = size, held_out, seed
         self.how, self.chat, self.wait = reward, chat, wait
         self.actions = self._known or _actions(self.url, action)
-        self.rewards: list[float | None] = []  # of each turn
+        self.rewards: list[float | None] = []  # the reward of each turn
         self.server: ClientConnection | None = None
 
     @classmethod
@@ -92,7 +93,8 @@ class OpenEnv(Environment):
         return ({"id": f"seed-{seed}", "prompt": f"seed {seed}", "seed": seed} for seed in seeds)
 
     def start(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Reset a session of the server, and show its first observation, behind the prompt of a file."""
+        """Open a session of the server and reset it. Return the prompt from the file, if any, followed by the first
+        observation."""
         arguments = self.arguments | dict(row.get("reset") or {})
         if "seed" in row:
             arguments["seed"] = row["seed"]
@@ -114,7 +116,7 @@ class OpenEnv(Environment):
         return [*before, *prompt, {"role": "user", "content": text}]
 
     def step(self, answer: Answer) -> Any:
-        """Send the turn as an action, or each of its tool calls as one."""
+        """Send the turn as an action, or send each of its tool calls as an action."""
         if self.actions.field is not None:
             told = self._act({self.actions.field: answer.text})
             self.rewards.append(told.reward)
@@ -144,7 +146,7 @@ class OpenEnv(Environment):
         return self._act(dict(call.arguments))
 
     def _act(self, action: Mapping[str, Any]) -> "_Told":
-        """Send an action. One that the server's schema refuses is answered with what is wrong."""
+        """Send an action. If the server's schema refuses it, return the error as the answer."""
         try:
             assert self.server is not None
             result = _asked(self.server, "step", action)
@@ -154,7 +156,7 @@ class OpenEnv(Environment):
         return _Told(self._text(result), None if reward is None else float(reward), bool(result.get("done")))
 
     def _text(self, result: Mapping[str, Any]) -> str:
-        """Return what the policy sees of an observation."""
+        """Return the part of an observation that the policy sees, as text."""
         seen = {name: value for name, value in result["observation"].items() if name not in _NOT_SHOWN}
         if self.actions.is_mcp and "tool_name" in seen:
             seen = {"error": seen["error"]} if seen.get("error") else {"result": _plain(seen.get("result"))}
@@ -168,7 +170,8 @@ class OpenEnv(Environment):
 
     def _end(self) -> End:
         assert self.server is not None
-        self.server.close()  # frees the session now, and not when the server misses this process
+        # Frees the session now; without this, the server would notice the exit of this process only later.
+        self.server.close()
         return End(self._reward(), self.rewards)
 
     def _reward(self) -> float:
@@ -178,7 +181,7 @@ class OpenEnv(Environment):
 
 @dataclass(frozen=True)
 class _Told:
-    """What the server told of an action."""
+    """The server's answer to an action."""
 
     text: str
     reward: float | None = None
@@ -186,11 +189,11 @@ class _Told:
 
 
 class _RefusedError(Exception):
-    """An action that is not of the server's schema."""
+    """The action does not fit the server's schema."""
 
 
 class _FullError(Exception):
-    """A server without a free session."""
+    """The server has no free session."""
 
 
 def _sum(rewards: Sequence[float | None]) -> float | None:
@@ -199,7 +202,7 @@ def _sum(rewards: Sequence[float | None]) -> float | None:
 
 
 def _plain(result: Any) -> Any:
-    """Return what an MCP tool returned, without the envelope of its result."""
+    """Return the content of an MCP tool's result, without the result's envelope."""
     if isinstance(result, Mapping) and "content" in result:
         if (data := result.get("data")) is not None:
             return data
@@ -208,7 +211,7 @@ def _plain(result: Any) -> Any:
 
 
 def _session(url: str, wait: float, arguments: Mapping[str, Any]) -> tuple[ClientConnection, Mapping[str, Any]]:
-    """Open a session and reset it. Waits where all sessions of the server are taken."""
+    """Open a session and reset it. If all sessions of the server are in use, wait for a free one."""
     end = time.monotonic() + wait
     pause = 0.05
     while True:
@@ -229,7 +232,7 @@ def _session(url: str, wait: float, arguments: Mapping[str, Any]) -> tuple[Clien
 def _asked(server: ClientConnection, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Send a message and return the data of its answer."""
     try:
-        with suppress(WebSocketException):  # it is closed; what it said before is still to be read
+        with suppress(WebSocketException):  # the connection is closed, but the server's last message can still be read
             server.send(json.dumps({"type": kind, "data": dict(data)}))
         answer = json.loads(server.recv())
     except (OSError, WebSocketException, ValueError) as error:
@@ -288,7 +291,7 @@ def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[st
 
 
 def _fetched(url: str, body: Any = None) -> Any:
-    """Get what the server says about itself, or post to it."""
+    """Request a description of the server: by GET, or by POST if there is a body."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -5,8 +5,8 @@
         type: reasoning_gym
         options: {tasks: {leg_counting: {weight: 2, config: {max_animals: 4}}, spell_backward: {level: 1}}, size: 1000}
 
-The package makes an item from a seed and its number. So a row has the number, and the process of an episode makes the
-item again, as the package's score needs it: with tuples and other objects, which JSON cannot hold.
+The package makes an item from a seed and the item's number. So a row has the number, and the episode's process makes
+the item again. The package's score needs the original item, with tuples and other objects that JSON cannot hold.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ _TASK_OPTIONS = ("weight", "config", "level")
 
 
 class ReasoningGym(Environment):
-    """Asks a question of one of the tasks, and rewards the answer by the task's own score, between 0 and 1."""
+    """Asks a question of one of the tasks, and rewards the answer with the task's own score, between 0 and 1."""
 
-    _shared: CompositeDataset | None = None  # the items of the prepared options
+    _shared: CompositeDataset | None = None  # the items, set by `prepare` and shared by episodes
 
     def __init__(
         self,
@@ -46,11 +46,12 @@ class ReasoningGym(Environment):
         tag: str | None = "answer",
         chat: bool = True,
     ):
-        """`tasks`: names, or for each name a mapping of `weight` (how often it is asked, 1 by default), `config` (the
-        task's own options) and `level` (of its curriculum: a number for all of its attributes, or one for each by
-        name). `size`: the number of prompts; `held_out`: of those for evaluation. `system`: a system prompt, or the
-        name of one of the package's; null: none. `tag`: the tag that holds the answer; null: all of the text is the
-        answer. `chat`: whether prompts are chat messages; false: text, for a model without a chat template."""
+        """`tasks`: a list of names, or a mapping from each name to its `weight` (how often the task is drawn; default
+        1), `config` (the task's own options) and `level` (of the task's curriculum: one number for all attributes, or a
+        number for each attribute by name). `size`: the number of prompts for training; `held_out`: the number for
+        evaluation. `system`: a system prompt, or the name of one of the package's system prompts; null: none. `tag`:
+        the tag around the answer; null: the whole text is the answer. `chat`: whether prompts are chat messages; false:
+        text, for a model without a chat template."""
         super().__init__()
         self.size, self.held_out, self.seed, self.tag, self.chat = size, held_out, seed, tag, chat
         self.system = SYSTEM_PROMPTS.get(system, system)
@@ -64,7 +65,7 @@ class ReasoningGym(Environment):
 
     @classmethod
     def rows(cls, options: Mapping[str, Any], held_out: bool) -> Iterator[Mapping[str, Any]]:
-        """Return the prompts. Those for evaluation have the numbers behind those for training."""
+        """Return the prompts. The numbers of the prompts for evaluation follow those of the prompts for training."""
         made = cls(**options)
         first, count = (made.size, made.held_out) if held_out else (0, made.size)
         return map(made._row, range(first, first + count))
@@ -83,7 +84,7 @@ class ReasoningGym(Environment):
         return self.items[number]
 
     def finish(self, answer: Answer) -> dict[str, float | None]:
-        """Return the task's score as the reward, and as a part with the task's name."""
+        """Return the task's score as the reward, and again as a part named after the task."""
         item = self._item(self.row["number"])
         if item["question"] != self.row["question"]:
             raise ValueError(f"reasoning-gym made another question of {self.row['id']} than before")
@@ -91,7 +92,7 @@ class ReasoningGym(Environment):
         failed = 0.0
         try:
             score = float(self.items.score_answer(given, item))
-        except Exception:  # a score that cannot read what the policy wrote
+        except Exception:  # the score function cannot read the policy's answer
             traceback.print_exc()
             score, failed = 0.0, 1.0
         return {"reward": score, self.row["task"]: score, "answered": float(given is not None), "score_failed": failed}
@@ -121,7 +122,7 @@ def _weight_and_config(name: str, given: Mapping[str, Any] | None) -> tuple[floa
 
 
 def _of_level(name: str, level: Any) -> dict[str, Any]:
-    """Return the options that the task's curriculum has at a level."""
+    """Return the task's options at a level of its curriculum."""
     if name not in CURRICULA:
         raise CustomError(f"sampler.environment.options.tasks.{name}.level: the task has no curriculum")
     curriculum = create_curriculum(name)

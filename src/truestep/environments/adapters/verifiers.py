@@ -1,11 +1,11 @@
-"""Environments of the package verifiers, 0.4: they drive the policy themselves, as clients of the run's endpoint.
+"""Environments of the package verifiers, version 0.4. They request completions as clients of the run's endpoint.
 
     sampler:
       environment: {type: verifiers, options: {env: {taskset: {id: my_tasks}}, size: 1000}}
 
-`env` is what the package's own configurations have in `[env]`. Each episode is a process that is forked from one which
-has imported the package and loaded the tasks. What the package would start as an interpreter of its own for each
-episode, the loop of the chat and the servers of tools, runs in that process, or is forked from it.
+`env` has the options of the section `[env]` in the package's own configurations. One process imports the package and
+loads the tasks; each episode's process is forked from it. For each episode, the package would start new Python
+interpreters for the chat loop and the tool servers. Here they run in the episode's process, or in forks of it.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ try:
 except ImportError as error:
     raise missing("sampler.environment.type: verifiers", "verifiers", error) from error
 
-__all__ = ["Chat", "Verifiers"]  # the package finds a harness by it
+__all__ = ["Chat", "Verifiers"]  # the package looks for the harness in this list
 
-_CHAT = "truestep_chat"  # the package imports harnesses by such names
-_KEY = "TRUESTEP_DOCUMENT"  # the variable with the document's key
-_PORT_SECONDS = 60.0  # until a server of tools has a port
+_CHAT = "truestep_chat"  # the module name under which the package imports the harness
+_KEY = "TRUESTEP_DOCUMENT"  # the environment variable with the document's key
+_PORT_SECONDS = 60.0  # time limit until a tool server has opened its port
 _POLL_SECONDS = 0.01
 
 
@@ -52,7 +52,8 @@ class EpisodeFailedError(RuntimeError):
 
 
 class UnfitError(RuntimeError):
-    """An episode that is no document: it has several rewards, or turns that nothing is to be learnt from."""
+    """The episode cannot become a document: it has several rewards, or turns on which the policy must not be
+    trained."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,24 @@ class _Loaded:
 
 
 class Verifiers(Environment):
-    """Plays one of the environment's tasks. Its reward is what the environment gives the trace of the policy."""
+    """Plays one of the environment's tasks. The reward is the one that the environment gives to the policy's trace."""
 
-    _shared: _Loaded | None = None  # the environment of the prepared options
+    _shared: _Loaded | None = None  # the loaded environment, set by `prepare` and shared by episodes
 
     def __init__(self, *, env: str | Mapping[str, Any], size: int = 1000, held_out: int = 100):
-        """`env`: the options of the package's `[env]`, such as taskset: {id: ...}, or the taskset's id alone. `size`:
-        the most tasks that are trained on, from the first on; `held_out`: of those behind them, for evaluation."""
+        """`env`: the options of the package's `[env]`, such as taskset: {id: ...}, or only the taskset's id. `size`: at
+        most this many tasks, from the first on, are used for training. `held_out`: at most this many of the following
+        tasks are used for evaluation."""
         super().__init__()
         self.size, self.held_out = size, held_out
         self.loaded = self._shared or _load(env, size + held_out)
-        self._asking: list[Any] = []  # the traces whose turns the policy draws
+        self._asking: list[Any] = []  # the traces whose turns are sampled from the policy
         self._unfit: UnfitError | None = None
 
     @classmethod
     def prepare(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        """Load the environment and its tasks, which episodes then share. Its tools are in its requests."""
+        """Load the environment and its tasks, which episodes then share. Return no tools: the environment's requests
+        contain them."""
         cls._shared = cls(**options).loaded
         return {}
 
@@ -92,7 +95,7 @@ class Verifiers(Environment):
         return (_row(number, task) for number, task in enumerate(chosen, first))
 
     async def start(self, row: Mapping[str, Any]) -> str:  # type: ignore[override]
-        """Begin the episode, which goes on in this process's event loop while a step waits."""
+        """Begin the episode. It runs in this process's event loop while `step` waits."""
         os.environ[_KEY] = row["key"]
         self._seconds = row["seconds"]
         self._playing = asyncio.ensure_future(self._play(row["row"], row["url"]))
@@ -119,8 +122,8 @@ class Verifiers(Environment):
         return _rating(self._asking[0])
 
     def _begun(self, trace: Any, url: str) -> None:
-        """Look at an agent's run before its first turn."""
-        if trace.agent.config.client.base_url != url:  # another model's
+        """Check an agent's run before its first turn."""
+        if trace.agent.config.client.base_url != url:  # the agent uses another model
             return
         name = trace.agent.name
         self._asking.append(trace)
@@ -142,7 +145,8 @@ class Verifiers(Environment):
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """Asks for turns and calls the task's tools until a turn calls none: as the package's `null`, in this process."""
+    """Requests turns and calls the task's tools until a turn has no tool call. It does the same as the package's
+    harness `null`, but in this process."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -183,7 +187,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 
 
 async def _turn(client: Any, url: str, body: Mapping[str, Any], trace: Any) -> dict[str, Any] | None:
-    """Return the policy's next turn; None where a limit, the package's or the run's, leaves none."""
+    """Return the policy's next turn; None if a limit of the package or of the run has ended the episode."""
     answer = await client.post(url, json=body)
     if answer.status_code == 200:
         message: dict[str, Any] = answer.json()["choices"][0]["message"]
@@ -194,7 +198,7 @@ async def _turn(client: Any, url: str, body: Mapping[str, Any], trace: Any) -> d
 
 
 async def _called(function: Mapping[str, Any], places: Any, connections: Any) -> Any:
-    """Call a tool, and return what it says; or what is wrong."""
+    """Call a tool. Return its result, or an error message."""
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
@@ -216,7 +220,7 @@ def _row(number: int, task: Any) -> Mapping[str, Any]:
 
 
 def _rating(trace: Any) -> dict[str, float]:
-    """Return the trace's reward, and as parts each of its rewards, weighted, and its metrics."""
+    """Return the trace's reward, with its weighted single rewards and its metrics as parts."""
     unknown = [name for name, reward in trace.rewards.items() if reward is None]
     if unknown:
         raise EpisodeFailedError(f"the environment did not give the reward {unknown[0]!r}: {trace.stop_condition}")
@@ -238,7 +242,8 @@ def _failure(errors: Sequence[Any]) -> EpisodeFailedError:
 def _load(env: Any, most: int) -> _Loaded:
     """Load the environment and its first tasks."""
     sys.modules[_CHAT] = sys.modules[__name__]
-    # Directories of episodes: the home directory is not writable for isolated processes.
+    # Put the directories of episodes under the temporary directory: isolated processes cannot write to the home
+    # directory.
     local_runtime.CACHE_DIR = Path(tempfile.gettempdir()) / f"truestep-verifiers-{os.getuid()}"
     local_runtime.SubprocessRuntime.run_background = _run_background
     try:
@@ -252,7 +257,8 @@ def _load(env: Any, most: int) -> _Loaded:
 
 
 def _played_here(agent: Any, taskset: str) -> Any:
-    """Return an agent's configuration with what it leaves open: the loop of this module, in this process."""
+    """Return an agent's configuration, completed. If it chooses the harness `null` or none, it gets the chat loop of
+    this module. If it chooses no runtime, it gets a local subprocess, which runs as a fork of this process."""
     here: dict[str, Any] = {}
     given = agent.harness
     name = vf.default_harness_id(taskset) if given is None else given.id
@@ -265,7 +271,7 @@ def _played_here(agent: Any, taskset: str) -> Any:
 
 @dataclass
 class _Forked:
-    """A forked process, as the package sees one of asyncio's."""
+    """A forked process, with the part of asyncio's process interface that the package uses."""
 
     pid: int
     returncode: int | None = None
@@ -281,14 +287,14 @@ class _Forked:
 
 
 async def _run_background(runtime: Any, command: Sequence[str], env: Mapping[str, str], log: str) -> None:
-    """Run `python -m MODULE`, a server of tools, in a fork of this process, which has imported the package. It is ready
-    when it has told its port."""
+    """Run `python -m MODULE`, a tool server, in a fork of this process, which has imported the package already. The
+    server is ready when it has written its port to a file."""
     if command[:2] != [sys.executable, "-m"]:
         raise EpisodeFailedError(f"the environment runs {command[0]!r}, which is not possible here")
     pid = os.fork()
     if pid == 0:
         _become_module(command[2], runtime.process_env(dict(env)), runtime.workdir, log)
-    with suppress(OSError):  # as the child does: the package kills its group
+    with suppress(OSError):  # the child does the same; the package kills the process group
         os.setpgid(pid, pid)
     forked = _Forked(pid)
     runtime._background.append(forked)

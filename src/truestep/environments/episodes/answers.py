@@ -1,4 +1,5 @@
-"""What an environment's methods may return. The episode's process checks it, and the run checks it again."""
+"""Checks of the values that an environment's methods return. The episode's process checks them, and the run checks them
+again."""
 
 import json
 import math
@@ -10,23 +11,24 @@ from truestep.environments.episodes.environment import End
 from truestep.environments.episodes.wire import LARGEST_ANSWER
 from truestep.environments.rewards import RewardError, rating_of, shown_value
 
-_LARGEST = LARGEST_ANSWER - 2**16  # bytes of what is said, as JSON
+_LARGEST = LARGEST_ANSWER - 2**16  # the most bytes of an environment's message, as JSON
 _LARGEST_TOKEN = 2**31 - 1
 # Bound at import, before a user's code can replace the functions of `json`.
 _dumps = json.dumps
 
 
 def is_said(value: Any) -> bool:
-    """Tell what is said from what ends an episode."""
+    """Tell whether a returned value is a message to the policy. Otherwise it ends the episode."""
     return issubclass(type(value), str | list | tuple)
 
 
 def said_of(value: Any, what: str) -> dict[str, Any]:
-    """Return what `what` (such as "the environment's step") returned, as {"text": ...}, {"messages": ...} or
-    {"tokens": ...}. Raises RewardError if it is none of these, or JSON cannot hold it."""
+    """Convert a returned `value` to {"text": ...}, {"messages": ...} or {"tokens": ...}. `what` names the method in
+    errors, such as "the environment's step". Raises RewardError if the value is none of these, or JSON cannot hold it.
+    """
     try:
         said = _said_of(value, what)
-        _dumps(said, ensure_ascii=False).encode()  # no lone surrogates, which tokenizers do not take
+        _dumps(said, ensure_ascii=False).encode()  # fails on lone surrogates, which tokenizers do not accept
         size = len(_dumps(said, allow_nan=False))
     except RewardError:
         raise
@@ -87,7 +89,8 @@ def end_of(value: Any, what: str, turns: int) -> dict[str, Any]:
 
 
 def turn_rewards_of(value: Any, what: str, turns: int) -> list[float | None]:
-    """Return the rewards of turns. Raises RewardError for more than there were turns, and for what is no number."""
+    """Return the rewards of turns. Raises RewardError if there are more rewards than turns, or if one is not a
+    number."""
     found: list[float | None] = []
     if not issubclass(type(value), list | tuple):
         raise RewardError(f"{what} returned turn_rewards that are no list: {shown_value(value)}")

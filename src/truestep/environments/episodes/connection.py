@@ -1,4 +1,5 @@
-"""The process that forks episodes as the run sees it: starts it with its supervisor, and exchanges frames with it."""
+"""The run's connection to the process that forks episodes: starts that process with its supervisor, and exchanges
+frames with it."""
 
 import contextlib
 import select
@@ -24,12 +25,12 @@ class Connection(Supervised):
     def __init__(
         self, options: WorkerOptions, arguments: Mapping[str, Any], printed: Callable[[str], None] | None = None
     ):
-        """`arguments` are the options of the user's class, which is `options.reward`."""
+        """`options.reward` names the user's class, and `arguments` are the options of that class."""
         super().__init__(options, printed, wire.LARGEST_BODY)
         self._arguments = dict(arguments)
         self._unsent: deque[memoryview] = deque()
-        self._killed: dict[int, str] = {}  # why the supervisor killed an episode's process
-        self.is_quiet = True  # nothing came with the last exchange
+        self._killed: dict[int, str] = {}  # by process id, why the supervisor killed an episode's process
+        self.is_quiet = True  # True if the last exchange received nothing
 
     def start(self) -> dict[str, Any]:
         """Wait until the environment is imported, and return the schemas of its tools. Raises RewardError if the import
@@ -54,9 +55,8 @@ class Connection(Supervised):
         self._unsent.append(memoryview(frame))
 
     def exchange(self, seconds: float | None, woken: int) -> list[bytes]:
-        """Send frames and return the bodies of those that came, after a wait of up to `seconds` (None: without end).
-
-        The descriptor `woken` ends the wait. Raises LostError.
+        """Send the queued frames, wait up to `seconds` (None: without limit), and return the bodies of received frames.
+        Data on the descriptor `woken` ends the wait. Raises LostError.
         """
         try:
             self._send()
@@ -102,12 +102,13 @@ class Connection(Supervised):
             self._killed[process] = f"{printable(message.get('reason'))}{self._of_memory(str(message.get('reason')))}"
 
     def why_killed(self, process: Any) -> str | None:
-        """Return why the supervisor killed an episode's process, if it did: it says so before it does."""
+        """Return the reason if the supervisor killed an episode's process, else None. The supervisor sends the reason
+        before it kills."""
         with contextlib.suppress(frames.EndOfFramesError, frames.FrameError):
             self._hear()
         return self._killed.pop(process, None)
 
     def given_up(self, reason: str) -> LostError:
-        """End the process, which does not answer, and return the error."""
+        """End a process that does not answer, and return the error."""
         self.end()
         return LostError(reason)

@@ -1,19 +1,22 @@
-"""A conversation's tokens: what the policy drew stays as it was drawn, and others' words are appended.
+"""A conversation's tokens: the policy's tokens stay as they were sampled, and the tokens of others are appended.
 
-With messages, the words of others are the difference that the chat template renders, as text. In the order of attempts,
-with `before` the rendering that the policy completed, and `whole` the rendering with its turn and the answers to it:
+The chat template renders messages as text, and only the new part of this text is tokenised. `before` is the rendering
+that the policy completed, and `whole` is the rendering with the policy's turn and the answers to it. The new part is
+found in one of three ways, which are tried in this order:
 
-1. `whole` begins with `before` and with the text that was drawn: what is beyond is new.
-2. The rendering that ends with the policy's turn begins with `before`, and `whole` begins with that rendering: the
-   template writes the turn in its own way (trimmed, or with other spaces in JSON) and keeps it. The drawn tokens stay.
-   What is beyond the turn's last special token is new; the policy drew such a token too, or else it is new as well.
-3. `whole` begins with `before`, and the turn in it reads as the policy's turn does: the same as 2, for templates that
-   render the last turn in a special way (Qwen3 gives it an empty thought).
+1. `whole` begins with `before` and the sampled text. The rest of `whole` is new.
+2. The rendering that ends with the policy's turn begins with `before`, and `whole` begins with that rendering. So the
+   template writes the turn in its own way (trimmed, or with other spaces in JSON) and keeps it. The sampled tokens
+   stay. The text after the turn's last special token is new. If the policy sampled no such token, the token itself is
+   new too.
+3. `whole` begins with `before`, and parsing the turn in `whole` gives the same text, reasoning and tool calls as the
+   policy's turn. The rest is as in 2. Some templates need this because they render the last turn in a special way
+   (Qwen3 gives it an empty thought).
 
-Otherwise the template rewrites the past, and a new sequence begins with `whole`. So it is where reasoning of earlier
-turns is left out, where tools move to the last question, and for a last turn of gpt-oss, of which the drawn <|return|>
-is an <|end|> in the past. A <|call|> stays what it is, and its turn is continued. Without a special token behind its
-turns, a template is followed by the first way alone.
+Otherwise the template rewrites the past, and a new sequence begins with `whole`. This happens if the template leaves
+out the reasoning of earlier turns, or moves the tools to the last question. It also happens after a final turn of
+gpt-oss: the sampled <|return|> becomes <|end|> when the turn is in the past. A <|call|> does not change, so its turn
+can be continued. For a template that writes no special token after a turn, only the first way is possible.
 """
 
 from collections.abc import Mapping
@@ -33,7 +36,7 @@ from truestep.types import Turn
 
 Said = str | AnySequence[Message] | AnySequence[int]
 
-# Tokens that end a turn, of which a model may draw another one than its template writes.
+# Tokens that end a turn. A model may sample another one of these than its template writes.
 _ENDS = frozenset(
     {
         *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>"),
@@ -41,11 +44,11 @@ _ENDS = frozenset(
     }
 )
 _LONGEST_ROLE = 64  # characters
-_LOOK_BACK = 8  # tokens of a prompt in which a mark before reasoning is looked for
+_LOOK_BACK = 8  # how many tokens at a prompt's end are searched for the marker that begins reasoning
 
 
 class ConversationError(TruestepError):
-    """Something that was said and cannot become tokens, such as messages that the chat template refuses."""
+    """Some input cannot be converted to tokens, such as messages that the chat template refuses."""
 
 
 class Drawn(Protocol):
@@ -63,14 +66,16 @@ class Drawn(Protocol):
 
 @dataclass
 class Sequence:
-    """Tokens that the policy saw in one go."""
+    """One sequence of tokens, as the policy saw it."""
 
     input_ids: list[int]
-    loss_mask: list[bool] = field(default_factory=list)  # true: the policy drew it
-    logprobs: list[float] = field(default_factory=list)  # 0 where it did not
-    versions: list[int] = field(default_factory=list)  # of the weights that drew it, 0 elsewhere. Empty: unknown
-    turns: tuple[Turn, ...] = ()  # of the policy, and what answered each; the first tokens belong to none
-    routes: np.ndarray | None = None  # [first tokens, layers, k] the experts with which each was fed first
+    loss_mask: list[bool] = field(default_factory=list)  # true: the policy sampled the token
+    logprobs: list[float] = field(default_factory=list)  # 0 for tokens of others
+    # The version of the weights that sampled each token; 0 for tokens of others. Empty: unknown.
+    versions: list[int] = field(default_factory=list)
+    turns: tuple[Turn, ...] = ()  # turns of the policy and of others; the prompt's tokens belong to no turn
+    # [first tokens, layers, k] each token's experts in the pass that first computed it.
+    routes: np.ndarray | None = None
 
     _knows_versions: bool = True
 
@@ -78,12 +83,12 @@ class Sequence:
         self._label(len(self.input_ids) - len(self.loss_mask), False)
 
     def add(self, ids: AnySequence[int], role: str) -> None:
-        """Append what others said."""
+        """Append tokens of others, such as the environment."""
         self._append(ids, role)
         self._label(len(ids), False)
 
     def add_drawn(self, completion: Drawn) -> None:
-        """Append what the policy drew."""
+        """Append the tokens that the policy sampled."""
         count = len(completion.token_ids)
         if len(completion.logprobs) != count or len(completion.versions) not in (0, count):
             raise ValueError(f"a completion of {count} tokens has other numbers of log-probs or versions")
@@ -110,7 +115,7 @@ class Sequence:
         )
 
     def unlabel(self, end: int) -> None:
-        """Make the first tokens, up to `end`, no labels: they are labels of another sequence."""
+        """Remove the labels of the first `end` tokens, because they are labels of another sequence."""
         self.loss_mask[:end], self.logprobs[:end] = [False] * end, [0.0] * end
 
     def _append(self, ids: AnySequence[int], role: str) -> None:
@@ -136,19 +141,19 @@ class Conversation:
     """
 
     def __init__(self, tokenizer: Any, tools: AnySequence[Any] | None = None):
-        """`tools` are schemas, as chat templates take them."""
+        """`tools` are JSON schemas, in the form that chat templates accept."""
         self._tokenizer, self._tools = tokenizer, list(tools) if tools else None
         self._family = family_of(tokenizer, self._tools)
         self._added = added_tokens(tokenizer)
         self._sequences: list[Sequence] = []
         self._messages: list[Message] | None = None  # None: the conversation is text or tokens
-        self._rendered = ""  # the messages and the header of the policy's turn
-        self._answer: Answer | None = None  # the turn that nothing has answered
-        self._thinking = False  # the prompt ends within reasoning
+        self._rendered = ""  # the rendered messages and the header of the policy's turn
+        self._answer: Answer | None = None  # the policy's turn that has no answer yet
+        self._thinking = False  # True if the prompt of that turn ends inside reasoning
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The document's sequences. The last one has no labels if it begins anew and nothing was drawn since."""
+        """The document's sequences. The last one has no labels if it is new and nothing has been sampled since."""
         return self._sequences
 
     @property
@@ -158,11 +163,11 @@ class Conversation:
 
     @property
     def is_thinking(self) -> bool:
-        """True where the next turn begins within reasoning, as the template of some models has it."""
+        """True if the next turn begins inside reasoning, because the model's template opens it in the prompt."""
         return self._ends_in_thought(self._current.input_ids)
 
     def branch(self) -> "Conversation":
-        """Return another conversation that goes on from here. It has the current sequence alone."""
+        """Return a second conversation that continues from here. It has only the current sequence."""
         other = copy(self)
         other._sequences = [self._current.copy()]
         return other
@@ -194,7 +199,7 @@ class Conversation:
         return self._answer
 
     def say(self, said: Said) -> None:
-        """Append what answers the policy's turn. Within messages, text is a message of the user."""
+        """Append the answer to the policy's turn. In a conversation of messages, text becomes a user message."""
         answer = self._answer
         if answer is None:
             raise ConversationError("an answer came before the policy's turn")
@@ -217,7 +222,7 @@ class Conversation:
         past, whole = self._with_turn(earlier, answer, said)
         before = self._rendered
         if not whole.startswith(before):
-            before = self._render(earlier, header=True)  # with another date, if the template shows it
+            before = self._render(earlier, header=True)  # render again: the template may show another date now
         new = self._beyond_turn(before, past, whole, answer)
         if new is None:
             self._sequences.append(Sequence(self._tokens(whole)))
@@ -226,7 +231,7 @@ class Conversation:
         self._messages, self._rendered = past + said, whole
 
     def _with_turn(self, earlier: list[Message], answer: Answer, said: list[Message]) -> tuple[list[Message], str]:
-        """Return the messages with the policy's turn, and the rendering of all."""
+        """Return the messages up to the policy's turn, and the rendering of these and of `said`."""
         past = [*earlier, self._family.message(answer)]
         try:
             return past, self._render(past + said, header=True)
@@ -234,14 +239,14 @@ class Conversation:
             if not answer.tool_calls:
                 raise
             past = [*earlier, self._family.as_written(answer)]
-            try:  # Llama's template refuses two calls in a turn: the turn is text there
+            try:  # Llama's template refuses two calls in a turn; then the turn is rendered as text
                 return past, self._render(past + said, header=True)
             except ConversationError:
                 pass
             raise
 
     def _beyond_turn(self, before: str, past: list[Message], whole: str, answer: Answer) -> str | None:
-        """Return the text that follows the policy's turn. None: the template rewrites what was there."""
+        """Return the text that follows the policy's turn; None if the template rewrites earlier text."""
         start = len(before)
         if not whole.startswith(before):
             return None
@@ -265,13 +270,14 @@ class Conversation:
         return whole[behind:] if self._has_ended(end) else whole[behind - len(end) :]
 
     def _last_special(self, text: str) -> str | None:
-        """Return the special token that ends a text, apart from whitespace."""
+        """Return the special token at the end of a text, apart from whitespace."""
         text = text.rstrip()
         found = (token for token, special in self._added.values() if special and token and text.endswith(token))
         return max(found, key=len, default=None)
 
     def _has_ended(self, end: str) -> bool:
-        """Say whether the last token is one that ends a turn: `end`, as the template writes it, or another one."""
+        """Tell whether the last token ends a turn. It may be `end`, which the template writes, or another such
+        token."""
         last = self._current.input_ids[-1]
         token, special = self._added.get(last, ("", False))
         return bool(last == self._tokenizer.eos_token_id or token == end or (special and token in _ENDS))
@@ -291,7 +297,7 @@ class Conversation:
         return thought is not None and self._decoded(ids[-_LOOK_BACK:]).rstrip().endswith(thought[0])
 
     def _render(self, messages: list[Message], header: bool) -> str:
-        """Return messages as text, with the header of the policy's turn if asked for."""
+        """Render messages as text. `header`: add the header of the policy's turn."""
         if not self._tokenizer.chat_template:
             raise ConversationError(
                 "the conversation has messages and the tokenizer has no chat template: start with text, or take a "
@@ -309,8 +315,8 @@ class Conversation:
             raise ConversationError(f"the chat template refuses the messages: {printable(error)}") from None
 
     def _tokens(self, text: str, after: int | None = None) -> list[int]:
-        """Return the tokens of rendered text. Those that follow the token `after` may depend on it: it can take
-        whitespace into itself, and at the beginning of a text some tokenizers add a space."""
+        """Tokenise rendered text that follows the token `after`. The result may depend on that token: it can absorb
+        whitespace, and some tokenizers add a space at the beginning of a text."""
         if not text:
             return []
         anchor = self._added.get(-1 if after is None else after, ("", False))[0]

@@ -1,4 +1,4 @@
-"""What a user writes to train over several turns: an environment, which starts a conversation and answers each turn.
+"""The base class for training over several turns: an environment starts a conversation and answers each turn.
 
     class Calculator(Environment):
         \"\"\"Asks for a sum and offers a tool.\"\"\"
@@ -11,7 +11,7 @@
         def finish(self, answer: Answer) -> float:
             return float(answer.text.strip() == self.row["answer"])
 
-Each episode has a process of its own. Methods may be coroutines. Imports no torch, as these processes start from it.
+Each episode has its own process. Methods may be coroutines. Imports no torch, so that these processes start fast.
 """
 
 import inspect
@@ -43,29 +43,30 @@ class Answer:
     text: str  # without tool calls, reasoning and special tokens
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
-    raw: str = ""  # all of it, special tokens included
+    raw: str = ""  # the whole turn, including special tokens
 
 
 @dataclass(frozen=True)
 class End:
     """The end of an episode."""
 
-    reward: float | Mapping[str, float]  # or its parts, as a reward function may return them
-    turn_rewards: Sequence[float | None] = ()  # of each turn of the policy, if wanted: they are logged
+    reward: float | Mapping[str, float]  # a number, or parts as a reward function may return them
+    turn_rewards: Sequence[float | None] = ()  # optional rewards of the policy's turns; they are only logged
 
 
 def tool(method: F) -> F:
-    """Mark a method as a tool that the policy may call. Its docstring and types are what the chat template shows."""
+    """Mark a method as a tool that the policy may call. The chat template shows its docstring and types."""
     method.is_tool = True  # type: ignore[attr-defined]
     return method
 
 
 class Environment:
-    """One episode. Override `start` or `step`, or write tools and `finish` alone."""
+    """One episode. Override `start` or `step`, or write only tools and `finish`."""
 
     row: Mapping[str, Any]  # the prompt's record
-    turns: int = 0  # of the policy so far
-    _tool_seconds: dict[str, float] | None = None  # of the present turn's calls, by tool; None: nobody asks
+    turns: int = 0  # the number of the policy's turns so far
+    # Seconds of the current turn's tool calls, by tool; None: not measured.
+    _tool_seconds: dict[str, float] | None = None
 
     def __init__(self, **options: Any):
         """`options` are those of sampler.environment.options."""
@@ -88,19 +89,20 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} has neither `step` nor `finish`")
 
     def cut(self, reason: str) -> Any:
-        """Return the reward of an episode that is cut by max_turns, max_episode_tokens or episode_timeout."""
+        """Return the reward of an episode that max_turns, max_episode_tokens or episode_timeout has cut off."""
         return 0.0
 
     @classmethod
     def rows(cls, options: Mapping[str, Any], held_out: bool) -> Iterable[Mapping[str, Any]] | None:
-        """Return the records of prompts that this environment makes itself, for training or for evaluation. None: they
-        are in the file sampler.prompts."""
+        """Return the records of prompts that this environment makes itself, for training or for evaluation. None: the
+        prompts come from the file sampler.prompts."""
         return None
 
     @classmethod
     def prepare(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        """Prepare for episodes, once, in the process that they are forked from, and return the schemas of the tools by
-        name, as the chat template takes them. By default those of the methods that are marked with `@tool`."""
+        """Prepare for episodes, and return the schemas of the tools by name, in the form that the chat template
+        accepts. This is called once, in the process from which episodes are forked. By default the tools are the
+        methods marked with `@tool`."""
         return tools_of(cls)
 
     async def _call_tools(self, answer: Answer) -> list[Message]:
@@ -135,7 +137,7 @@ def tool_message(call: ToolCall, content: str) -> Message:
 
 
 def tools_of(kind: type[Environment]) -> dict[str, dict[str, Any]]:
-    """Return the schemas of an environment's tools by name, as chat templates take them."""
+    """Return the schemas of an environment's tools by name, in the form that chat templates accept."""
     found = {name: getattr(kind, name) for name in dir(kind) if getattr(getattr(kind, name), "is_tool", False)}
     return {name: _schema(name, method) for name, method in found.items()}
 

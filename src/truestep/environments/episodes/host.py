@@ -1,7 +1,7 @@
 """A thread of the run that serves the episodes of one forking process: it sends their calls and settles their futures.
 
-A future is settled once: with an answer, or with an EpisodeError when the episode is late, ends its process, answers
-what it may not, or is lost with the process that it was forked from.
+Each future is settled once: with an answer, or with an EpisodeError if a call takes too long, the episode's process
+exits, an answer is invalid, or the forking process is lost.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ from truestep.environments.rewards import Rating, RewardError
 from truestep.process import progress
 from truestep.text import printable
 
-_FORK_SECONDS = 30.0  # until an episode's process is forked, beyond the time limit of a call
-_CLOSE_SECONDS = 10.0  # until an episode's process is killed
-_MOST_TOOLS = 1000  # of an answer
-_GRACE = 1.0  # seconds that a call may be late while answers are still being read
+_FORK_SECONDS = 30.0  # time to fork an episode's process, in addition to the time limit of a call
+_CLOSE_SECONDS = 10.0  # time limit for killing an episode's process
+_MOST_TOOLS = 1000  # the most tools in an answer whose times are kept
+_GRACE = 1.0  # extra seconds for a call while answers are still being read
 
 
 class EpisodeError(RewardError):
-    """An error because of which an episode has no reward."""
+    """An error that leaves an episode without a reward."""
 
 
 class LateEpisodeError(EpisodeError):
-    """A call that took longer than the time limit."""
+    """A call took longer than the time limit."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What an environment said: one of these."""
+    """An environment's message to the policy. Exactly one of these is set."""
 
     messages: list[Message] | None = None
     text: str | None = None
@@ -56,10 +56,11 @@ class Episode:
     """An episode, as a handle for the service's calls."""
 
     number: int
-    is_first: bool = False  # one of the run's first ones, of which not all may fail alike
-    turns: int = 0  # of the policy
-    tool_seconds: dict[str, float] = field(default_factory=dict)  # in the last step, by tool, as its process measured
-    over: str | None = None  # why it takes no more calls
+    is_first: bool = False  # one of the run's first episodes; the run ends if all of these fail for the same reason
+    turns: int = 0  # the number of the policy's turns
+    # Seconds of the last step's tool calls, by tool, measured by the episode's process.
+    tool_seconds: dict[str, float] = field(default_factory=dict)
+    over: str | None = None  # why the episode accepts no more calls; None: it does
     host: "Host | None" = field(default=None, repr=False)
 
 
@@ -70,7 +71,7 @@ class Call:
     body: Mapping[str, Any]
     future: "Future[Any]" = field(default_factory=Future)
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
-    begins: bool = False  # the first call of its episode
+    begins: bool = False  # this is the episode's first call
     frame: bytes = b""
     deadline: float = math.inf
     is_forked: bool = False
@@ -99,7 +100,7 @@ def settle(call: Call, outcome: Any) -> None:
 
 
 def drop(call: Call) -> None:
-    """Cancel a call's future, and wake those who wait for it."""
+    """Cancel a call's future, and wake the threads that wait for it."""
     call.future.cancel()
     call.future.set_running_or_notify_cancel()
 
@@ -108,16 +109,16 @@ Connected = Connection | SameProcessEpisodes
 
 
 class Owner(Protocol):
-    """What a host tells its service. All is called from the host's thread."""
+    """The owner of a host, which is its service. The host's thread calls these methods."""
 
     def imported(self, tools: dict[str, Any]) -> None: ...
 
     def not_imported(self, error: Exception) -> BaseException:
-        """Return the error of the episodes that wait for the environment."""
+        """Return the error for the episodes that wait for an environment whose import failed."""
         ...
 
     def judge(self, episode: Episode, outcome: Any) -> Any:
-        """Return the outcome of a call, or another one in its place."""
+        """Return the outcome of a call, or an outcome that replaces it."""
         ...
 
     def left(self, episode: Episode) -> None:
@@ -127,26 +128,27 @@ class Owner(Protocol):
 
 class Host:
     def __init__(self, name: str, timeout: float, section: str, connect: Callable[[], Connected], owner: Owner):
-        """`timeout` is the limit of a call in seconds, an option of `section`."""
+        """`timeout` is the time limit of a call in seconds, which is an option of the configuration's `section`."""
         self._timeout, self._section, self._connect, self._owner = timeout, section, connect, owner
         self._lock = threading.Lock()
-        self._posted: deque[tuple[Episode, Call | None]] = deque()  # None: the episode is closed
+        self._posted: deque[tuple[Episode, Call | None]] = deque()  # each episode with a call; None: close the episode
         self._woken, self._wakes = os.pipe()
         self._connection: Connected | None = None
         self._is_imported = False
         self._stopped = False
         self.is_lost = False
-        self.load = 0  # episodes that are begun and not over
+        self.load = 0  # the number of episodes that have begun and not ended
         self._open: dict[int, Episode] = {}
         self._calls: dict[int, Call] = {}  # by the episode's number
-        self._closing: dict[int, float] = {}  # when an episode's process must be gone, by the episode's number
+        # Deadlines for the exit of closed episodes' processes, by the episode's number.
+        self._closing: dict[int, float] = {}
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
 
     # ---- called from any thread
 
     def post(self, episode: Episode, call: Call | None) -> bool:
-        """Post a call of an episode, or its end. Returns False if the process is lost."""
+        """Queue a call of an episode; None closes the episode. Returns False if the process is lost."""
         with self._lock:
             if self.is_lost:
                 return False
@@ -157,7 +159,7 @@ class Host:
         return True
 
     def stop(self) -> None:
-        """Begin the end of the process and of all its episodes. `thread` ends when they are gone."""
+        """Start to end the process and all its episodes. `thread` ends when they have exited."""
         with self._lock:
             self._stopped = True
             if not self.is_lost:
@@ -167,7 +169,7 @@ class Host:
             connection.ask_to_end()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it is awake
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread is awake already
             os.write(self._wakes, b"x")
 
     # ---- called from its own thread
@@ -202,7 +204,7 @@ class Host:
         return connection
 
     def _lose(self, reason: BaseException) -> None:
-        """Fail all calls, and take no more."""
+        """Fail all calls, and accept no more."""
         with self._lock:
             self.is_lost = True
             posted = [call for _, call in self._posted if call is not None]
@@ -275,7 +277,7 @@ class Host:
             self.load -= 1
 
     def _end(self, connection: Connected, episode: Episode, why: str) -> None:
-        """Have an episode's process killed."""
+        """Ask the forking process to kill an episode's process."""
         self._forget(episode, why)
         self._closing[episode.number] = time.monotonic() + _CLOSE_SECONDS
         connection.post(wire.tagged(wire.CLOSE, episode.number))
@@ -310,7 +312,7 @@ class Host:
             self._answer(connection, self._open[number], rest)
 
     def _note_end(self, connection: Connected, number: int, message: dict[str, Any]) -> None:
-        """Fail an episode whose process has ended, unless it was closed."""
+        """Handle the exit of an episode's process. The episode fails, unless it was closed."""
         self._closing.pop(number, None)
         killed = connection.why_killed(message.get("process"))
         episode = self._open.get(number)
@@ -345,7 +347,7 @@ class Host:
 
 
 def outcome_of(call: Call, message: dict[str, Any]) -> Said | End | Rating | Rows | EpisodeError:
-    """Read an episode's answer to a call. Raises FrameError, or what reading raises, if it is none."""
+    """Parse an episode's answer to a call. Raises FrameError, or another error of parsing, if it is invalid."""
     if message.pop("nonce", None) != call.nonce:
         raise frames.FrameError("not the answer to what was asked")
     if isinstance(problem := message.get("problem"), str):
@@ -367,7 +369,7 @@ def outcome_of(call: Call, message: dict[str, Any]) -> Said | End | Rating | Row
 
 
 def _tool_seconds(given: Any) -> dict[str, float]:
-    """Return the seconds by tool. What is no number of seconds is left out."""
+    """Return the seconds by tool, without invalid values."""
     found = list(given.items())[:_MOST_TOOLS] if isinstance(given, dict) else []
     return {name: value for name, value in found if type(value) is float and 0 <= value < math.inf}
 

@@ -1,6 +1,6 @@
-"""The process of one episode: it calls the methods of an instance of the user's class, as the run asks.
+"""The process of one episode: when the run asks, it calls the methods of an instance of the user's class.
 
-Imports no torch, as the process that it is forked from.
+Imports no torch, which would make forking slow.
 """
 
 import asyncio
@@ -51,7 +51,8 @@ class Instance:
     """An instance of the user's class, for one episode."""
 
     def __init__(self, kind: Kind, options: Mapping[str, Any], own_process: bool = True):
-        """`own_process`: its random numbers are seeded, and what it prints has the episode's name."""
+        """`own_process`: the episode has its own process, where its random generators are seeded and printed lines get
+        the episode's name."""
         self._kind, self._options, self._own_process = kind, options, own_process
         self._instance: Environment | None = None
         self._rows: RowParts | None = None
@@ -67,7 +68,7 @@ class Instance:
             self._runner.close()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make a call, and return the answer to it."""
+        """Call the requested method, and return the answer."""
         try:
             answer = self._answer(request)
         except RewardError as error:
@@ -106,7 +107,7 @@ class Instance:
         return self._rows.next()
 
     def _seed(self, seed: str) -> None:
-        if self._own_process:  # the trainer's generators stay as they are
+        if self._own_process:  # else the trainer's random generators would change
             seed_all(seed)
 
     def _make(self, row: Mapping[str, Any]) -> Environment:
@@ -116,7 +117,7 @@ class Instance:
         return instance
 
     def _called(self, what: str, method: Callable[[], Any]) -> Any:
-        """Call a method of the user's, and await what it returns. Raises RewardError for whatever it raises."""
+        """Call a user's method, and await its result if necessary. Any exception becomes a RewardError."""
         try:
             returned = method()
             if inspect.isawaitable(returned):
@@ -132,13 +133,13 @@ async def _awaited(returned: Awaitable[Any]) -> Any:
 
 
 def _of_user(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the user's first frame on."""
+    """Return a traceback without the frames before the user's code."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return trace
 
 
 def answer_from(given: Mapping[str, Any]) -> Answer:
-    """Return the policy's turn that a request has."""
+    """Read the policy's turn from a request."""
     calls = tuple(ToolCall(**call) for call in given["tool_calls"])
     return Answer(given["text"], calls, given["reasoning"], given["raw"])

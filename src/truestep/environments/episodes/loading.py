@@ -8,11 +8,11 @@ from typing import Any
 from truestep.config.custom import CustomError, load_custom
 from truestep.environments.episodes.environment import Environment
 
-Kind = type[Environment] | Environment  # each episode has a copy of an object
+Kind = type[Environment] | Environment  # if it is an object, each episode gets a copy
 
 
 class UnusableError(Exception):
-    """An environment that cannot be used; the message is the reason."""
+    """The environment cannot be used; the message says why."""
 
 
 def load_environment(name: str, given: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
@@ -44,6 +44,6 @@ def prepared(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(kind.prepare(options))
     except CustomError as error:
         raise UnusableError(str(error)) from error
-    except Exception as error:  # types of a user's tools may name anything
+    except Exception as error:  # type annotations of a user's tools may be anything
         name = (kind if inspect.isclass(kind) else type(kind)).__name__
         raise UnusableError(f"{name}.prepare raised {type(error).__name__}: {error}") from error

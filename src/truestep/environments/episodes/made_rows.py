@@ -1,6 +1,6 @@
-"""Records of prompts that an environment makes itself, which come to the run in parts.
+"""Records of prompts that an environment makes itself. They are sent to the run in parts.
 
-Imports no torch, as the process that makes them.
+Imports no torch, because environments run in processes without torch.
 """
 
 import json
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_BYTES = 2**20  # of a part
-_SECONDS = 1.0  # of a part: a call has a time limit, and all rows together have none
+_BYTES = 2**20  # a part ends when it is larger than this
+_SECONDS = 1.0  # a part ends after this time, because each call has a time limit; all rows together have none
 MOST_ROWS = 1_000_000
 _dumps = json.dumps  # bound at import, before a user's code can replace it
 
@@ -54,7 +54,7 @@ def _refuse(value: Any) -> Any:
 
 
 def rows_from(given: Mapping[str, Any]) -> Rows:
-    """Read a part in an answer. Raises ValueError if it is none."""
+    """Read a part of the rows from an answer. Raises ValueError if it is invalid."""
     rows, is_last, is_none = given["rows"], given["is_last"], given["is_none"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "prompt" in row for row in rows):
         raise ValueError("rows that are no records of prompts")

@@ -1,8 +1,10 @@
-"""The environment of an episode that is a program: it asks for completions at the endpoint, and gives its own reward.
+"""The environment of an episode that is a program: the program requests completions from the endpoint, and gives its
+own reward.
 
-`start` gets {"row": the prompt's record, "url": the endpoint, "key": the document's, "seconds": ...} and says RUNNING.
-Each `step` waits so many seconds for the end, and says RUNNING, or {"reward": ...} as JSON when it has come. Other
-environments that ask at the endpoint do the same. Imports no torch, as all processes of episodes.
+`start` gets {"row": the prompt's record, "url": the endpoint, "key": the document's key, "seconds": ...} and returns
+RUNNING. Each `step` waits up to that many seconds for the program's end. It returns RUNNING, or after the end the
+program's last line, which is JSON such as {"reward": ...}. Other environments that use the endpoint do the same.
+Imports no torch, because environments run in processes without torch.
 """
 
 import json
@@ -15,12 +17,13 @@ from typing import Any
 
 from truestep.environments.episodes.environment import Answer, Environment
 
-RUNNING = "running"  # what is said while the program runs; then it is the last line that it printed
-NOTHING = "{}"  # the last line of a program that printed nothing
-CUT = "the document has reached sampler."  # begins what the endpoint says at a limit, before the limit's name
+RUNNING = "running"  # what `step` returns while the program runs
+NOTHING = "{}"  # what `step` returns for a program that printed nothing
+# The beginning of the endpoint's message at a limit; the limit's name follows.
+CUT = "the document has reached sampler."
 CLASS = f"{__name__}:Program"
 _LONGEST_LINE = 2**20
-_LAST_OUTPUT_SECONDS = 2.0  # for what it has printed before its end
+_LAST_OUTPUT_SECONDS = 2.0  # time to read what the program printed before its end
 
 
 class ProgramError(RuntimeError):
@@ -28,10 +31,10 @@ class ProgramError(RuntimeError):
 
 
 class Program(Environment):
-    """`start` begins the program, and each `step` waits for its end, for a while."""
+    """`start` begins the program, and each `step` waits a limited time for its end."""
 
     def __init__(self, run: Sequence[str]):
-        """`run`: the program and its arguments, in which {name} is a field of the prompt's record."""
+        """`run`: the program and its arguments. In these, {name} stands for a field of the prompt's record."""
         super().__init__()
         self._run = run
         self._last = NOTHING
@@ -56,7 +59,7 @@ class Program(Environment):
         try:
             with self._process.stdin as stdin:
                 stdin.write(record.encode() + b"\n")
-        except OSError:  # it does not read it
+        except OSError:  # the program does not read its input
             pass
 
     def _read(self) -> None:
@@ -82,7 +85,7 @@ class Program(Environment):
 
 
 def _filled(argument: str, record: Mapping[str, Any]) -> str:
-    """Put the record's fields into an argument."""
+    """Replace each {name} in an argument by that field of the record."""
     for name, value in record.items():
         if (mark := "{" + name + "}") in argument:
             argument = argument.replace(mark, value if isinstance(value, str) else json.dumps(value))

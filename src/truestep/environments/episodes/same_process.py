@@ -1,6 +1,6 @@
-"""Episodes that are played in the trainer's own process, with `reward_isolation: same_process`.
+"""Episodes that run in the trainer's own process, with `reward_isolation: same_process`.
 
-They have the interface of `connection.Connection`, and none of its limits.
+`SameProcessEpisodes` has the interface of `connection.Connection`, but enforces no limits.
 """
 
 import select
@@ -55,7 +55,7 @@ class SameProcessEpisodes:
             return [_body(wire.GONE, number, gone)]
         if kind == wire.BEGIN:
             self._episodes[number] = Instance(self._kind, self._arguments, own_process=False)
-        if (episode := self._episodes.get(number)) is None:  # it is over, and the run knows
+        if (episode := self._episodes.get(number)) is None:  # the episode has ended, and the run knows it
             return []
         try:
             answer = frames.encode(episode.answer(frames.decode(rest)), wire.LARGEST_ANSWER)

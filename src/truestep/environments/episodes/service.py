@@ -1,8 +1,8 @@
-"""The run's side of environments: it begins episodes, steps them and ends them, in processes that may be lost.
+"""The run's side of environments: it begins, steps and ends episodes, in processes that may die.
 
-All calls return futures and may come from any thread. Each failure of an environment is the EpisodeError of one
-episode. When an episode's reward is known, or it failed, its process is killed with all below it. A future that is
-cancelled closes its episode.
+Methods return futures and may be called from any thread. A failure of an environment is an EpisodeError of one episode.
+When an episode has its reward or has failed, its process and all descendants of that are killed. Cancelling a future
+closes its episode.
 """
 
 import itertools
@@ -34,9 +34,10 @@ __all__ = [
     "check_environment",
 ]
 
-_FULL = 64  # episodes of a process, before another one is started
+_FULL = 64  # episodes of one process; with more, another process is started
 _JOIN_SECONDS = 30.0
-_OF_CALLS = frozenset(field.name for field in fields(ToolCall))  # a malformed call has more, which is the run's own
+# A malformed call has more fields, which only the run uses.
+_OF_CALLS = frozenset(field.name for field in fields(ToolCall))
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ class EpisodeService:
         self._closed = False
         self._tools: Future[dict[str, Any]] = Future()
         self._first_ones = FirstOnes("episode", "a policy that fails gets 0")
-        self._num_first = FirstOnes.most  # episodes that are still taken as first ones
-        self._judged: set[int] = set()  # of the first ones
+        self._num_first = FirstOnes.most  # how many more episodes count as first ones
+        self._judged: set[int] = set()  # the numbers of episodes with an outcome
 
     # ---- calls
 
     def begin(self, row: Mapping[str, Any], seed: str, name: str | None = None) -> "Future[Begun]":
-        """Begin an episode with a prompt's record. `seed` seeds its random numbers; what it prints is kept under its
-        `name`."""
+        """Begin an episode with a prompt's record. `seed` seeds its random numbers. Lines that it prints are logged
+        with its `name`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the environments are closed")
@@ -98,7 +99,7 @@ class EpisodeService:
         return self._call(Call(episode, "step", {"answer": given}))
 
     def cut(self, episode: Episode, reason: str) -> "Future[Rating]":
-        """End an episode before its environment does."""
+        """End an episode at a limit, before its environment ends it."""
         return self._call(Call(episode, "cut", {"reason": reason}))
 
     def close(self, episode: Episode) -> None:
@@ -124,14 +125,14 @@ class EpisodeService:
                 return call.future
 
     def tools(self, timeout: float | None = None) -> dict[str, Any]:
-        """Return the schemas of the environment's tools by name, when it is imported. Raises FailingRewardError if it
-        cannot be."""
+        """Wait until the environment is imported, and return the schemas of its tools by name. Raises
+        FailingRewardError if the import fails."""
         self._next_host()
         return self._tools.result(timeout)
 
     def rows(self, seed: str, held_out: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the records of prompts that the environment makes itself, in a process of their own. `seed` seeds its
-        random numbers. Raises EpisodeError, also if it makes none."""
+        """Yield the records of prompts that the environment makes itself, in a separate process. `seed` seeds its
+        random numbers. Raises EpisodeError, also if there are no records."""
         which = "for evaluation" if held_out else "for training"
         episode, count = Episode(next(self._numbers)), 0
         try:
@@ -150,7 +151,7 @@ class EpisodeService:
             self.close(episode)
 
     def close_all(self) -> None:
-        """End all processes, and cancel what is not answered."""
+        """End all processes, and cancel all unanswered calls."""
         with self._lock:
             self._closed = True
             hosts = list(self._hosts)
@@ -182,7 +183,7 @@ class EpisodeService:
             self._hosts.append(made)
             return made
 
-    # ---- told by hosts, from their threads
+    # ---- called by hosts, from their threads
 
     def imported(self, tools: dict[str, Any]) -> None:
         with self._lock:
@@ -190,7 +191,7 @@ class EpisodeService:
                 self._tools.set_result(tools)
 
     def not_imported(self, error: Exception) -> BaseException:
-        """Return the error of the episodes that wait: it ends the run, unless the environment was imported before."""
+        """Return the error for waiting episodes. It ends the run, unless the environment was imported before."""
         with self._lock:
             if self._tools.done() and not self._tools.cancelled() and self._tools.exception() is None:
                 return EpisodeError(str(error))
@@ -201,7 +202,8 @@ class EpisodeService:
             return failing
 
     def judge(self, episode: Episode, outcome: Any) -> Any:
-        """Return the outcome of a call, or the FailingRewardError of a run whose first episodes all fail alike."""
+        """Return the outcome of a call. If all of the run's first episodes fail for the same reason, return a
+        FailingRewardError, which ends the run."""
         if isinstance(outcome, Rating | End):
             self._judged.add(episode.number)
             rating = outcome.reward if isinstance(outcome, End) else outcome
@@ -219,13 +221,13 @@ class EpisodeService:
         return self._first_ones.judge(outcome)
 
     def left(self, episode: Episode) -> None:
-        """Take another episode as a first one, in place of one that was closed without an outcome."""
+        """Let another episode count as a first one, in place of one that was closed without an outcome."""
         with self._lock:
             self._num_first += episode.is_first and episode.number not in self._judged
 
 
 def _pass_on(episode: Episode, begun: "Future[Begun]", started: "Future[Said]") -> None:
-    """Settle the future of `begin` as that of the call."""
+    """Settle the future of `begin` with the outcome of the call of `start`."""
     if started.cancelled():
         begun.cancel()
     if not begun.set_running_or_notify_cancel():
@@ -243,8 +245,9 @@ def check_environment(
     makes_rows: Sequence[bool] = (),
     seed: str = "",
 ) -> dict[str, Any]:
-    """Import an environment in a process of its own, let it make its first rows of prompts, and return the schemas of
-    its tools. `makes_rows`: for each kind of rows that it has to make, whether they are held out. Raises RewardError.
+    """Import an environment in a separate process, let it make its first rows of prompts, and return the schemas of its
+    tools. `makes_rows` has an entry for each set of rows that it has to make: False for training, True for held-out
+    rows. Raises RewardError.
     """
     service = EpisodeService(options, 1, arguments)
     try:

@@ -1,4 +1,4 @@
-"""Reads what a policy wrote: its text, its reasoning and its tool calls, in the form of its model's family.
+"""Parses a completion into text, reasoning and tool calls, in the format of the model's family.
 
 hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>, or <function=…><parameter=…> within: Hermes, Qwen
 llama     {"name": …, "parameters": {…}}, alone or after <|python_tag|>: Llama 3
@@ -6,8 +6,8 @@ mistral   [TOOL_CALLS] and a JSON list, or a name, [ARGS] and a JSON object for 
 harmony   messages in channels: gpt-oss
 plain     text without tool calls
 
-A malformed call becomes a `ToolCall` with a `problem`, so that the environment can answer it. Reading raises on no text
-and takes time linear in its length.
+A malformed call becomes a `ToolCall` with a `problem`, so that the environment can answer it. Parsing accepts every
+text, and takes time linear in its length.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from typing import Any
 from truestep.environments.episodes.environment import Answer, Message, ToolCall
 from truestep.text import printable
 
-_MOST_CALLS = 128  # of one turn
+_MOST_CALLS = 128  # tool calls of one turn
 _LONGEST_NAME = 128
-_DEEPEST = 64  # nesting of arguments: templates and the environment's process convert them to JSON again
+_DEEPEST = 64  # nesting of arguments, which templates and the environment's process convert to JSON again
 
 _Types = Mapping[str, Mapping[str, Any]]  # the JSON type of each parameter of each tool
 
@@ -49,7 +49,7 @@ class Family:
     name: str
     special: frozenset[str] = frozenset()  # texts of the tokenizer's special tokens
     thought: tuple[str, str] | None = None  # the texts around reasoning; None: reasoning is part of the text
-    takes_reasoning: bool = False  # the template renders a field of its own for reasoning
+    takes_reasoning: bool = False  # the template has a separate message field for reasoning
     types: _Types = field(default_factory=dict)
 
     def read(self, raw: str, thinking: bool = False) -> Answer:
@@ -59,10 +59,10 @@ class Family:
         return Answer(turn.text, tuple(calls), turn.reasoning, raw)
 
     def message(self, answer: Answer) -> Message:
-        """Return the assistant's message, as chat templates take it.
+        """Return the assistant's message, in the form that chat templates accept.
 
-        Where a call is malformed, the calls of hermes and llama stay in the content as they were written. The templates
-        of the others need calls in their place: there a malformed one has its text as its arguments.
+        If a call is malformed, hermes and llama keep all calls in the content, as they were written. The templates of
+        other families need calls in the field `tool_calls`; there, a malformed call has its text as its arguments.
         """
         if self.name in ("hermes", "llama") and any(call.problem is not None for call in answer.tool_calls):
             return self.as_written(answer)
@@ -78,7 +78,8 @@ class Family:
         return message
 
     def as_written(self, answer: Answer) -> Message:
-        """Return the assistant's message with its tool calls as text: for templates that refuse them otherwise."""
+        """Return the assistant's message with its tool calls as text, for templates that refuse the field
+        `tool_calls`."""
         text = self._without_special(answer.raw)
         if self.name == "harmony":
             text = self._without_special(answer.raw, markers=frozenset())
@@ -97,14 +98,15 @@ class Family:
         return _Turn(turn.text, turn.calls, reasoning)
 
     def _split(self, text: str, thinking: bool) -> tuple[str | None, str]:
-        """Return the reasoning, if any, and what follows it. Reasoning stands at the beginning."""
+        """Return the reasoning, if any, and the text after it. Reasoning is always at the beginning."""
         if self.thought is None:
             return None, text
         begins, ends = self.thought
         head, ended, rest = text.partition(ends)
         if head.lstrip().startswith(begins):
             return head.lstrip()[len(begins) :].strip("\n"), rest.lstrip("\n")
-        # The prompt may have begun it. Without knowing, an end within a tool call's arguments is none.
+        # The prompt may have begun the reasoning. If that is unknown, an end marker within a tool call's arguments does
+        # not count.
         if thinking or (ended and not any(marker in head for marker in _CALL_MARKERS)):
             return head.strip("\n"), rest.lstrip("\n")
         return None, text
@@ -126,7 +128,7 @@ class Family:
         return re.sub("|".join(map(re.escape, odd)), "", raw) if odd else raw
 
 
-# Nearly all special tokens have this form. One pattern with a thousand of them would be slow.
+# Nearly all special tokens have this form. One pattern with a thousand alternatives would be slow.
 _BRACKETS = re.compile(r"<[^<>]{1,62}>|\[[^\[\]]{1,62}\]")
 _CALL_MARKERS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
 _MARKERS: Mapping[str, frozenset[str]] = {
@@ -148,7 +150,8 @@ _RECOGNISED = (
 def family_of(tokenizer: Any, tools: Iterable[Any] | None = None) -> Family:
     """Recognise a model's family by its chat template, or else by its tokens.
 
-    `tools` are schemas as chat templates take them. The form <parameter=…> has no types, and takes those of the tools.
+    `tools` are schemas, in the form that chat templates accept. A call in the form <parameter=…> does not tell the
+    types of its arguments, so the types of `tools` are used.
     """
     template, added = template_of(tokenizer, tools), added_tokens(tokenizer)
     special = frozenset(token for token, is_special in added.values() if is_special)
@@ -172,7 +175,7 @@ def template_of(tokenizer: Any, tools: Iterable[Any] | None = None) -> str:
 
 
 def added_tokens(tokenizer: Any) -> dict[int, tuple[str, bool]]:
-    """Return the tokens beside the ordinary vocabulary: the text of each, and whether it is special."""
+    """Return the tokens added to the ordinary vocabulary: the text of each, and whether it is special."""
     found = {number: (token.content, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
     special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     return found | {number: (str(token), True) for number, token in special}
@@ -190,7 +193,7 @@ def _types(tools: Iterable[Any] | None) -> dict[str, dict[str, Any]]:
             properties = function.get("parameters", {}).get("properties", {})
             found[function["name"]] = {name: shape.get("type") for name, shape in properties.items()}
         except (AttributeError, KeyError, TypeError):
-            continue  # the template judges schemas, and may know this one
+            continue  # the chat template judges schemas, and may accept this one
     return found
 
 
@@ -294,7 +297,7 @@ def _llama(text: str, types: _Types) -> _Turn:
             calls.append(_json_call(body[position:]))
             break
         if not tagged and not (isinstance(value, dict) and value.keys() & {"parameters", "arguments"}):
-            return _Turn(text)  # an answer in JSON that calls nothing
+            return _Turn(text)  # an answer in JSON that is not a tool call
         calls.append(_call_of(value, body))
     return _Turn(before, calls)
 
@@ -345,7 +348,7 @@ def _harmony(text: str) -> _Turn:
     for piece in text.split("<|start|>"):
         header, found, content = piece.partition("<|message|>")
         if not found and "<|channel|>" not in header:
-            # Text without a channel. `assistant` is what is left of a message that was cut off.
+            # Text without a channel. If it is only `assistant`, it is the header of a message that was cut off.
             texts.append(_until_end(header) if header != "assistant" else "")
             continue
         content = _until_end(content)
@@ -447,7 +450,7 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 
 
 def _load(text: str) -> tuple[Any, str | None]:
-    """Return a JSON value, or what is wrong with it."""
+    """Parse JSON. Return the value, or the problem."""
     try:
         return _DECODER.decode(text), None
     except json.JSONDecodeError as error:
@@ -459,7 +462,7 @@ def _load(text: str) -> tuple[Any, str | None]:
 
 
 def _flaw(value: Any) -> str | None:
-    """Say what keeps a JSON value from being written as text again."""
+    """Return the reason why a JSON value cannot be written as text again; None if it can."""
     left = [(value, 0)]
     while left:
         one, depth = left.pop()

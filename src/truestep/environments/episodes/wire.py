@@ -1,14 +1,15 @@
 """The bodies of frames between the run and the process that forks episodes: a kind, an episode's number, and the rest.
 
-The forking process writes the number of the episode that an answer came from, and never reads the rest. So an episode
-cannot answer for another one.
+The forking process itself writes the episode's number before an answer, and never reads the rest. So an episode cannot
+answer for another one.
 """
 
 from truestep.environments import frames
 
-# From the run.
+# Kinds of frames from the run.
 BEGIN, CALL, CLOSE = b"b", b"c", b"x"
-# From the forking process: the environment is imported, an episode's process is forked, its answer, its end.
+# Kinds of frames from the forking process: the environment is imported, an episode's process is forked, its answer, its
+# end.
 IMPORTED, FORKED, ANSWER, GONE = b"i", b"f", b"a", b"g"
 
 LARGEST_ANSWER = 2**24  # bytes of an episode's answer

@@ -1,8 +1,8 @@
 """The process that imports an environment and forks one process for each episode.
 
-A hang, an exit or a flood of an episode costs that one alone, and it can be killed alone. Each episode has a socket of
-its own; this process passes frames on between these and its one connection (`wire`). It never reads what they say. It
-adopts orphans of episodes that have ended, and kills them. Imports no torch.
+If an episode hangs, exits or writes too much, other episodes are not affected, and it can be killed alone. Each episode
+has its own socket. This process passes frames between these sockets and its one connection to the run (`wire`), and
+never reads their content. It adopts the orphans of ended episodes, and kills them. Imports no torch.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from truestep.environments.forked import adopt_orphans, seed_all
 from truestep.environments.rewards import shown_value
 
 _PORTION = 2**18
-_MOST_WAITING = 2**25  # bytes for the run; while more wait, no episode is heard
+_MOST_WAITING = 2**25  # bytes waiting to be sent to the run; above this, no episode is read
 _KILL_SECONDS = 2.0
 _LONGEST_PROBLEM = 4000
 
@@ -52,11 +52,11 @@ class _Running:
     number: int
     process: int
     connection: socket.socket
-    unsent: memoryview = field(default_factory=lambda: memoryview(b""))  # of the current call
-    answer: bytearray = field(default_factory=bytearray)  # received bytes of it
+    unsent: memoryview = field(default_factory=lambda: memoryview(b""))  # unsent bytes of the current call
+    answer: bytearray = field(default_factory=bytearray)  # received bytes of its answer
     is_asked: bool = False
     has_exited: bool = False
-    why: str | None = None  # it was killed
+    why: str | None = None  # why it was killed
 
 
 class _Forks:
@@ -64,8 +64,8 @@ class _Forks:
         self._channel, self._kind, self._options = channel, kind, options
         self._by_number: dict[int, _Running] = {}
         self._by_process: dict[int, _Running] = {}
-        self._by_descriptor: dict[int, _Running] = {}  # those that are still connected
-        self._unsent: deque[memoryview] = deque()  # for the run
+        self._by_descriptor: dict[int, _Running] = {}  # only episodes that are still connected
+        self._unsent: deque[memoryview] = deque()  # frames for the run
         self._num_unsent = 0  # bytes
         self._poll = select.poll()
         self._woken, self._wakes = os.pipe()
@@ -78,9 +78,9 @@ class _Forks:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         self._poll.register(self._woken, select.POLLIN)
-        seed_all("")  # imports what seeding needs: numpy imports its generators late, and each episode would again
+        seed_all("")  # imports numpy's generators here, so that not every episode has to
         gc.collect()
-        gc.freeze()  # memory that episodes share with this process stays unwritten
+        gc.freeze()  # the garbage collector then does not write to memory that episodes share with this process
         while True:
             ready = self._ready()
             if self._woken in ready:
@@ -167,7 +167,8 @@ class _Forks:
         self._ask(one, request)
 
     def _become_episode(self, ours: socket.socket, theirs: socket.socket, parent: int) -> None:
-        """Close what belongs to this process and to other episodes, and never return."""
+        """Close the descriptors of the parent and of other episodes, run the episode, and never return. The forked
+        process calls this."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -202,7 +203,8 @@ class _Forks:
             self._poll.modify(one.connection, select.POLLIN | (select.POLLOUT if one.unsent else 0))
 
     def _read(self, one: _Running) -> None:
-        """Read from an episode, and pass on a whole answer. Kill it if it says too much, or was not asked."""
+        """Read from an episode, and pass on an answer when it is complete. Kill the episode if it writes too much, or
+        writes without being asked."""
         try:
             portion = one.connection.recv(_PORTION)
         except BlockingIOError:
@@ -224,13 +226,13 @@ class _Forks:
             one.is_asked = False
 
     def _kill(self, one: _Running, why: str | None) -> None:
-        """Kill an episode and all below it. Its end is told when it has exited."""
+        """Kill an episode and all its descendants. The run is told of its end when the process has exited."""
         one.why = one.why or why
         self._disconnect(one)
         if one.has_exited:
             return
         with contextlib.suppress(OSError):
-            os.kill(one.process, signal.SIGSTOP)  # so that it starts no more
+            os.kill(one.process, signal.SIGSTOP)  # so that it starts no more processes
             kill_below(one.process, _KILL_SECONDS)
             os.kill(one.process, signal.SIGKILL)
 
@@ -246,7 +248,7 @@ class _Forks:
             statuses = self._kill_orphans() if exited else {}
             for one, status in exited:
                 one.has_exited = True
-                while one.connection.fileno() in self._by_descriptor:  # its last bytes, until it is disconnected
+                while one.connection.fileno() in self._by_descriptor:  # read its last bytes
                     self._read_last(one)
                 del self._by_number[one.number]
                 self._gone(one.number, os.waitstatus_to_exitcode(status), one.process, one.why)
@@ -258,7 +260,8 @@ class _Forks:
             self._disconnect(one)
 
     def _kill_orphans(self) -> dict[int, int]:
-        """Kill this process's children that are no episodes. Returns the statuses of all that were reaped."""
+        """Kill the children of this process that are not episodes. Return the statuses of all processes that were
+        reaped."""
         if set(children_of(os.getpid())) <= set(self._by_process):
             return {}
         return kill_below(os.getpid(), _KILL_SECONDS, frozenset(self._by_process))

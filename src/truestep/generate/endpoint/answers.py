@@ -1,4 +1,4 @@
-"""Completions as OpenAI's clients, and clients of token ids, read them: whole, or as events of a stream."""
+"""Completions in the form that OpenAI's clients, or clients of token ids, expect: whole, or as events of a stream."""
 
 import json
 import time
@@ -9,12 +9,12 @@ from typing import Any
 from truestep.generate.endpoint.document import Choice, cut_at_stop
 from truestep.generate.endpoint.requests import Asked
 
-_MAY_BEGIN_CALLS = "<[{"  # of a tool call or of reasoning, in any model's form
+_MAY_BEGIN_CALLS = "<[{"  # characters that may begin a tool call or reasoning, in any model's format
 
 
 @dataclass(frozen=True)
 class Form:
-    """One of the three forms: how a request is answered."""
+    """The form of an answer, one of three."""
 
     name: str  # chat, text or token_ids
     id: str
@@ -74,7 +74,7 @@ class Form:
 
 
 class Streamed:
-    """A choice of a stream: what of it has been sent."""
+    """A choice of a stream, and how much of it has been sent."""
 
     def __init__(self, form: Form, asked: Asked, number: int):
         self._form, self._asked, self._number = form, asked, number
@@ -90,17 +90,17 @@ class Streamed:
         return [self._part(delta={"role": "assistant", "content": ""})]
 
     def more(self, ids: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-        """Return the parts that tokens add: text that cannot change any more."""
+        """Return the parts for new tokens. They contain only text that cannot change any more."""
         self._ids += ids
         if self._form.name == "token_ids":
             self._sent_ids += len(ids)
             return [self._part(token_ids=list(ids))]
-        whole = self._decoded().rstrip("\ufffd")  # bytes of a character that is not whole
+        whole = self._decoded().rstrip("\ufffd")  # without the bytes of an incomplete character
         text = cut_at_stop(whole, self._asked.stop)
         if text == whole:  # its end may be the beginning of a stop text
             text = text[: len(text) - self._held_back]
         if self._form.name == "chat":
-            # Reasoning and calls are known when the turn has ended.
+            # Which text is reasoning or a tool call is known only when the turn has ended.
             text = "" if any(mark in text for mark in _MAY_BEGIN_CALLS) else text.strip()
         return self._text_part(text)
 

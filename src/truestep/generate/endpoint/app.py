@@ -1,7 +1,7 @@
-"""The endpoint's routes: what OpenAI's clients ask, completions of token ids, and rewards.
+"""The endpoint's routes: OpenAI's API, completions of token ids, and rewards.
 
-A key names a document: who has the key writes that document and no other. Documents live in the generator's event loop,
-and this module runs in a thread of its own.
+A key names a document: a client with the key can write that document and no other. Documents live in the generator's
+event loop, and this module runs in another thread.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from truestep.generate.endpoint.requests import Asked
 
 T = TypeVar("T")
 _LARGEST_BODY = 2**24  # bytes
-_CLIENT_GONE = 499  # nobody reads the answer
+_CLIENT_GONE = 499  # the status of an answer that no client reads
 
 _READ: Mapping[str, Callable[[Mapping[str, Any]], Asked]] = {
     "chat": requests.chat,
@@ -38,8 +38,8 @@ _READ: Mapping[str, Callable[[Mapping[str, Any]], Asked]] = {
 
 
 def make_app(keys: Keys, model: str, accepts: Callable[[str], bool], others: Sequence[Route] = ()) -> ASGIApp:
-    """`model`: the name that the endpoint gives its model. `accepts` tells whether requests to a host, which they name,
-    are answered. `others`: routes of another protocol."""
+    """`model` is the model's name in answers. `accepts` tells whether a request is answered, given its Host header.
+    `others` are routes of another protocol."""
     routes = _Routes(keys, model)
     app = Starlette(
         routes=[
@@ -117,7 +117,8 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def _served(request: Request, keys: Keys, named: str | None = None) -> Served:
-    """Return the document of the request's key. `named`: the document that the path names, which must be that one."""
+    """Return the document of the request's key. `named` is the key in the path, if any; it must name the same
+    document."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     served = keys.find(key.strip()) if scheme.lower() == "bearer" else None
     if served is None or (named is not None and keys.find(named) is not served):
@@ -179,7 +180,8 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _stream(request: Request, served: Served, asked: Asked, form: Form) -> Response:
-    """Begin to answer by events. What is wrong with the request is known before the first one."""
+    """Answer with a stream of events. An error in the request is found before the first event, so it is answered
+    without a stream."""
     here = asyncio.get_running_loop()
     told: asyncio.Queue[tuple[int, Sequence[int]] | None] = asyncio.Queue()
 
@@ -221,7 +223,7 @@ async def _stream(request: Request, served: Served, asked: Asked, form: Form) ->
 
 
 async def _first(request: Request, told: "asyncio.Queue[Any]", work: "asyncio.Future[Any]") -> Any:
-    """Return what is told first. Cancel the work if the client disconnects before."""
+    """Return the first item of the queue. Cancel the work if the client disconnects before it comes."""
     telling = asyncio.ensure_future(told.get())
     try:
         await _done_or_gone(request, telling)

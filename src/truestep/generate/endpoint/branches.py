@@ -1,9 +1,10 @@
-"""The token sequences of a document that a program writes by requests.
+"""The token sequences of a document that a program makes by requests.
 
-A request goes on from a turn of the policy if it begins with all that stood there then, as the program saw it: messages
-and tools, text, or tokens. What stands there stays, token for token, and the rest is appended. The first request that
-goes on from a turn continues its sequence. Another one branches: it begins a sequence with the same tokens, which are
-labels of the first sequence alone. A request that goes on from no turn begins a sequence too.
+A request continues a turn of the policy if it begins with the whole conversation up to that turn, as the program saw
+it: messages and tools, text, or tokens. The tokens of that conversation are kept, and the rest of the request is
+appended. The first request that continues a turn extends the turn's sequence. Any further one begins a new sequence
+with the same tokens, which are labels only in the first sequence. A request that continues no turn begins a new
+sequence too.
 """
 
 import json
@@ -21,7 +22,7 @@ _Seen = Any  # text, or a tuple of messages or tokens, as the program saw them
 
 
 class _Kind(NamedTuple):
-    """Requests of another kind, or with other tools, are another conversation."""
+    """The kind of a conversation. Requests of another kind, or with other tools, belong to another conversation."""
 
     said: str
     tools: str
@@ -29,12 +30,12 @@ class _Kind(NamedTuple):
 
 @dataclass(eq=False)
 class _Turn:
-    """The document after a turn of the policy."""
+    """A conversation after a turn of the policy."""
 
     kind: _Kind
     seen: _Seen
     conversation: Conversation
-    number: int  # of its sequence
+    number: int  # the number of its sequence
     is_continued: bool = False
 
 
@@ -45,7 +46,7 @@ class Branch:
     kind: _Kind
     seen: _Seen
     conversation: Conversation
-    after: _Turn | None  # whose sequence it goes on with; None: it begins one
+    after: _Turn | None  # the turn whose sequence it extends; None: it begins a sequence
 
     def again(self) -> "Branch":
         """Return the same branch, for another turn in the same place."""
@@ -69,13 +70,13 @@ class Branches:
         else:
             conversation = after.conversation.branch()
             conversation.say(said[len(after.seen) :])
-            if len(conversation.sequences) > 1:  # the template rewrites what stood there
+            if len(conversation.sequences) > 1:  # the template rewrites earlier text
                 after = None
         return Branch(kind, seen, conversation, after)
 
     def add(self, branch: Branch, completion: Drawn, show: Callable[[Answer], Shown]) -> Shown:
-        """Append the policy's turn. Return what `show` makes of it for the program: a request that goes on from this
-        turn begins with it."""
+        """Append the policy's turn. `show` converts it to the form that the program sees, which is returned. A request
+        that continues this turn has to contain that form."""
         conversation, after = branch.conversation, branch.after
         beginning = len(conversation.prompt)
         shown = show(conversation.drawn(completion))

@@ -23,7 +23,7 @@ from truestep.rollouts.episodes import TurnFacts, told_apart
 from truestep.text import printable
 
 _MOST_AT_ONCE = 256  # requests of one document
-_LONGEST_TOKEN = 128  # characters; a text that is longer than so many for each token is not tokenised
+_LONGEST_TOKEN = 128  # characters; a text with more than this for each allowed token is not tokenised
 
 OnChoice = Callable[
     [int, Sequence[int]], None
@@ -41,7 +41,7 @@ class Choice:
 
 
 class Document:
-    """All of it runs in the event loop of the generator."""
+    """A document in progress. All of this runs in the generator's event loop."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Document:
         obeys: bool = False,
         stops_by_text: bool = True,
     ):
-        """`failed` gets an error of the generator, for which it is no fault of the program that its request fails.
-        `obeys`: completions are drawn at the temperature, top_p and so on of each request, and not as `draw` says.
-        `stops_by_text`: the generator knows stop texts."""
+        """`failed` is called with errors of the generator, which are not the program's fault. `obeys`: completions use
+        the temperature, top_p and so on of each request instead of those in `draw`. `stops_by_text`: the generator
+        supports stop texts."""
         self.tokenizer, self.draw, self.obeys = tokenizer, draw, obeys
         self._generate, self._limits, self._seed, self._name = generate, limits, seed, name
         self._stops_by_text, self._failed = stops_by_text, failed
@@ -66,14 +66,14 @@ class Document:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_begun = 0  # turns
         self.completions: list[Completion] = []
-        self.turns: list[TurnFacts] = []  # one for each of them
-        self.tools: tuple[str, ...] = ()  # names of those that requests offered
+        self.turns: list[TurnFacts] = []  # one for each completion
+        self.tools: tuple[str, ...] = ()  # the names of the tools that requests offered
         self.cut_by: str | None = None  # the limit that was reached
-        self.rating: Rating | None = None  # that was posted
+        self.rating: Rating | None = None  # the reward that was posted
         self.turn_rewards: list[float | None] = []
-        self.group_id: str | None = None  # that its advantages come from; where it is no run's group
-        self.differs: str | None = None  # what a request asked of the draw, and did not get
-        self.temperatures: set[float] = set()  # of its completions
+        self.group_id: str | None = None  # the group id that was posted, for `truestep serve`
+        self.differs: str | None = None  # sampling options that a request asked for and did not get
+        self.temperatures: set[float] = set()  # the temperatures of its completions
         self.is_closed = False
 
     @property
@@ -81,7 +81,7 @@ class Document:
         return self._branches.sequences
 
     def close(self) -> None:
-        """End all requests, and take no more."""
+        """End all requests, and accept no more."""
         self.is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -99,7 +99,7 @@ class Document:
             return await self._complete(asked, on_tokens)
         except RequestError:
             raise
-        except Exception as error:  # no fault of the program
+        except Exception as error:  # not the program's fault
             self._failed(error)
             raise
         finally:
@@ -108,7 +108,8 @@ class Document:
     async def _complete(self, asked: Asked, on_tokens: OnChoice | None) -> list[Choice]:
         if asked.stop and not self._stops_by_text:
             raise RequestError("stop: servers that sample for a run take no stop texts", param="stop")
-        if max(asked.stop_ids, default=0) >= len(self.tokenizer):  # a server would refuse it, and not for the program
+        # Otherwise a server would refuse it, as if it were the run's error.
+        if max(asked.stop_ids, default=0) >= len(self.tokenizer):
             raise RequestError("stop_token_ids: one is not in the vocabulary", param="stop_token_ids")
         self.tools = told_apart([*self.tools, *(tool["function"]["name"] for tool in asked.tools)])
         if not self.obeys:
@@ -129,7 +130,7 @@ class Document:
         if self._num_begun > self._limits.turns:
             self._cut("max_turns", "max_turns", f"{self._limits.turns} turns")
         if branch.conversation.is_thinking:
-            on_tokens = None  # what is reasoning and what is not is known when the turn has ended
+            on_tokens = None  # which part is reasoning is known only when the turn has ended
         branches = [branch, *(branch.again() for _ in range(asked.count - 1))]
         works = [
             self._one(asked, one, room, first + index, None if on_tokens is None else _of_choice(on_tokens, index))
@@ -138,7 +139,7 @@ class Document:
         return await run_all(works)
 
     def _check_size(self, asked: Asked) -> None:
-        """Refuse what is too long without tokenising it, which would hold up all other documents."""
+        """Refuse a prompt that is too long, without tokenising it, because that would delay all other documents."""
         size = len(asked.said) if isinstance(asked.said, str | tuple) else len(str(asked.said)) + len(str(asked.tools))
         each = 1 if isinstance(asked.said, tuple) else _LONGEST_TOKEN
         if size > each * self._limits.tokens + _LONGEST_TOKEN:
@@ -190,7 +191,7 @@ class Document:
                 completion = await self._generate(request, None if on_tokens is None else tell)
                 if not completion.aborted:
                     return completion
-                if told:  # its first tokens are gone, and cannot be taken back
+                if told:  # its first tokens were sent already, and cannot be taken back
                     raise RequestError("new weights ended the completion: ask again", status=503)
         except (UnreachableError, VoidedError, BadAnswerError) as error:
             self._failed(error)
@@ -200,7 +201,7 @@ class Document:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def post(self, body: Any) -> None:
-        """Take the reward that the program gives, and those of its turns, if wanted. Raises RequestError."""
+        """Record the reward that the program posts, and optional rewards of its turns. Raises RequestError."""
         known = {"reward", "turn_rewards", *(("group_id",) if self.obeys else ())}
         if not isinstance(body, dict) or "reward" not in body or body.keys() - known:
             raise RequestError('expected {"reward": a number or its parts}, and turn_rewards if wanted', param="reward")
@@ -216,7 +217,7 @@ class Document:
 
 
 def rating_of_end(end: End, turns: int) -> tuple[Rating, list[float | None]]:
-    """Check what a program gave as its reward. Raises RewardError."""
+    """Check the reward that a program gave. Raises RewardError."""
     found = end_of(end, "the program", turns)
     return fit(Rating.of(found["reward"], found["parts"]), "the program"), found["turn_rewards"]
 

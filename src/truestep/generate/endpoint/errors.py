@@ -1,4 +1,4 @@
-"""Errors that a program gets, as OpenAI's clients expect them."""
+"""Errors for programs, in the form that OpenAI's clients expect."""
 
 from typing import Any
 

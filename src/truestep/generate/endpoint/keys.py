@@ -1,4 +1,4 @@
-"""The keys of the documents that are being written, and the event loop in which each is."""
+"""The keys of the documents in progress, and the event loop of each document."""
 
 import asyncio
 import contextvars
@@ -18,7 +18,8 @@ _KEY_BYTES = 24
 
 @dataclass(eq=False)
 class Served:
-    """A document, and where its requests are completed: in the event loop, and with the context, of who serves it."""
+    """A document, and where its requests are completed: in the event loop, and with the context, in which this object
+    was made."""
 
     document: Document
     posted: Callable[[], None] = lambda: None  # called in the event loop when a reward has been posted
@@ -26,7 +27,7 @@ class Served:
     _context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Run a coroutine there, from another thread. If the future is cancelled, so is the work."""
+        """Run a coroutine in that event loop, from another thread. Cancelling the future cancels the coroutine."""
         future: Future[T] = Future()
 
         def begin() -> None:

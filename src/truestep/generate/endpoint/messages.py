@@ -1,4 +1,4 @@
-"""Chat messages as OpenAI's clients send and receive them, and as chat templates take them."""
+"""Converts chat messages between the forms of OpenAI's clients and of chat templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from truestep.environments.episodes.environment import Answer, Message
 from truestep.generate.endpoint.errors import RequestError
 from truestep.text import printable
 
-_MOST_MESSAGES = 10_000  # of one request
-# Fields of a message that say nothing to the policy.
+_MOST_MESSAGES = 10_000  # messages of one request
+# Fields of a message that the policy would not see. They must be empty.
 _UNSEEN = frozenset({"refusal", "annotations", "audio", "function_call"})
 
 
 def from_client(messages: Any) -> list[Message]:
-    """Return the messages of a request as chat templates take them. Raises RequestError."""
+    """Convert the messages of a request to the form of chat templates. Raises RequestError."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages: expected a list of at least one message", param="messages")
     if len(messages) > _MOST_MESSAGES:
@@ -66,7 +66,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a call as an object, which chat templates render; text that is none stays text."""
+    """Parse the arguments of a call as a JSON object, which chat templates render. Text that is not a JSON object stays
+    text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -75,8 +76,8 @@ def _arguments(text: str) -> Any:
 
 
 def compared(message: Mapping[str, Any]) -> str:
-    """Return what two messages must have in common to be the same one. Clients send back a turn of the policy without
-    its reasoning, with other fields that say nothing, and stripped."""
+    """Return the part of a message by which two messages are compared. Clients send a turn of the policy back without
+    its reasoning, with other fields that have no meaning here, and without surrounding whitespace."""
     content = message.get("content") or ""
     calls = [
         (call.get("id"), call["function"]["name"], call["function"]["arguments"])
@@ -88,8 +89,9 @@ def compared(message: Mapping[str, Any]) -> str:
 
 
 def to_client(answer: Answer, number: int, text: str, written: str) -> Message:
-    """Return a turn of the policy, whose text is `text`. `number`: of the document's turns, for the ids of calls. Where
-    a call is malformed, the message has `written`: all of the turn as text, since no client could read the call."""
+    """Convert a turn of the policy, whose text is `text`, to a message for a client. `number` is the turn's number in
+    the document; the ids of calls contain it. If a call is malformed, the content is `written`, the whole turn as text,
+    because no client could read the call."""
     message: Message = {"role": "assistant", "content": text, "refusal": None}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning

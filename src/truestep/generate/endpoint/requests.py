@@ -12,7 +12,7 @@ from truestep.text import printable
 
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
-# What says nothing about the completion, or what is done here anyway.
+# Fields that do not affect the completion, or that ask for what is done here anyway.
 _HARMLESS = frozenset(
     {
         *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -20,7 +20,7 @@ _HARMLESS = frozenset(
         *("stream_options", "cache_salt", "include_stop_str_in_output", "skip_special_tokens"),
     }
 )
-# What is accepted with these values alone: with any other the completion would not be what was asked for.
+# Fields that are accepted only with these values. With any other value the completion would not be what was asked for.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "presence_penalty": (0, None),
@@ -43,7 +43,7 @@ _DRAWN = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True)
 class Draw:
-    """What a request asks of the draw; None: it says nothing."""
+    """The sampling options of a request; None: the request does not give the option."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -70,7 +70,8 @@ class Asked:
     returns_ids: bool
 
     def options(self, base: DrawOptions, most_tokens: int, obeys: bool) -> DrawOptions:
-        """Return how it is drawn, where `base` is the run's own draw. `obeys`: as the request asks, where it does."""
+        """Return the options with which the request is sampled. `base` are the run's own options. `obeys`: options that
+        the request gives replace them."""
         options = replace(
             base,
             max_new_tokens=most_tokens,
@@ -83,7 +84,8 @@ class Asked:
         return replace(options, **{name: value for name, value in given.items() if value is not None})
 
     def differs(self, base: DrawOptions) -> str | None:
-        """Return what the request asks of the draw that `base` does not do, such as "temperature 0.7"."""
+        """Return the request's sampling options that differ from `base`, such as "temperature 0.7"; None if there are
+        none."""
         given = {name: getattr(self.draw, name) for name in _DRAWN}
         unlike = [f"{name} {value:g}" for name, value in given.items() if value not in (None, getattr(base, name))]
         return ", ".join(unlike) or None
@@ -173,7 +175,7 @@ def _draw(body: Mapping[str, Any]) -> Draw:
         if value is not None and (type(value) is not int or not least <= value < 2**63):
             raise RequestError(f"{name}: expected a whole number", param=name)
         found[name] = value
-    if found["top_k"] == -1:  # vLLM's word for off
+    if found["top_k"] == -1:  # vLLM's value for off
         found["top_k"] = 0
     return Draw(**found)
 

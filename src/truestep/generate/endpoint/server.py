@@ -28,8 +28,8 @@ class Endpoint:
         accepts: Callable[[str], bool] = lambda host: True,
         routes: Sequence[Any] = (),
     ):
-        """`port` 0: one that is free. `accepts`: whether requests to a host, which they name, are answered.
-        `routes`: those of another protocol."""
+        """`port` 0: any free port. `accepts` tells whether a request is answered, given its Host header. `routes` are
+        routes of another protocol."""
         try:
             import uvicorn
 
@@ -48,7 +48,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The base URL that OpenAI's clients take."""
+        """The base URL for OpenAI's clients."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 

@@ -1,12 +1,12 @@
 """Sampling in process: continuous batching over a paged KV cache.
 
-service           takes requests at any time, from tasks, threads and other ranks, and alternates with their work
-dispatch, rounds  which rank samples which request, and how ranks tell each other
+service           takes requests at any time from tasks, threads and other ranks; alternates sampling with their work
+dispatch, rounds  which rank samples which request, and how ranks exchange requests
 phase             a rank's phase of sampling: opens a session when requests are there
 engine            the loop of engine steps: prefill, decode, draw
 plain             static batches with transformers' own cache, for models that the engine does not serve
 schedule          decides on the host what each step computes: admission, chunked prefill, preemption
-steps             what it plans: completions, prompts, the work of a step
+steps             the data of the plan: completions, prompts, the work of a step
 pages             the cache's pages, and which tokens they hold
 states            the slots of recurrent layers' states
 cache             the memory of the paged KV cache and of states

@@ -1,7 +1,7 @@
 """Attention over the paged KV cache. `NAME` is registered with transformers, whose modules then call `paged_attention`.
 
-A forward pass either prefills prompt chunks, packed one behind the other, or decodes one token of each row. Here both
-are in plain torch for any device; `attend_kernels` has the decode kernel for GPUs.
+A forward pass either prefills prompt chunks, packed one after another, or decodes one token of each row. Here both are
+in plain torch for any device; `attend_kernels` has the decode kernel for GPUs.
 
 Dimensions: T tokens of the pass, R rows, Q query heads, K key-value heads, E head size, P pages of a row.
 """
@@ -36,7 +36,8 @@ class ChunkSpan:
 
 @dataclass(frozen=True)
 class KeyPlaces:
-    """What the chunks of a pass attend to, on the host: all tokens of their prompts up to the chunks' ends, packed."""
+    """The keys that the chunks of a pass attend to, in host memory: all tokens of their prompts up to the chunks' ends,
+    packed."""
 
     pages: np.ndarray  # [Y]
     offsets: np.ndarray  # [Y]
@@ -51,8 +52,8 @@ class KeyPlaces:
         return KeyPlaces(pages, offsets, np.cumsum([0, *ends], dtype=np.int32), max(ends))
 
     def padded(self, size: int, end: int, bounds: int, spare: int) -> "KeyPlaces":
-        """Pad to `size` tokens and so many bounds. One more chunk attends to the tokens up to `end`; others to none.
-        `spare`: the page of padding tokens."""
+        """Pad to `size` tokens and `bounds` bounds. The first padding chunk attends to the tokens up to `end`, the
+        others to none. `spare` is the page of the padding tokens."""
         zeros = np.zeros(size - len(self.pages), dtype=np.int64)
         ends = np.full(bounds - len(self.bounds), end, dtype=np.int32)
         pages, offsets = np.concatenate([self.pages, zeros + spare]), np.concatenate([self.offsets, zeros])
@@ -65,7 +66,7 @@ class Past:
 
     pages: torch.Tensor  # [Y] page of each token of the prompts, up to the ends of the chunks
     offsets: torch.Tensor  # [Y]
-    bounds: tuple[torch.Tensor, torch.Tensor]  # cumulative lengths of the chunks, and of what they attend to
+    bounds: tuple[torch.Tensor, torch.Tensor]  # cumulative lengths of the chunks, and of their keys
     longest: tuple[int, int]
 
 
@@ -77,14 +78,15 @@ class PromptChunks:
     positions: torch.Tensor  # [T] of the tokens in their prompts
     pages: torch.Tensor  # [T] page of each token's keys and values
     offsets: torch.Tensor  # [T] offset in the page
-    whole: list[ChunkSpan]  # chunks that begin their prompt: they come first, and attend to themselves alone
+    whole: list[ChunkSpan]  # chunks that begin their prompt: they come first, and attend only to themselves
     later: list[ChunkSpan]  # chunks that attend to earlier tokens in the cache, too
-    layout: PackedLayout | None  # of the chunks in `whole`; None: there are none
+    layout: PackedLayout | None  # the layout of the chunks in `whole`; None: no chunks
     store: Callable[..., None] = store
-    # Of the chunks in `later`, or of all where both lists are empty; None: they attend one by one, in plain torch.
+    # For the chunks in `later`, or for all chunks if both lists are empty. None: chunks attend one by one, in plain
+    # torch.
     past: Past | None = None
     gather: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gather
-    states: ChunkStates | None = None  # None: the model keeps none
+    states: ChunkStates | None = None  # None: the model has no recurrent states
 
     def recur(self, *operation: Any) -> Any:
         return _there(self.states).recur(*operation)
@@ -102,7 +104,7 @@ class Rows:
     longest: int  # upper bound of `lengths`
     # Writes the new tokens' keys and values to the cache and attends, as `attend_rows` does.
     attend: Callable[..., torch.Tensor]
-    states: RowStates | None = None  # None: the model keeps none
+    states: RowStates | None = None  # None: the model has no recurrent states
 
     def recur(self, *operation: Any) -> Any:
         return _there(self.states).recur(*operation)
@@ -110,10 +112,10 @@ class Rows:
 
 @dataclass
 class Recorded:
-    """A trial pass that records what each layer keeps; every token sees itself alone."""
+    """A trial pass that records what each layer stores. Every token attends only to itself."""
 
     states: RecordedStates
-    layers: dict[int, LayerShape] = field(default_factory=dict)  # of layers that attend
+    layers: dict[int, LayerShape] = field(default_factory=dict)  # of the layers with attention
 
     def recur(self, *operation: Any) -> Any:
         return self.states.recur(*operation)
@@ -220,7 +222,8 @@ def _attend_chunks(
         k, v = (pool.index_select(0, chunk.pages).transpose(0, 1).flatten(1, 2)[:, :end] for pool in (keys, values))
         q = query[0, :, chunk.first : chunk.first + chunk.count]
         outputs.append(see_earlier(q, k, v, chunk.start, scale, window, softcap, sinks).transpose(0, 1)[None])
-    # `cat` would copy a single output; `detach`, since compiled layers would be recompiled for a view.
+    # A single output is not passed to `cat`, which would copy it. It is detached, because compiled layers would be
+    # recompiled for a view.
     return outputs[0].detach().contiguous() if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
@@ -234,7 +237,7 @@ def see_earlier(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [Q, X, E]
-    """Attend from the tokens behind the first `start` to these and all before, in plain torch."""
+    """Attend from the tokens after the first `start` to all tokens up to their own, in plain torch."""
     grouped = q.unflatten(0, (k.shape[0], -1))
     column = None if sinks is None else sinks.view(k.shape[0], -1, 1, 1)
     positions = torch.arange(k.shape[1], device=q.device)
@@ -257,7 +260,7 @@ def _weigh(
     mask: torch.Tensor,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,  # has one column, which has no value
+    sinks: torch.Tensor | None,  # one more column of scores, which has no value
 ) -> torch.Tensor:
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
@@ -316,7 +319,7 @@ def make_prefill(
 ) -> PromptChunks:
     """Make a prefill pass. `spans`: for each chunk its start in the prompt, its number of tokens, and the prompt's
     pages up to its end; chunks that begin a prompt come first. `fused`: later chunks attend by the fused kernel.
-    `slots`: of each prompt's state, where the model keeps states."""
+    `slots`: the slot of each prompt's state, if the model has recurrent states."""
     whole: list[ChunkSpan] = []
     later: list[ChunkSpan] = []
     first = 0

@@ -1,11 +1,11 @@
 """Decode attention over the paged KV cache, in Triton: one query token of each row (split-K, as in flash-decoding).
 
 A program handles one key-value head of a row and a span of its keys; the query heads that share the key-value head are
-the rows of its tile. A second kernel joins the spans. So many programs share a long row, and a short row costs little,
-because programs beyond a row's own length end at once.
+the rows of its tile. A second kernel joins the spans. In this way many programs share a long row. A short row costs
+little, because programs beyond its length end at once.
 
-The cache has a new address in each phase of sampling, and a CUDA graph outlives a phase. So kernels read the address of
-the cache from memory.
+The cache has a new address in each phase of sampling, but a CUDA graph is used in several phases. So kernels read the
+address of the cache from memory.
 
 Dimensions: R rows, Q query heads, K key-value heads, G = Q / K, E head size, N spans, P pages of a row.
 """

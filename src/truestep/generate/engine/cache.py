@@ -13,12 +13,12 @@ import torch
 from truestep.model.mixers.recurrence import LayerState
 
 _ALIGNED = 256  # bytes: alignment of each layer's keys and values
-_SHARE = 0.9  # most of the free memory that the cache takes; activations and logits need the rest
+_SHARE = 0.9  # the largest share of the free memory that the cache takes; activations and logits need the rest
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps: keys and values of each token, and states of each sequence."""
+    """What one layer stores: keys and values of each token, and states of each sequence."""
 
     heads: int  # key-value heads; 0: the layer does not attend
     key_size: int
@@ -27,7 +27,7 @@ class LayerShape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    states: tuple[LayerState, ...] = ()  # of its recurrent operations, in the order of their calls
+    states: tuple[LayerState, ...] = ()  # one for each recurrent operation, in the order of their calls
 
     @property
     def numbers(self) -> int:
@@ -36,8 +36,8 @@ class LayerShape:
 
 @dataclass
 class PagedCache:
-    """Keys, values and states of all layers. Rows that only pad a batch write to an extra page, the last, and to an
-    extra state, the first."""
+    """Keys, values and states of all layers. Rows that only pad a batch write to an extra page (the last) and to an
+    extra state (the first)."""
 
     keys: list[torch.Tensor]  # for each layer: [pages + 1, K, tokens of a page, E]
     values: list[torch.Tensor]
@@ -56,8 +56,8 @@ class PagedCache:
         zeros: bool = True,
         states: int = 0,
     ) -> "PagedCache":
-        """Allocate the cache. `zeros`: clear the pages, since plain torch multiplies masked values by 0, so that they
-        must be finite. Kernels do not read masked values. `states`: how many sequences have a state."""
+        """Allocate the cache. `zeros`: clear the pages. Plain torch needs this, because it multiplies masked values by
+        0, so they must be finite. Kernels do not read masked values. `states`: how many sequences have a state."""
         shapes = [
             (pages + 1, layer.heads, page_size, size) for layer in layers for size in (layer.key_size, layer.value_size)
         ]
@@ -91,7 +91,7 @@ class PagedCache:
 
     def locate(self, places: torch.Tensor | None = None, state_places: torch.Tensor | None = None) -> None:
         """Store the cache's addresses on the device, for kernels: in these tensors, or in new ones if they are None. A
-        CUDA graph outlives the cache, so its kernels read the addresses from memory."""
+        CUDA graph is used with several caches, one after another, so its kernels read the addresses from memory."""
         device, pools = self.keys[0].device, torch.tensor([pool.data_ptr() for pool in self.states], dtype=torch.int64)
         self.places = self.addresses().to(device) if places is None else places.copy_(self.addresses())
         self.state_places = pools.to(device) if state_places is None else state_places.copy_(pools)
@@ -150,14 +150,14 @@ def state_bytes(layers: Sequence[LayerShape]) -> int:
 
 
 def pages_that_fit(wanted: int, bytes_each: int, room: float) -> int:
-    """Return how many of the `wanted` pages fit into so many bytes; at least 1."""
+    """Return how many of the `wanted` pages fit into `room` bytes; at least 1."""
     return max(1, min(wanted, int(room / max(bytes_each, 1)) - 1))
 
 
 def states_that_fit(rows: int, bytes_each: int, pages_bytes: int, room: float) -> int:
-    """Return for how many sequences states are allocated beside the pages: for `rows` completions in flight, for some
-    prompts, and as many again that are kept if memory is left. Where not even pages and states in flight fit, both get
-    less, in the same proportion; at least 2."""
+    """Return the number of sequences for which states are allocated: `rows` completions in flight, some prompts, and up
+    to `rows` more whose states are kept if memory is left beside the pages. If the pages and the states in flight do
+    not fit together, both are reduced in the same proportion; at least 2 states."""
     if not bytes_each:
         return 0
     needed = rows + rows // 8 + 1
@@ -177,5 +177,5 @@ def free_bytes(device: torch.device) -> float:
         return _SHARE * (free + unused)
     try:
         return 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # the system does not tell
+    except (ValueError, OSError):  # the system does not report its free memory
         return 2.0 * 2**30

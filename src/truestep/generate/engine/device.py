@@ -40,21 +40,21 @@ class Device:
 
     place: torch.device
     page_size: int  # tokens
-    lag: int  # steps in flight after which the host reads the drawn tokens
+    lag: int  # how many steps may be in flight before the host reads their drawn tokens
     chunk_tokens: int  # most prompt tokens of a step
     compiles: bool  # layers run compiled
     joins: int  # prefill starts when 1/joins of the slots is free
     prompts_first: int  # most prefill steps in a row without decoding
-    patience: int  # decode steps for which few prompts wait for others
+    patience: int  # how many decode steps a few prompts wait for more prompts
     attend: Callable[..., torch.Tensor] = attend_rows
     advance: Callable[..., Any] = in_torch  # a decode step of a recurrent operation
-    addressed: bool = False  # it finds the states of all operations by their addresses
+    addressed: bool = False  # `advance` finds the states of all operations by their addresses
     draw: Callable[..., Drawn] = draw
     store: Callable[..., None] = store
     gather: Callable[..., tuple[torch.Tensor, torch.Tensor]] = gather
     copy: Callable[[torch.Tensor, torch.Tensor], None] = copy  # between host and device memory
     graphs: bool = False  # decode steps use CUDA graphs
-    past: bool = False  # chunks behind earlier tokens attend by the fused kernel
+    past: bool = False  # chunks that follow earlier tokens attend by the fused kernel
     fused: bool = False  # prefill steps use CUDA graphs, too: one kernel attends within all prompts
     # Torch does not know that a copy kernel still uses pinned memory. So the tensors of the last copies are kept alive:
     # a step makes two copies, and the host has waited for a step before it begins the one `lag` + 1 later.

@@ -1,7 +1,8 @@
 """Decides which rank samples which request. Every rank knows all requests and comes to the same decisions.
 
-A request is meant for one team of tensor ranks from the start, by the expected cost of all. It is handed over when the
-team has room. A team that has nothing left takes what was meant for the one with most left, so all teams end together.
+Each new request is assigned to a team of tensor ranks, so that all teams have about the same expected cost. It is
+handed over when the team has room. A team without waiting requests takes one from the team with the most, so all teams
+end at about the same time.
 """
 
 from collections import deque
@@ -27,14 +28,17 @@ class _Waiting:
 
 class Dispatch:
     def __init__(self, teams: int, room: int):
-        """`room`: requests that a team may have: those in flight, and some that wait for the next free row."""
+        """`room` is the number of requests that a team may have: those in flight, and some that wait for the next free
+        row."""
         self._room = room
-        self._waiting: list[deque[_Waiting]] = [deque() for _ in range(teams)]  # by the team that they are meant for
-        self._handed: list[dict[Key, float]] = [{} for _ in range(teams)]  # costs of what each team has
-        self._sessions = StickyPlaces[int]()  # the team that has a conversation's past
+        self._waiting: list[deque[_Waiting]] = [deque() for _ in range(teams)]  # by the team to which they are assigned
+        # The costs of the requests that each team has.
+        self._handed: list[dict[Key, float]] = [{} for _ in range(teams)]
+        self._sessions = StickyPlaces[int]()  # the team that has a conversation's past in its cache
 
     def add(self, requests: Sequence[tuple[Key, Request]]) -> None:
-        """Add new requests. Those of a conversation go where its past is; equal prompts stay together."""
+        """Add new requests. A request of a conversation goes to the team that has the conversation's past in its cache.
+        Equal prompts stay together."""
         new: list[_Waiting] = []
         for key, request in requests:
             one, team = _Waiting(key, request), 0 if len(self._waiting) == 1 else self._sessions.of(request.session)
@@ -67,8 +71,8 @@ class Dispatch:
                 self._waiting[team] = deque(one for one in waiting if one.key != key)
 
     def hand_over(self) -> list[tuple[int, Key, Request]]:
-        """Return the requests that teams get now, in order, each with its team: first those meant for them, then those
-        for which another team has no room."""
+        """Return the requests that teams get now, in order, each with its team: first those assigned to the team, then
+        those that another team has no room for."""
         handed: list[tuple[int, Key, Request]] = []
         for steals in (False, True):
             for team in range(len(self._waiting)):

@@ -4,7 +4,7 @@ With independent exponential numbers E, the argmax of z - log E is a draw from s
 a block of tokens is drawn, whose z is the log-sum-exp of its tokens, and then a token of the block. This needs no sort,
 and truncated tokens are simply left out. E comes from a counter-based generator: a hash of the completion's key, the
 token's position in the completion, and the id of the block or token. So a draw does not depend on the batch or on
-earlier draws, and on the device only where rounding decides a tie.
+earlier draws. It depends on the device only if rounding decides a tie.
 
 Dimensions: R rows, V vocabulary.
 """

@@ -226,7 +226,7 @@ def draw(raw: torch.Tensor, rows: DrawRows, settings: HeadSettings, part: Slice 
         raw = scale_(raw, rows.divisor, settings)
         kept = keep(raw, raw.logsumexp(-1), rows.truncation)
         softcap, floor, last, log_mass = None, kept.floor, kept.last, torch.where(rows.greedy, 0.0, kept.log_mass)
-    # The number of parts depends on the vocabulary alone: with the batch, ties within rounding would depend on it.
+    # The number of parts depends only on the vocabulary. If it depended on the batch, so would ties within rounding.
     most = vocabulary if part is None else part.most
     each = max(_PART, -(-most // (_MOST_PARTS * BLOCK)) * BLOCK)
     parts = -(-most // each)

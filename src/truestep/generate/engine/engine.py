@@ -90,7 +90,7 @@ class Limits:
 class Counts:
     """Counters of one session."""
 
-    prompt_tokens: int = 0  # computed
+    prompt_tokens: int = 0  # prompt tokens that were computed
     cached_tokens: int = 0  # tokens of prompts that were found in the cache
     drawn_tokens: int = 0
     preemptions: int = 0
@@ -110,7 +110,8 @@ class _Open:
     logprobs: list[float] = field(default_factory=list)
     log_mass: list[float] = field(default_factory=list)
     prompt: int = 0  # tokens
-    routes: list[tuple[Result, slice]] = field(default_factory=list)  # of its first tokens, the earlier copies first
+    # Copies of its first tokens' routes, earlier copies first.
+    routes: list[tuple[Result, slice]] = field(default_factory=list)
 
     def fields(self) -> np.ndarray:  # KEY to TOP_K
         how = self.options
@@ -123,7 +124,8 @@ class _Open:
         return Completion(self.tokens, self.logprobs, stopped, cut, routes=self._fed())
 
     def _fed(self) -> np.ndarray | None:
-        """Return the routes of all tokens that were fed: of each, those with which it was fed first."""
+        """Return the routes of all tokens that the model computed. For a token that was computed again, return its
+        first routes."""
         if not self.routes:
             return None
         found = [as_experts(result.wait()[rows]) for result, rows in self.routes]
@@ -255,7 +257,7 @@ class Session:
     def step(self) -> list[tuple[int, Completion]]:
         """Launch a step. Return the completions that are now known to have ended, with their numbers."""
         plan = self._scheduler.plan()
-        ended, self._ended = self._ended, []  # in the step before: their routes have been copied meanwhile
+        ended, self._ended = self._ended, []  # in the previous step; their routes have been copied since
         if plan:
             self._flying.append(self._launch(plan))
             self.counts.steps += 1
@@ -341,7 +343,7 @@ class Session:
         ids = np.fromiter(itertools.chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, ends[-1] + 1)
         spans = [(chunk.start, len(chunk.tokens), chunk.pages) for chunk in chunks]
         hidden = None
-        goes_on = chunks[-1].start > 0  # behind earlier tokens
+        goes_on = chunks[-1].start > 0  # some chunk follows earlier tokens of its prompt
         if self._graphs is not None and self._device.fused and (self._device.past or not goes_on):
             positions, pages, offsets = places_of(spans, self._device.page_size)
             bounds = np.concatenate([[0], ends + 1]).astype(np.int32)

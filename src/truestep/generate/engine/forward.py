@@ -43,16 +43,16 @@ _ATTENDS_NOT = LayerShape(0, 1, 1, 0)
 
 @contextmanager
 def paged(policy: Policy) -> Iterator[None]:
-    """Switch the policy's attention to the paged KV cache, inside."""
+    """Switch the policy's attention to the paged KV cache inside the block."""
     with attention.using(policy.model, NAME), policy.tokens_everywhere():
         yield
 
 
 @contextmanager
 def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
-    """Run the model's layers, rotary embeddings and final norms with torch.compile, inside. Norms outside the layers
-    round as their own code does, since training does not compile them. `compiled`: a cache of compiled code that
-    outlives a phase of sampling."""
+    """Run the model's layers, rotary embeddings and final norms with torch.compile inside the block. Norms outside the
+    layers round like their uncompiled code, because training does not compile them. `compiled` is a cache of compiled
+    code for all phases of sampling."""
     layers, norms = layers_of(model)[1], _norms_of(model)
     modules = [*layers, *_turns_of(model), *norms]
     before = [module.forward for module in modules]
@@ -74,7 +74,7 @@ def compiled_layers(model: Any, compiled: dict[Any, Any]) -> Iterator[None]:
 
 def _turns_of(model: Any) -> list[Any]:
     """Find the RoPE modules outside the layers: modules without parameters or children. Their cosines and sines depend
-    on the positions alone; `shapes_of` refuses other models."""
+    only on the positions, because `shapes_of` refuses other models."""
     inside = {module for layer in layers_of(model)[1] for module in layer.modules()}
     return [
         module
@@ -107,7 +107,7 @@ def run_model(
 
 
 def shapes_of(policy: Policy) -> list[LayerShape]:
-    """Return what each layer keeps. Raise `UnservedError` if the engine cannot serve the model."""
+    """Return what each layer stores in the cache. Raise `UnservedError` if the engine cannot serve the model."""
     for module in policy.model.modules():
         kinds = getattr(module, "rope_type", None)
         kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
@@ -132,7 +132,7 @@ def shapes_of(policy: Policy) -> list[LayerShape]:
 
 
 def try_tokens(policy: Policy, ids: tuple[int, int] = (0, 0)) -> tuple[Recorded, torch.Tensor]:
-    """Run two tokens each of which sees itself alone. Return what was recorded, and their hidden states."""
+    """Run two tokens, each of which attends only to itself. Return what was recorded, and their hidden states."""
     recorded, tokens = Recorded(RecordedStates(len(ids))), torch.tensor(ids, device=policy.device)
     with paged(policy):
         hidden = run_model(policy, tokens, torch.arange(len(ids), device=policy.device), recorded)
@@ -162,8 +162,8 @@ def probe(policy: Policy, layers: list[LayerShape], page_size: int) -> None:
     device = policy.device
     generator = np.random.default_rng(0)
     ids = generator.integers(0, policy.vocabulary_size, _PROBE_TOKENS)
-    # Without context parallelism, since not all context ranks may be sampling. All tensor ranks are; each has a share
-    # of the tokens.
+    # Without context parallelism, because not all context ranks may be sampling. All tensor ranks are, and each has a
+    # share of the tokens.
     expected = policy.hidden_alone(pack_tokens([ids], policy.weights.ranks.tensor)).float()[: len(ids)]
     pages = tuple(range(1, 2 + _PROBE_TOKENS // page_size))
     cache = PagedCache.make(layers, len(pages) + 1, page_size, policy.weights.dtype, device, states=1)

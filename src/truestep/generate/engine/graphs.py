@@ -1,4 +1,4 @@
-"""CUDA graphs of decode and prefill: one for each size of a batch, kept from phase to phase.
+"""CUDA graphs of decode and prefill: one for each batch size. They are kept from one phase of sampling to the next.
 
 A graph reads the addresses of the cache and all arguments of its rows or prompts from fixed memory. Weights change in
 place between phases; if a weight's address changes, all graphs are captured again.
@@ -33,15 +33,16 @@ _LEAST_LENGTH = 512
 # are no sizes at which the work takes longer than its launches.
 _PROMPT_SIZES = (128, 256, *range(512, 4097, 512))
 MOST_GRAPHED = _PROMPT_SIZES[-1]
-# Where chunks attend to earlier tokens, too: the tokens of the pass, and all that they attend to. Few sizes, since
-# conversations make passes of all kinds.
+# Sizes of passes whose chunks also attend to earlier tokens: the tokens of the pass, and all keys that they attend to.
+# There are few, because such passes differ in both, and each combination needs a graph.
 _LATER_SIZES = (512, 1024, 2048, 4096)
 _KEY_SIZES = (8192, 32_768, 131_072)
 
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
 Send = Callable[[np.ndarray], torch.Tensor]
 Refill = Callable[[torch.Tensor, torch.Tensor], None]
-# Token ids, positions, pages, offsets; the prompts' layout, or what chunks attend to beside themselves.
+# Its arguments: token ids, positions, pages, offsets; the layout of whole prompts; the keys of chunks that also attend
+# to earlier tokens.
 ComputePrompts = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PackedLayout | None, Past | None], torch.Tensor
 ]
@@ -49,7 +50,7 @@ ComputePrompts = Callable[
 
 @dataclass(frozen=True)
 class FlatPrompts:
-    """Prompts, or chunks of them, packed one behind the other."""
+    """Prompts, or chunks of them, packed one after another."""
 
     ids: np.ndarray  # [T]
     positions: np.ndarray  # [T] in their prompts
@@ -58,10 +59,11 @@ class FlatPrompts:
     bounds: np.ndarray  # [prompts + 1] int32: cumulative lengths
     longest: int
     spare: int  # page of padding tokens
-    keys: KeyPlaces | None = None  # None: whole prompts, which attend to themselves alone
+    keys: KeyPlaces | None = None  # None: whole prompts, which attend only to themselves
 
     def padded(self) -> "FlatPrompts | None":
-        """Pad to a size that has a graph, with one more prompt and then empty ones. None: no size is large enough."""
+        """Pad to a size that has a graph: with one prompt of padding tokens, then with empty prompts. None: no size is
+        large enough."""
         count, prompts = len(self.ids), len(self.bounds) - 1
         whole = self.keys is None
         size = next((size for size in (_PROMPT_SIZES if whole else _LATER_SIZES) if size >= count), 0)
@@ -107,7 +109,8 @@ def length_for(longest: int) -> int:
 
 class Graphs:
     def __init__(self, place: torch.device, num_layers: int, team: Team, operations: int = 0, addressed: bool = True):
-        """`operations`: recurrent ones. `addressed`: they find their states by the addresses in memory."""
+        """`operations` is the number of recurrent operations. `addressed`: they find their states by addresses in
+        memory."""
         self._place, self._team, self._addressed = place, team, addressed
         if team.size > 1:
             clear_at_leave(self)  # NCCL cannot destroy a group that a graph still uses
@@ -117,14 +120,16 @@ class Graphs:
         self.last = torch.zeros(0, dtype=torch.int64, device=place)  # the last drawn token of each slot
         self._weights: tuple[int, ...] = ()
         self._prompts = torch.zeros(4, MOST_GRAPHED, dtype=torch.int64, device=place)
-        self._bounds = torch.zeros(2, MOST_GRAPHED, dtype=torch.int32, device=place)  # of prompts, of their keys
+        # Bounds of the prompts, and of their keys.
+        self._bounds = torch.zeros(2, MOST_GRAPHED, dtype=torch.int32, device=place)
         self._keys = torch.zeros(2, _KEY_SIZES[-1], dtype=torch.int64, device=place)
         self._made: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._broken: set[str] = set()  # kinds of graphs that could not be captured: rows or prompts
 
     def begin(self, cache: PagedCache, slots: int, width: int, model: Any, staged: int = 0) -> None:
-        """Begin a phase of sampling with a new cache. Drop all graphs if a weight has moved, or states that are not
-        found by their addresses, or if a buffer is too small. `staged`: the address of the buffer for routes."""
+        """Begin a phase of sampling with a new cache. Drop all graphs if the address of a weight has changed, or of
+        states that are not found by address, or if a buffer is too small. `staged` is the address of the buffer for
+        routes."""
         cache.locate(self._places, self._state_places)
         fixed = (*model.parameters(), *(() if self._addressed else cache.states))
         weights = (staged, *(tensor.data_ptr() for tensor in fixed))
@@ -223,7 +228,7 @@ class Graphs:
                 found = self._capture(work)
         except Exception as error:  # errors of drivers, compilers and torch have no common type
             if self._team.size > 1 and isinstance(error, torch.OutOfMemoryError):
-                raise  # it is this rank's alone, and the other ranks may wait in the middle of a step
+                raise  # only this rank is out of memory, and the other ranks may be waiting within a step
             problem = f"{type(error).__name__}: {error}"
             torch.cuda.synchronize(self._place)
         if self._team.all(found is not None) and found is not None:

@@ -1,7 +1,7 @@
 """The pages of the KV cache: which are free, which are in use, and which hold tokens that later prompts may begin with.
 
 A full page is registered under a digest of all tokens up to its end. When its last user gives it back, it keeps its
-tokens until the page is needed. The page that was given back first goes first.
+tokens until the page is needed. The page that was given back first is reused first.
 """
 
 from array import array
@@ -27,7 +27,7 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
         self._kept: OrderedDict[int, None] = OrderedDict()  # registered pages without references, the oldest first
-        self._digests: dict[int, bytes] = {}  # of registered pages
+        self._digests: dict[int, bytes] = {}  # digests of registered pages
         self._registered: dict[bytes, int] = {}  # the page of each digest
 
     @property
@@ -36,7 +36,7 @@ class PagePool:
         return len(self._free) + len(self._kept)
 
     def take(self) -> int:
-        """Take a page. What it held is forgotten."""
+        """Take a page. Its former tokens can no longer be found."""
         if self._free:
             page = self._free.pop()
         else:
@@ -52,7 +52,8 @@ class PagePool:
             self._references[page] += 1
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Remove a reference to each page. Of pages in the order of their tokens, the last will be taken first."""
+        """Remove a reference to each page. The pages are in the order of their tokens; the last one will be reused
+        first."""
         for page in reversed(pages):
             self._references[page] -= 1
             if not self._references[page]:
@@ -62,7 +63,8 @@ class PagePool:
                     self._free.append(page)
 
     def register(self, page: int, digest: bytes) -> None:
-        """Let `find` return a page in use that is full. If another page holds the same tokens, that one stays."""
+        """Let `find` return a page in use that is full. If another page with the same tokens is registered, that one
+        stays."""
         if page not in self._digests and self._registered.setdefault(digest, page) == page:
             self._digests[page] = digest
 

@@ -1,5 +1,5 @@
-"""A phase of sampling on one rank, together with its tensor ranks: it opens a session when the first requests are there
-and keeps it, with all that its cache holds, until the phase ends."""
+"""A phase of sampling on one rank, together with its tensor ranks. It opens a session when the first requests have
+come, and keeps the session and its cache until the phase ends."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,24 +11,25 @@ from truestep.generate.generator import Completion, Request
 from truestep.model.policy import Policy
 from truestep.process import progress
 
-_ROWS = {"cuda": 1024, "cpu": 256}  # completions in flight where `rows` is None
+_ROWS = {"cuda": 1024, "cpu": 256}  # completions in flight if `rows` is None
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     rows: int | None = None  # most completions in flight; None: as many as free memory and the device allow
-    longest: int = 0  # tokens of the longest conversation; 0: of the longest request that is there when a session opens
+    longest: int = 0  # tokens of the longest conversation; 0: of the longest request that waits when a session opens
     engine: bool = True  # False: static batches with transformers' own attention and cache
     exact: bool = False  # log-probs equal those of training bit by bit
-    at_once: int = 0  # completions in flight for which there is room when a session opens, if more than there are
-    waves: bool = False  # what is computed together does not depend on when rewards arrive
+    at_once: int = 0  # a new session has room for at least this many completions in flight
+    # Requests begin in waves, so that what is computed together does not depend on when rewards arrive.
+    waves: bool = False
 
     def most_rows(self, policy: Policy) -> int:
         return self.rows or _ROWS.get(policy.device.type, 256)
 
 
 class Phase:
-    """Samples the requests that this rank has been given. Tensor ranks call everything in the same order."""
+    """Samples the requests that this rank has been given. Tensor ranks make all calls in the same order."""
 
     def __init__(self, policy: Policy, settings: EngineSettings):
         self._policy, self._settings = policy, settings
@@ -36,7 +37,8 @@ class Phase:
         self._session: Session | PlainSession | None = None
         self._opened = ExitStack()
         self.cache_use = 0.0  # peak fraction of the KV cache in use
-        self.prompt_tokens = self.cached_tokens = 0  # of closed sessions
+        # Prompt tokens of closed sessions: computed, and found in the cache.
+        self.prompt_tokens = self.cached_tokens = 0
 
     @property
     def busy(self) -> bool:
@@ -54,9 +56,8 @@ class Phase:
         return () if self._session is None else self._session.drawn(number)
 
     def step(self, at_once: int = 0, longest: int = 0) -> list[tuple[int, Completion]]:
-        """Run a step of the engine. Return the completions that ended, with their requests' numbers. `at_once`,
-        `longest`: completions in flight and tokens of a request for which a new session has room, if more than there
-        are now."""
+        """Run a step of the engine. Return the completions that ended, with their requests' numbers. A new session has
+        room for at least `at_once` completions in flight, and for requests of at least `longest` tokens."""
         if (
             self._session is not None
             and not self._session.busy

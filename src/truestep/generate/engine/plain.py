@@ -43,7 +43,8 @@ class PlainSession:
         self._waiting.pop(number, None)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Sample a batch of requests with equal options. Prompts of similar lengths share one: less padding."""
+        """Sample a batch of requests with equal options. Prompts of similar lengths share a batch, which needs less
+        padding."""
         options = next(iter(self._waiting.values())).options
         numbers = [number for number, request in self._waiting.items() if request.options == options]
         numbers = sorted(numbers, key=lambda number: len(self._waiting[number].token_ids))[: self._rows]
@@ -52,7 +53,7 @@ class PlainSession:
             return list(zip(numbers, _Batch(self._policy, requests, options).run(), strict=True))
 
     def drawn(self, number: int) -> Sequence[int]:
-        """Return the tokens drawn so far: none, since a completion is whole or not begun."""
+        """Return the tokens drawn so far: none, because a completion is either finished or not begun."""
         return ()
 
 
@@ -65,7 +66,7 @@ class _Batch:
         self._log_mass: list[list[float]] = [[] for _ in requests]
         self._stopped = [False] * len(requests)
         self._stops = StopTexts(policy.tokenizer, options.stop) if options.stop else None
-        self._active = list(range(len(requests)))  # the request behind each row of the cache
+        self._active = list(range(len(requests)))  # the request of each row of the cache
         self._keys = torch.tensor([key_of(request.seed) for request in requests])
         prompts = [torch.tensor(request.token_ids, device=self._device) for request in requests]
         self._ids = pad_sequence(prompts, batch_first=True, padding_side="left")
@@ -74,7 +75,8 @@ class _Batch:
         self._cache: Any = None
         routing = policy.routing
         self._routing = routing if routing is not None and routing.replays else None
-        self._routes: list[list[np.ndarray]] = [[] for _ in requests]  # of the tokens that were fed
+        # The routes of the tokens that the model processed.
+        self._routes: list[list[np.ndarray]] = [[] for _ in requests]
 
     def run(self) -> list[Completion]:
         for number in range(self._options.max_new_tokens):
@@ -96,7 +98,7 @@ class _Batch:
         found: dict[int, torch.Tensor] = {}
         with self._routing.recording(found.__setitem__):
             hidden = self._computed()
-        # [R · tokens, L, k] -> [R, tokens, L, k], of which the first tokens of shorter prompts are padding
+        # [R · tokens, L, k] -> [R, tokens, L, k]; the first tokens of shorter prompts are padding
         routes = torch.stack([found[place] for place in sorted(found)], dim=1).unflatten(0, self._ids.shape).cpu()
         for row, request in enumerate(self._active):
             fed = self._mask[row, -self._ids.shape[1] :].bool().cpu()

@@ -1,6 +1,6 @@
 """Recurrent operations over the states of sequences. `truestep.model.mixers.recurrence` calls `recur` of a pass.
 
-Operations are told apart by the order in which a pass calls them. Each finds its states in the cache, by slot, and
+Operations are identified by the order in which a pass calls them. Each finds its states in the cache, by slot, and
 writes the new ones back.
 
 Dimensions: D prompt chunks of a pass, R rows.
@@ -36,7 +36,7 @@ class PassStates:
     """The states of all operations in a pass."""
 
     cache: PagedCache
-    slots: torch.Tensor  # of the states of prompt chunks [D] or rows [R]
+    slots: torch.Tensor  # slots of the states, of prompt chunks [D] or rows [R]
     calls: int = 0  # operations called so far
 
     def next(self, module: torch.nn.Module) -> States:
@@ -51,7 +51,7 @@ class PassStates:
 class RowStates(PassStates):
     """The states of a decode pass."""
 
-    advance: Callable[..., Any] = in_torch  # as `in_torch` does
+    advance: Callable[..., Any] = in_torch  # same signature as `in_torch`
 
     def recur(self, module: torch.nn.Module, recurrence: Recurrence, call: Call) -> Any:
         """Compute one token of each row. This is captured in a CUDA graph, so it must not read host memory."""
@@ -68,7 +68,7 @@ class ChunkStates(PassStates):
     first: torch.Tensor | None = field(kw_only=True)  # [D] True: the chunk begins its prompt; None: all do
 
     def recur(self, module: torch.nn.Module, recurrence: Recurrence, call: Call) -> Any:
-        """Compute prompt chunks, each behind the state of those before it."""
+        """Compute prompt chunks, each from the state at the end of its prompt's previous chunk."""
         pool, initial = self.next(module).pool, None
         if self.first is not None:
             initial = pool.index_select(0, self.slots)
@@ -80,7 +80,7 @@ class ChunkStates(PassStates):
 
 @dataclass
 class RecordedStates:
-    """Records the states of a trial pass of some tokens, each of which sees itself alone."""
+    """Records the states of a trial pass of some tokens, each of which is a sequence of its own."""
 
     tokens: int
     calls: list[tuple[torch.nn.Module, Recurrence, Call]] = field(default_factory=list)

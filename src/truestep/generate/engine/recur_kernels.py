@@ -1,8 +1,8 @@
 """Decode steps of recurrent operations, in Triton: states are read and written in place, once each.
 
-A program handles a part of one head (or of the channels) of a row. A CUDA graph outlives a phase of sampling and the
-memory of states does not, so kernels read the address of an operation's states from memory. Other operations than those
-of `KERNELS` are computed in plain torch.
+A program handles a part of one head (or of the channels) of a row. A CUDA graph is used in several phases of sampling,
+but the memory of states is new in each phase. So kernels read the address of an operation's states from memory.
+Operations without an entry in `KERNELS` are computed in plain torch.
 
 Dimensions: R rows; H heads, in G groups; K, V head sizes of queries or keys and of values; C channels, W taps.
 """
@@ -23,7 +23,7 @@ from truestep.model.mixers.delta_rule import DeltaRule
 from truestep.model.mixers.recurrence import Call, Recurrence
 from truestep.model.mixers.state_space import Mamba2
 
-_TILE = 4096  # most numbers of a state that a program has
+_TILE = 4096  # the most numbers of a state that a program handles
 
 
 @triton.jit
@@ -287,7 +287,7 @@ def _convolve(call: Call, states: States, slots: torch.Tensor) -> Any:
 
 
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if the numbers of each row lie one behind another, else a copy."""
+    """Return the tensor itself if the numbers of each row are contiguous in memory, else a copy."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
         if size != 1 and stride != expected:

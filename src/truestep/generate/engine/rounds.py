@@ -1,9 +1,9 @@
-"""Rounds in which ranks that sample tell each other of requests and completions.
+"""Rounds in which sampling ranks exchange requests and completions.
 
-A thread of each rank exchanges what its rank has said since the last round with all others, again and again, so that no
-engine waits for another. Every rank gets the same rounds in the same order. The first one in which all ranks are done
-or one has an error is the last: no rank is left in a round that the others do not take part in. One rank alone has its
-rounds at once.
+A thread of each rank repeatedly sends the rank's news since the last round to all other ranks, so that no engine waits
+for another. Every rank gets the same rounds in the same order. The first round in which all ranks are done or one has
+an error is the last one. So no rank waits in a round in which the others do not take part. With a single rank there is
+no exchange.
 """
 
 import asyncio
@@ -19,28 +19,28 @@ from truestep.generate.engine.dispatch import Key
 from truestep.generate.generator import Completion, Request
 from truestep.ranks.group import Ranks
 
-_ROUND_SECONDS = 0.02  # until the next round, where this rank has nothing to say
-_LAST_SECONDS = 10.0  # that an error waits for other ranks, which may be gone, to take part in the last round
+_ROUND_SECONDS = 0.02  # seconds until the next round if this rank has no news
+_LAST_SECONDS = 10.0  # seconds that an error waits for other ranks, which may have died, to take part in the last round
 
 
 @dataclass(frozen=True)
 class Asked:
     key: Key
     request: Request
-    place: tuple[int, ...]  # of the part of the work that asked; empty: another thread
-    streams: bool  # its tokens are wanted as they come
+    place: tuple[int, ...]  # the place of the part of the work that asked; empty: another thread asked
+    streams: bool  # its tokens are streamed
 
 
 @dataclass
 class News:
-    """What a rank says in a round."""
+    """What a rank sends in a round."""
 
     asked: list[Asked] = field(default_factory=list)
     cancelled: list[Key] = field(default_factory=list)
     tokens: list[tuple[Key, list[int]]] = field(default_factory=list)  # new tokens of completions that are streamed
-    ended: list[tuple[Key, Completion | None]] = field(default_factory=list)  # None: the rank itself had asked
-    done: bool = False  # the rank's own work
-    error: BaseException | None = None  # of the rank's own work or engine
+    ended: list[tuple[Key, Completion | None]] = field(default_factory=list)  # None: the sending rank itself had asked
+    done: bool = False  # the rank's own work is done
+    error: BaseException | None = None  # an error of the rank's own work or engine
     settled: int = -1  # see `Waves.settled`
 
     def add(self, news: "News") -> None:
@@ -57,13 +57,13 @@ class News:
 
 
 class Rounds:
-    """The rounds that this rank has received and not taken. It is used in one event loop."""
+    """The rounds that this rank has received and not processed yet. Used in one event loop."""
 
     def __init__(self, ranks: Ranks, changed: asyncio.Event):
         """`changed` is set when a round comes."""
         self._ranks, self._changed, self._loop = ranks, changed, asyncio.get_running_loop()
         self._received: deque[Sequence[News]] = deque()
-        self._next = News()  # what this rank says in the next round
+        self._next = News()  # the news of this rank for the next round
         self._lock = threading.Condition()
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -72,7 +72,7 @@ class Rounds:
         return len(self._received)
 
     def say(self, news: News) -> None:
-        """Say something in the next round. The first call begins the rounds."""
+        """Add news to the next round. The first call begins the rounds."""
         if self._ranks.size == 1:
             self._received.append([news])
             return
@@ -80,7 +80,7 @@ class Rounds:
             news.error = _sendable(news.error)
             self._next.add(news)
             self._lock.notify()
-        if self._thread is None:  # a daemon: where a rank is gone, its exchange never ends
+        if self._thread is None:  # a daemon thread, because its exchange never ends if a rank has died
             self._thread = threading.Thread(target=self._exchange, name="sampling-rounds", daemon=True)
             self._thread.start()
 
@@ -91,7 +91,7 @@ class Rounds:
         return [self._received.popleft() for _ in range(count)]
 
     def close(self) -> None:
-        """Wait until the rounds have ended: this rank has said that it is done, or an error."""
+        """Wait until the rounds have ended. This rank has sent before that it is done, or an error."""
         if self._thread is not None:
             self._thread.join(_LAST_SECONDS)
 
@@ -127,7 +127,7 @@ def _sendable(error: BaseException | None) -> Exception | None:
     if error is None:
         return None
     try:
-        copy.copy(error)  # as it is made anew on another rank
+        copy.copy(error)  # another rank makes its copy in the same way
     except Exception:
         return TruestepError(f"{type(error).__name__}: {error}")
     return error if isinstance(error, Exception) else TruestepError(f"another rank ended: {type(error).__name__}")

@@ -1,8 +1,8 @@
-"""The experts that the engine's tokens were routed to, which training replays.
+"""The experts to which the engine's tokens were routed. Training replays them.
 
-In a pass, each layer that routes writes its choices to a staging buffer, which stays where it is, as CUDA graphs write
-to it. After the pass one copy moves them to the pages of the tokens, beside their keys and values: a prompt that starts
-from pages of the cache has their routes, too.
+In a pass, each layer that routes writes its choices to a staging buffer. The buffer keeps its address, because CUDA
+graphs write to it. After the pass, one copy moves the choices to the tokens' pages, where their keys and values are. So
+a prompt that starts from pages of the cache has their routes too.
 
 Dimensions: T tokens of a pass, L layers that route, k experts of a token in each.
 """
@@ -25,7 +25,7 @@ class RouteStage:
         return self._staged.data_ptr()
 
     def begin(self, tokens: int, cache: PagedCache) -> None:
-        """Have room for passes of so many tokens, and for the routes of the cache's tokens."""
+        """Allocate room for passes of `tokens` tokens, and for the routes of the cache's tokens."""
         if len(self._staged) < tokens:
             self._staged = self._staged.new_zeros(tokens, *self._each)
         pages = cache.spare + 1
@@ -41,5 +41,5 @@ class RouteStage:
 
 
 def as_experts(routes: np.ndarray) -> np.ndarray:
-    """Return routes as numbers of experts."""
+    """Return routes as expert ids."""
     return routes if routes.dtype == np.uint8 else routes.view(np.uint16)

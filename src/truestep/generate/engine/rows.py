@@ -50,7 +50,7 @@ class RowTables:
         self._fields = np.zeros((slots, PAGES - KEY), dtype=np.int64)
 
     def begin(self, slot: int, fields: np.ndarray) -> np.ndarray:
-        """Let a completion have a slot. Return its columns KEY to TOP_K."""
+        """Assign a slot to a completion. Return its columns KEY to TOP_K."""
         self._fields[slot], self._known[slot] = fields, 0
         return fields
 

@@ -6,12 +6,13 @@ each has its own copy of the last, partly filled page. A prompt that begins with
 completion, such as the next turn of a conversation, starts from their pages (`pages`). When no page is available, the
 completion that started last is preempted: its pages are taken, and its prompt and tokens are prefilled again later.
 
-Where layers keep states, each prompt and each running completion has a slot for its own (`states`). The completions of
-a prompt begin with copies of its state. A page is of no use then without the state behind it, so a prompt starts from
-earlier tokens only where such a state was kept: the one behind the last prompt of a conversation.
+If layers keep recurrent states, each prompt and each running completion has a slot for its state (`states`). The
+completions of a prompt begin with copies of its state. A page of the cache is then useless without the state at its
+end. So a prompt starts from earlier tokens only if such a state was kept: the state after the last prompt of a
+conversation.
 
-The device runs the steps in order, a step or two behind the host. So pages and slots may be reused as soon as the last
-step that uses them is planned.
+The device runs the steps in order, and is a step or two behind the host. So pages and slots may be reused as soon as
+the last step that uses them is planned.
 """
 
 from collections import deque
@@ -21,7 +22,8 @@ from truestep.generate.engine.pages import PagePool, digests_of
 from truestep.generate.engine.states import KeptState, StateSlots
 from truestep.generate.engine.steps import EngineStep, Job, Prompt, PromptChunk, Resumed, Row, Start
 
-# A prompt starts from pages of the cache if they hold at least a quarter of it: its chunks then read their keys again.
+# A prompt starts from pages of the cache only if they hold at least a quarter of it, because its chunks then have to
+# read the keys of these pages again.
 _LEAST_SHARED = 4
 
 
@@ -42,16 +44,17 @@ class Scheduler:
         patience: int = 0,
         states: int = 0,
     ):
-        """`together`: prefill starts once so many slots are free, or enough for all waiting completions, or nothing
-        runs, because a prefill step has a fixed cost. `prompts_first`: up to so many prefill steps in a row run without
-        decoding, because decoding few rows takes nearly as long as decoding many. `patience`: where fewer than
-        `together` completions wait and at least as many run, they wait for others for so many steps. `states`: slots
-        for states, more than `slots`; 0: the model keeps none."""
+        """`together`: prefill starts when this many slots are free, or enough for all waiting completions, or when
+        nothing runs. It does not start earlier, because a prefill step has a fixed cost. `prompts_first`: up to this
+        many prefill steps in a row run without decoding, because decoding few rows takes nearly as long as decoding
+        many. `patience`: if fewer than `together` completions wait and at least `together` run, those that wait do so
+        for up to this many steps. `states`: the number of slots for states, which must be more than `slots`; 0: the
+        model has no recurrent states."""
         self.page_size, self.slots = page_size, slots
         self._chunk_tokens, self._together, self._prompts_first = chunk_tokens, together, prompts_first
         self._patience = patience
         self._waited = 0  # prefill steps in a row without decoding
-        self._delayed = 0  # steps for which the prompts that wait have waited for others
+        self._delayed = 0  # steps for which waiting prompts have waited for more prompts
         self._joining = False  # True while prefill goes on: until no prompt waits or no slot is free
         self._pool, self._states = PagePool(pages), StateSlots(states)
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -67,7 +70,7 @@ class Scheduler:
         self._released_states: list[int] = []
         self._kept: list[KeptState] = []  # states that the step planned last computes
         self._lost: list[tuple[int, list[int], int]] = []  # see `take_lost`
-        self.prompt_tokens = 0  # computed so far
+        self.prompt_tokens = 0  # prompt tokens computed so far
         self.cached_tokens = 0  # tokens of prompts whose keys and values were found in the cache
         self.preemptions = 0
 
@@ -113,12 +116,12 @@ class Scheduler:
 
     def take_lost(self) -> list[tuple[int, list[int], int]]:
         """Return the numbers of the jobs that were preempted since the last call, with their pages and the number of
-        tokens in these. What the pages hold is overwritten from the next step on."""
+        tokens in these pages. Steps from the next one on overwrite the pages."""
         lost, self._lost = self._lost, []
         return lost
 
     def pages_of(self, number: int) -> list[int]:
-        """Return the pages of a running completion; none where it has none any more."""
+        """Return the pages of a running completion; an empty list if it has none any more."""
         job = self._jobs.get(number)
         return [] if job is None else list(job.pages)
 
@@ -209,8 +212,8 @@ class Scheduler:
         return self._pool.take()
 
     def _register(self, job: Job) -> None:
-        """Register the page that a running completion has filled, if the token that the host has read last begins a new
-        page: keys and values of all tokens before it are in the cache."""
+        """Register the page that a running completion has filled. This is done when the token that the host has read
+        last begins a new page, because the keys and values of all tokens before it are then in the cache."""
         before, rest = divmod(len(job.prompt) + len(job.tokens) - 1, self.page_size)
         if self._states.size or rest or len(job.digests) >= before or len(job.pages) < before:
             return
@@ -310,8 +313,8 @@ class Scheduler:
         return budget - count
 
     def _find(self, plan: EngineStep, prompt: Prompt) -> None:
-        """Let a prompt start from pages of the cache, if they hold enough of it. At least one token is computed: its
-        hidden state predicts the first new one."""
+        """Let a prompt start from pages of the cache, if they hold enough of it. At least one token is computed,
+        because its hidden state predicts the first new token."""
         if prompt.digests is None:
             prompt.digests = digests_of(prompt.tokens, self.page_size)
         if self._states.size:
@@ -325,8 +328,8 @@ class Scheduler:
             self.cached_tokens += shared
 
     def _resume(self, plan: EngineStep, prompt: Prompt) -> None:
-        """Let a prompt start from a kept state, if there is one behind enough of it. Its pages are shared, but for the
-        last one, if that is partly filled: the prompt has a copy."""
+        """Let a prompt start from a kept state, if one was kept after enough of its tokens. The pages of these tokens
+        are shared. If the last one is only partly filled, the prompt gets a copy of it."""
         assert prompt.digests is not None
         found = self._states.find(prompt.tokens, prompt.digests, self.page_size)
         if found is None:
@@ -394,8 +397,8 @@ class Scheduler:
         return True
 
     def _keep(self, prompt: Prompt) -> None:
-        """Keep the state behind a prompt, from the next plan on. The completion that has its pages only writes to
-        these behind the prompt."""
+        """Keep the state at the end of a prompt, from the next plan on. The completion that has the prompt's pages
+        writes to them only after the prompt's tokens."""
         assert prompt.digests is not None
         kept = KeptState.of(prompt.tokens, prompt.digests, self.page_size, prompt.state)
         if kept.rest:

@@ -1,12 +1,12 @@
 """The engine as a service: completes requests whenever they come, from tasks, other threads and other ranks.
 
-The trainer and the engine use the same weights and the same device, so the engine computes while the trainer is in
-`map`. Inside, engine steps alternate with the event loop in which the work of `map` runs. So a completion's next turn,
-its reward, or any other request begins beside those in flight.
+The trainer and the engine use the same weights and the same device, so the engine computes only while the trainer is in
+`map`. There, engine steps alternate with the event loop that runs the work of `map`. So the next turn of an episode, a
+reward, or any other request can begin while other completions are in flight.
 
-Over several ranks each rank runs its own part of the work, and requests go to whichever team of tensor ranks has room
-(`dispatch`). In rounds, ranks tell each other of new requests and of completions that ended (`rounds`). Where results
-must be the same bit for bit, requests begin in waves (`waves`).
+With several ranks, each rank runs its own part of the work, and requests go to any team of tensor ranks that has room
+(`dispatch`). In rounds, ranks exchange new requests and ended completions (`rounds`). If results must be reproducible
+bit for bit, requests begin in waves (`waves`).
 """
 
 import asyncio
@@ -37,20 +37,20 @@ from truestep.rollouts.source import Interrupted, never
 T = TypeVar("T")
 R = TypeVar("R")
 
-_POLL_SECONDS = 0.2  # between questions whether the run was asked to stop
-_TEAM_POLL_SECONDS = 0.01  # as tensor ranks look at what the rounds brought together
-_STEPS = 8  # engine steps of tensor ranks between such looks
+_POLL_SECONDS = 0.2  # seconds between checks whether the run was asked to stop
+_TEAM_POLL_SECONDS = 0.01  # seconds between the times at which waiting tensor ranks look for new rounds together
+_STEPS = 8  # engine steps between the times at which computing tensor ranks look for new rounds together
 
 
 @dataclass
 class Spent:
     """Seconds and use of one or several calls of `map`, for the step's metrics."""
 
-    sampling: float = 0.0  # until the last completion ended
-    rating: float = 0.0  # after that, until the work was done
+    sampling: float = 0.0  # seconds until the last completion ended
+    rating: float = 0.0  # seconds from then until the work was done
     cache_use: float = 0.0  # peak fraction of this rank's KV cache in use
-    prompt_tokens: int = 0  # of prompts, computed by this rank
-    cached_tokens: int = 0  # of prompts, found in this rank's cache
+    prompt_tokens: int = 0  # prompt tokens that this rank computed
+    cached_tokens: int = 0  # prompt tokens found in this rank's cache
 
     def add(self, sampling: float, rating: float, phase: Phase) -> None:
         self.sampling += sampling
@@ -66,7 +66,7 @@ class _Ask:
 
     future: asyncio.Future[Completion]
     on_tokens: OnTokens | None
-    part: Part | None  # of the work; None: another thread
+    part: Part | None  # the part of the work that asked; None: another thread asked
     told: int = 0  # tokens that `on_tokens` was called with
 
     def tell(self, tokens: Sequence[int]) -> None:
@@ -90,11 +90,12 @@ class EngineGenerator:
         self._foreign: deque[tuple[Request, Future[Completion]]] = deque()  # requests of other threads
 
     def weights(self, version: int) -> None:
-        """Name the weights. Each `map` begins with an empty cache, so nothing of older weights is left."""
+        """Set the version of the weights. Each `map` begins with an empty cache, so nothing computed with older weights
+        is used."""
         self.version = version
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Completion:
-        """Complete a request, from the work of `map`."""
+        """Complete a request of the work of `map`."""
         if self._mapping is None:
             raise RuntimeError("the engine computes while the trainer is in `map`: ask from its work, or use `ask`")
         return await self._mapping.generate(request, on_tokens)
@@ -153,15 +154,16 @@ class _Mapping:
         self._changed = asyncio.Event()
         self._numbers = itertools.count()
         self._asks: dict[Key, _Ask] = {}  # this rank's requests
-        self._streams: dict[Key, int] = {}  # what the phase has whose tokens are streamed: those sent so far
+        # Requests of this phase whose tokens are streamed: the number of tokens sent so far.
+        self._streams: dict[Key, int] = {}
         self._news = News()
         self._rounds = Rounds(self._ranks, self._changed)
         self._start = self._last_end = time.perf_counter()
-        self._asked_at = time.monotonic()  # when it was asked last whether the run was asked to stop
+        self._asked_at = time.monotonic()  # time of the last check whether the run was asked to stop
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function in the event loop, from another thread."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended: the next one takes what waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended; the next one takes the waiting requests
             self._loop.call_soon_threadsafe(function)
 
     def take_foreign(self, waiting: deque[tuple[Request, Future[Completion]]]) -> None:
@@ -188,7 +190,7 @@ class _Mapping:
                 self._changed.set()
 
     async def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Serve requests until the work of all ranks is done, and return the result of this rank's."""
+        """Serve requests until the work of all ranks is done, and return the result of this rank's work."""
         task = self._loop.create_task(work)
         task.add_done_callback(lambda _: self._changed.set())
         try:
@@ -207,7 +209,7 @@ class _Mapping:
             self._note_spent()
 
     async def _settle(self) -> None:
-        """Let all tasks go on that can, so that requests that may begin together do."""
+        """Let other tasks run until no more requests arrive, so that these requests begin together."""
         before = -1
         while before != len(self._news.asked):
             before = len(self._news.asked)
@@ -244,14 +246,14 @@ class _Mapping:
         return all(part in waiting for part in self._open if not part.num_open)
 
     def _take_rounds(self, task: "asyncio.Task[Any]") -> bool:
-        """Take what all ranks said. Return True if the work of all of them is done."""
+        """Process the news of all ranks. Return True if the work of all of them is done."""
         for round_ in self._rounds.take(self._ranks.least_of_team(len(self._rounds))):
             for rank, news in enumerate(round_):
                 self._take(news, rank)
             self._hand_over()
             if errors := [news.error for news in round_ if news.error is not None]:
                 if task.done():
-                    task.result()  # raises an error of its own
+                    task.result()  # raises this rank's own error, if it has one
                 raise errors[0]
             if all(news.done for news in round_):
                 return True
@@ -284,7 +286,7 @@ class _Mapping:
         self._dispatch.ended(key)
         if self._waves is not None:
             self._waves.ended(key)
-            self._changed.set()  # so that this rank says whether its work waits, knowing of this
+            self._changed.set()  # so that this rank reports again whether its work waits, now that it knows of this
 
     def _hand_over(self) -> None:
         if self._waves is not None:
@@ -337,7 +339,7 @@ class _Mapping:
 
 
 def _run(main: Callable[[], Coroutine[Any, Any, R]]) -> R:
-    """Run a coroutine to its end. In a notebook, whose thread runs an event loop already, in another thread."""
+    """Run a coroutine to its end. If this thread already runs an event loop, as in a notebook, use another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

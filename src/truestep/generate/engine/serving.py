@@ -118,13 +118,13 @@ def check_attention(
 
 
 def _attending(layers: Iterable[LayerShape]) -> list[LayerShape]:
-    """Return the different shapes of the layers that attend."""
+    """Return the different shapes of the layers with attention."""
     return list(dict.fromkeys(replace(layer, states=()) for layer in layers if layer.heads))
 
 
 def check_past(place: torch.device, dtype: torch.dtype, layers: Iterable[LayerShape]) -> str | None:
-    """Compare the fused kernel with plain torch for chunks behind earlier tokens. Return what is wrong for a layer, or
-    None."""
+    """Compare the fused kernel with plain torch for chunks that follow earlier tokens. Return what is wrong for a
+    layer, or None."""
     generator = torch.Generator().manual_seed(0)
     starts, counts = (64, 300, 1), (1, 150, 77)
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]

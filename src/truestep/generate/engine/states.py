@@ -1,8 +1,9 @@
-"""The slots of states: what recurrent layers keep of a sequence, beside its pages.
+"""The slots for states: what recurrent layers store of a sequence, besides its pages.
 
-A running completion has a slot, and a prompt has one from its first chunk on. Of slots that are left, some keep the
-state behind a prompt. A later prompt that begins with exactly these tokens, such as the next turn of a conversation,
-starts from there if the cache still has the pages of these tokens. What was kept or found first is dropped first.
+A running completion has a slot, and a prompt has one from its first chunk on. Some of the other slots keep the state at
+the end of a prompt. A later prompt that begins with exactly the tokens of that prompt, such as the next turn of a
+conversation, starts from this state if the cache still has the pages of these tokens. The kept state that has not been
+used for the longest time is dropped first.
 """
 
 from collections import OrderedDict
@@ -14,15 +15,15 @@ from truestep.generate.engine.pages import digests_of
 
 @dataclass(frozen=True, eq=False)
 class KeptState:
-    """The state behind some tokens."""
+    """The state after some tokens."""
 
-    digests: tuple[bytes, ...]  # of the full pages of these tokens, and of `rest` if there is any
-    rest: tuple[int, ...]  # the tokens behind the last full page
+    digests: tuple[bytes, ...]  # digests of the full pages of these tokens, and of `rest` if not empty
+    rest: tuple[int, ...]  # the tokens after the last full page
     slot: int
 
     @staticmethod
     def of(tokens: tuple[int, ...], digests: Sequence[bytes], page_size: int, slot: int) -> "KeptState":
-        """`digests`: of the full pages of `tokens`."""
+        """`digests` are those of the full pages of `tokens`."""
         rest = tokens[len(digests) * page_size :]
         last = digests_of(rest, len(rest), _last(digests)) if rest else []
         return KeptState((*digests, *last), rest, slot)
@@ -35,15 +36,16 @@ class KeptState:
 
 class StateSlots:
     def __init__(self, slots: int):
-        """`slots`: how many there are beside slot 0, which no sequence uses. 0: the model keeps no states, and every
+        """`slots`: the number of slots besides slot 0, which no sequence uses. 0: the model has no states, and every
         sequence has slot 0."""
         self.size = slots
         self._free = list(range(slots, 0, -1))
-        self._kept: OrderedDict[bytes, KeptState] = OrderedDict()  # by the digest of all tokens, the oldest first
+        # By the digest of all tokens, the least recently used first.
+        self._kept: OrderedDict[bytes, KeptState] = OrderedDict()
         self._behind: dict[bytes, list[KeptState]] = {}  # by the digest of the last full page
 
     def take(self) -> int | None:
-        """Take a slot. If none is free, drop the state that was kept first. None: there is none."""
+        """Take a slot. If none is free, drop the oldest kept state. None: there is no slot."""
         if not self.size:
             return 0
         if not self._free and self._kept:
@@ -72,8 +74,8 @@ class StateSlots:
         self._free.append(kept.slot)
 
     def find(self, tokens: tuple[int, ...], digests: Sequence[bytes], page_size: int) -> tuple[KeptState, int] | None:
-        """Return the state behind most of the first tokens, but not behind all, and their number. `digests`: of the
-        full pages of `tokens`."""
+        """Return the kept state after the longest prefix of `tokens`, but not after all of them, and the length of that
+        prefix. `digests`: of the full pages of `tokens`."""
         for full in range(len(digests), -1, -1):
             start = full * page_size
             ends = [

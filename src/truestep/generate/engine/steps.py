@@ -16,7 +16,7 @@ class Job:
     slot: int = -1  # -1: not running
     pages: list[int] = field(default_factory=list)
     length: int = 0  # tokens whose keys and values are in its pages
-    digests: list[bytes] = field(default_factory=list)  # of its full pages whose tokens the host knows
+    digests: list[bytes] = field(default_factory=list)  # one for each full page whose tokens the host knows
     state: int = 0  # the slot of its state; 0: it has none
 
 
@@ -30,8 +30,8 @@ class Prompt:
     done: int = 0  # tokens prefilled so far
     place: int = -1  # index of its last hidden state in the session's buffer; -1: none
     joinable: bool = False  # new jobs with the same prompt may share it
-    digests: list[bytes] | None = None  # of its full pages; None: not computed yet
-    state: int = 0  # the slot of the state behind the tokens prefilled so far; 0: it has none
+    digests: list[bytes] | None = None  # one for each full page; None: not computed yet
+    state: int = 0  # the slot of the state after the tokens prefilled so far; 0: it has none
 
     @property
     def ready(self) -> bool:
@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A prompt that starts from a kept state. Both copies come before all else in its step."""
+    """A prompt that starts from a kept state. Its step makes both copies first."""
 
     state: tuple[int, int]  # source and target
     page: tuple[int, int] | None  # source and target of the page that is partly filled; None: there is none
@@ -53,7 +53,7 @@ class PromptChunk:
     tokens: tuple[int, ...]
     start: int  # position of the first token in the prompt
     pages: tuple[int, ...]  # pages of the prompt up to the end of the chunk
-    place: int | None  # where the last hidden state is kept; None: the prompt is longer
+    place: int | None  # where the last hidden state is kept; None: the prompt does not end with this chunk
     state: int  # the slot of the prompt's state
 
 
@@ -72,7 +72,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Row:
-    """A running completion of which the step decodes one token."""
+    """A running completion, and its place in a step that decodes its next token."""
 
     job: Job
     slot: int

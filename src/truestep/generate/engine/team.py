@@ -32,7 +32,7 @@ class Team:
     exchange: TokenExchange | None
     place: torch.device
     size: int
-    number: int  # of this rank
+    number: int  # the number of this rank in the team
 
     @staticmethod
     def of(policy: Policy) -> "Team":

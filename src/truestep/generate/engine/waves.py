@@ -1,8 +1,8 @@
-"""Lets requests begin in waves, where the run is `deterministic`.
+"""Lets requests begin in waves, if the run is `deterministic`.
 
-Which requests are computed together changes how sums are rounded. So the requests of one wave must not depend on when
-a reward or a tool answered: a wave begins when nothing is in flight and all parts of the work of all ranks (`parts`)
-wait for a completion or are done. Every rank keeps the same waves from the same rounds.
+Which requests are computed together changes how sums are rounded. So the requests of one wave must not depend on when a
+reward or a tool answered: a wave begins when nothing is in flight and all parts of the work of all ranks (`parts`) wait
+for a completion or are done. Every rank makes the same waves from the same rounds.
 """
 
 from truestep.generate.engine.dispatch import Key
@@ -11,7 +11,7 @@ from truestep.generate.generator import Request
 
 class Waves:
     def __init__(self, ranks: int) -> None:
-        # What waits for the next wave, each with its part's place.
+        # Requests that wait for the next wave, each with the place of its part.
         self._held: list[tuple[tuple[int, ...], Key, Request]] = []
         self._in_flight: set[Key] = set()
         self.num_ended = 0  # requests that ended or were cancelled
@@ -26,7 +26,8 @@ class Waves:
         self.num_ended += 1
 
     def settled(self, rank: int, num_ended: int) -> None:
-        """Note that all work of a rank waited or was done when it knew of so many ended requests. -1: it did not."""
+        """Note that all work of a rank was waiting or done when the rank knew of `num_ended` ended requests. -1: some
+        work was still running."""
         self._settled[rank] = num_ended
 
     def next(self) -> list[tuple[Key, Request]]:

@@ -1,4 +1,5 @@
-"""Sends equal requests that are made at once as one: those of a group are one request for several completions."""
+"""Sends equal requests that are made at once as one. So a group's requests become one request for several
+completions."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -6,7 +7,7 @@ from dataclasses import dataclass, field
 
 from truestep.generate.generator import Completion, OnTokens, Request
 
-# Requests so many completions of a server.
+# A function that requests a number of completions from a server.
 Ask = Callable[[Request, int, OnTokens | None], Awaitable[Sequence[Completion]]]
 
 
@@ -37,7 +38,7 @@ class Batches:
                 batch.task.cancel()  # nobody waits for the server's answer any more
 
     def _join(self, request: Request, on_tokens: OnTokens | None) -> _Batch:
-        """Return the batch of equal requests. A streamed request has one of its own, and so has a greedy one: vLLM
+        """Return the batch of equal requests. A streamed request has its own batch. So has a greedy one, because vLLM
         refuses to give several greedy completions."""
         key: object = (request.token_ids, request.options, request.session)
         if on_tokens is not None or request.options.temperature == 0:
@@ -69,7 +70,7 @@ class Batches:
                     caller.set_result(choice)
         finally:
             for caller in batch.callers:
-                caller.cancel()  # where this task was cancelled; otherwise all of them are done
+                caller.cancel()  # this matters only if this task was cancelled; otherwise all callers are done
 
     async def close(self) -> None:
         """Cancel all requests, and wait until their connections are closed."""

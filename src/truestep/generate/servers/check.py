@@ -98,8 +98,8 @@ async def _check_tokenizer(server: InferenceServer, prompts: Sequence[Prompt]) -
 async def find_routes(
     server: InferenceServer, prompts: Sequence[Prompt], vocabulary_size: int, pause: str = "wait"
 ) -> None:
-    """Ask a server for experts if they are wanted. One that returns none is not asked again, or, where they are
-    required, a `ServerError`."""
+    """If experts are wanted, test whether a server returns them. If it does not, they are not requested from it again.
+    If they are required, raise a `ServerError`."""
     wanted = server.routes
     if wanted is None:
         return

@@ -31,7 +31,7 @@ async def stream(
 ) -> list[Completion]:
     """Request completions as a stream. Each token gets the version that `version()` returns when the token arrives."""
     versions: defaultdict[int, list[int]] = defaultdict(list)
-    errors: list[Exception] = []  # of `on_tokens`
+    errors: list[Exception] = []  # errors raised by `on_tokens`
 
     def arrived(index: int, tokens: Sequence[int]) -> None:
         _check_ids(tokens, vocabulary_size)
@@ -46,14 +46,14 @@ async def stream(
     try:
         choices = await server.stream(request, n, arrived)
     except BadAnswerError:
-        if errors:  # it was taken for an answer that cannot be read
+        if errors:  # an error of `on_tokens`, which was mistaken for an unreadable answer
             raise errors[0] from None
         raise
     return _with_routes(server, check_choices(choices, request, n, vocabulary_size, versions), request)
 
 
 def _with_routes(server: InferenceServer, choices: list[Completion], request: Request) -> list[Completion]:
-    """Check the experts that completions name. Those that were not asked for are dropped."""
+    """Check the experts that came with completions. Drop experts that were not requested."""
     if server.routes is None:
         return [replace(choice, routes=None) for choice in choices]
     for choice in choices:

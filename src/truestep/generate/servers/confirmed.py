@@ -20,9 +20,9 @@ async def confirmed_results(
     fleet: Fleet,
     items: Sequence[T],
     work: Callable[[T, Generate], Coroutine[Any, Any, R]],
-    places: asyncio.Semaphore,  # for requests in flight
+    places: asyncio.Semaphore,  # limits the requests in flight
 ) -> list[R]:
-    """Run `work` for all items. Each result is of completions that a later probe has confirmed, or is made again."""
+    """Run `work` for all items. If a later probe does not confirm the completions of a result, its work is repeated."""
     results: dict[int, R] = {}
 
     async def attempt(index: int) -> None:
@@ -44,12 +44,12 @@ async def confirmed_results(
 
 
 class _Recorder:
-    """Completes requests, again where a server is lost or gives up, and records which answers were used."""
+    """Completes requests, repeats them if a server is lost or gives up, and records which answers were used."""
 
     def __init__(self, fleet: Fleet, places: asyncio.Semaphore):
         self._fleet, self._places = fleet, places
         self.answers: list[ServedCompletions] = []
-        self.lost = False  # a stream was lost behind some of its tokens: the work begins again
+        self.lost = False  # a stream was lost after some of its tokens: the work begins again
 
     @property
     def all_confirmed(self) -> bool:
@@ -79,6 +79,6 @@ class _Recorder:
                 failures, problem = failures + 1, error
                 if failures == TRIES or streamed:
                     raise
-            if streamed:  # the caller has tokens that are of no completion
+            if streamed:  # the caller already has tokens of a completion that failed
                 self.lost = True
                 raise problem

@@ -33,7 +33,7 @@ from truestep.process import progress
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0  # seconds between attempts to reach a lost server
 _PATIENCE = 3  # attempts to reach a lost server after which its unconfirmed answers are void
 _REMEMBERED = 4  # newest versions whose probe scores are kept
-_CLOSE_SECONDS = 10.0  # when the run ends, for paused servers to resume
+_CLOSE_SECONDS = 10.0  # seconds at the end of the run for paused servers to resume
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Server:
     """The state of one server."""
 
     remote: InferenceServer
-    version: int | None = None  # of the weights that it loaded last
+    version: int | None = None  # version of the weights that it loaded last
     is_open: bool = False  # takes requests
     epoch: int = 0  # increases when the version of the completions in flight becomes unknown
     in_flight: int = 0  # completions
@@ -61,7 +61,7 @@ class Server:
     unconfirmed: list["ServedCompletions"] = field(default_factory=list)
     lost_at: float | None = None  # on the loop's clock; None: it is not lost
     trouble: str = ""  # the last error
-    attempts: int = 0  # to recover it
+    attempts: int = 0  # attempts to recover it
     control: asyncio.Lock = field(default_factory=asyncio.Lock)  # one publication, probe or recovery at a time
 
     @property
@@ -89,7 +89,7 @@ class ServedCompletions:
 
 
 class Signal:
-    """An event that wakes the tasks that wait for it now, and is not set for later ones (an edge, not a level)."""
+    """An event that wakes the tasks that are waiting for it now. It does not stay set for tasks that wait later."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -149,7 +149,7 @@ class Fleet:
         server.in_flight += n
         server.served += n
         try:
-            # A stream may have no experts: then its tokens come at once.
+            # If streams have no experts, the completion is not streamed, and its tokens come all at once.
             at_once = server.remote.routes is not None and not server.remote.streams_routes
             if self._pause == "keep" or (on_tokens is not None and not at_once):
                 choices = await answer.stream(server.remote, request, n, size, lambda: server.version or 0, on_tokens)

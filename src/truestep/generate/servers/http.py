@@ -37,8 +37,8 @@ def answers(url: str) -> bool:
 
 
 class HttpClient:
-    """Requests to one address. Answers are bounded and uncompressed, redirects are not followed, and no cookie is kept:
-    a server could set others in each answer, which all later requests would carry."""
+    """Requests to one address. Answers are bounded and uncompressed, and redirects are not followed. No cookie is kept,
+    because a server could set new ones in each answer, and all later requests would carry them."""
 
     hints: ClassVar[Mapping[int, str]] = {}  # appended to error messages, by status
     setting: ClassVar[str] = ""  # begins error messages: the option that names the address
@@ -51,7 +51,8 @@ class HttpClient:
             headers=_IDENTITY | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             follow_redirects=False,
-            trust_env=not leads_to_loopback(urlsplit(self.url).netloc),  # a proxy of the environment leads elsewhere
+            # A proxy of the environment cannot reach this machine's loopback.
+            trust_env=not leads_to_loopback(urlsplit(self.url).netloc),
             timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
@@ -122,7 +123,7 @@ class HttpClient:
         raise UnreachableError(f"{path}: the stream ended early")
 
     def _size(self, tokens: int) -> int:
-        """Return the most bytes of a well-formed answer with so many tokens."""
+        """Return the most bytes of a well-formed answer with `tokens` tokens."""
         return _SMALL + _TOKEN * tokens
 
     def _scale(self, tokens: int) -> int:

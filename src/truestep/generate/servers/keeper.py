@@ -1,10 +1,10 @@
-"""Runs a command, and ends it and all that it started when the process that asked for it is gone.
+"""Runs a command. When the process that asked for it has exited, ends the command and all its descendants.
 
     python keeper.py PARENT GRACE LOG COMMAND...
 
-A program of its own, which imports nothing of truestep: an engine's processes must not outlive the run, even one that
-is killed. PARENT: the process that asked. GRACE: the seconds that they have to end by themselves. On Linux what the
-command leaves behind becomes this process's child, whatever session it is in.
+This is a separate program, which imports nothing of truestep, because an engine's processes must end even if the run is
+killed. PARENT: the id of the process that asked. GRACE: the seconds that the processes have to end by themselves. On
+Linux, orphaned descendants of the command become children of this process, whatever session they are in.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-_SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
+_SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl
 _POLL_SECONDS = 0.1
 
 
@@ -29,7 +29,7 @@ def _dies_with_its_parent() -> None:
 
 
 def _children() -> list[int]:
-    """List this process's children, which have those of ended ones among them."""
+    """List this process's children, including the orphans that it has adopted."""
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as listed:
         return [int(number) for number in listed.read().split()]
     return []
@@ -53,7 +53,7 @@ def _reap() -> None:
 
 
 def end_all(grace: float) -> None:
-    """Ask all descendants to end, and kill those that have not after a while."""
+    """Ask all descendants to end. Kill those that have not ended after `grace` seconds."""
     until = time.monotonic() + grace
     for number in [each for child in _children() for each in _descendants(child)]:
         with contextlib.suppress(ProcessLookupError):

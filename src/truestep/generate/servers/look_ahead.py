@@ -1,9 +1,9 @@
 """Samples groups ahead of the trainer, as far as max_staleness permits, and hands them over in the order begun.
 
-A step waits for its own groups, however slow they are, so what is trained on has the lengths of what was begun. A group
-is begun only if it will be fresh enough when it is trained on: those before it fill so many steps, and none comes
-between. With `max_staleness` 0 exactly the next step's documents are sampled, once the servers have its weights: that
-is synchronous training.
+A step waits for its own groups, even if they are slow, so short documents are not preferred. A group is begun only if
+it will be fresh enough when it is trained on. That is known in advance: the groups before it fill a known number of
+steps, and no other group comes before it. With `max_staleness` 0, exactly the next step's documents are sampled, when
+the servers have the step's weights. This is synchronous training.
 """
 
 import asyncio
@@ -46,15 +46,15 @@ class LookAhead:
         plays: Plays,
     ):
         self.fleet = make_fleet(on_void=self._void, on_fatal=self._fail_with_servers)
-        self.server_error: Exception | None = None  # with which no server can be used any more
+        self.server_error: Exception | None = None  # an error after which no server can be used any more
         self.maker = GroupMaker(sampling, plays, self._progressed)
         self._sampling, self._limit = sampling, limit
         self._groups_per_step = num_groups(limit.docs_per_step, sampling.group_size)
-        # The groups of a step are begun when at most so many steps before it are not trained on.
+        # The groups of a step are begun when at most `steps_ahead` steps before it have not been trained on.
         steps_ahead = limit.max_staleness // limit.documents_per_take
         self.order = PromptOrder(prompts, sampling.seed, sampling.order, steps_ahead * self._groups_per_step)
         self._open: dict[int, Group] = {}  # groups begun and not handed over, by number, in the order begun
-        self._complete: dict[int, bool] = {}  # of these: true where a group is one to replace
+        self._complete: dict[int, bool] = {}  # the complete ones among them; true: the group is to be replaced
         self._tasks: dict[int, asyncio.Task[str | None]] = {}
         self._seen = 0  # `documents_seen` at the next take
         self._failures: list[str] = []  # why groups were given up, since the last complete group
@@ -66,8 +66,8 @@ class LookAhead:
     def replace(self, is_to_replace: Callable[[Group], bool], limit: int) -> None:
         """Replace complete groups for which `is_to_replace` returns True by new ones, the first `limit` of each step.
 
-        A step waits for a slow group before it counts further, so selection does not depend on the length of
-        completions.
+        Groups are counted in the order begun, and counting waits for slow ones. So the selection does not depend on the
+        length of completions.
         """
         self._is_to_replace, self._replace_limit = is_to_replace, limit
 
@@ -104,7 +104,7 @@ class LookAhead:
 
     def _next_step(self, groups: Iterable[Group], wanted: int) -> tuple[list[Group], list[Group]]:
         """Take the next step's groups from `groups`, and those that it replaces. A group that is not complete yet
-        counts as one that stays."""
+        counts as one that is not replaced."""
         kept, replaced = list[Group](), list[Group]()
         for group in groups:
             if self._complete.get(group.number, False) and len(replaced) < self._replace_limit:
@@ -136,7 +136,8 @@ class LookAhead:
             await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
 
     async def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Record what a run goes on from. A group that was given up is open until its rejections were fetched."""
+        """Record the position from which a restarted run continues. A group that was given up counts as open until its
+        rejections have been fetched."""
         untold = {rejected.line for rejected in self.maker.rejected}
         return self.order.snapshot({*self._open, *untold})
 
@@ -163,20 +164,21 @@ class LookAhead:
             ahead, missing = ahead + 1, missing + size
 
     def _next_end(self) -> int:
-        """Return the number behind the last group that the next step is sure to have."""
+        """Return one more than the number of the last group that the next step certainly has."""
         kept = self._next_step(self._open.values(), self._groups_per_step)[0]
         return kept[-1].number + 1 if len(kept) == self._groups_per_step else self.order.number + 1
 
     def _num_ahead(self) -> int:
-        """Return how many of the open groups are trained on, at most: all of them before the next one that is begun."""
+        """Return the largest number of open groups that may be trained on. All of them come before the next group to
+        begin."""
         rest, count = iter(self._open.values()), 0
         while kept := self._next_step(rest, self._groups_per_step)[0]:
             count += len(kept)
         return count
 
     def _num_missing(self) -> int:
-        """Return how many episodes are in flight. What is complete and waits for its step is not: a slow group does
-        not keep the servers idle."""
+        """Return how many episodes are in flight. Complete groups that wait for their step do not count, so that a slow
+        group does not keep the servers idle."""
         return sum(self._sampling.group_size - len(self._open[number].members) for number in self._tasks)
 
     def _progressed(self) -> None:

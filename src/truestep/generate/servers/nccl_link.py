@@ -23,11 +23,11 @@ class ServerWire(Wire, Protocol):
     """A wire to a server."""
 
     def init_info(self, ranks: int, chunk: int) -> dict[str, Any]:
-        """Return the `init_info` with which a server of so many ranks joins the group."""
+        """Return the `init_info` with which a server of `ranks` ranks joins the group."""
         ...
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Run transfers on a side stream, inside."""
+        """Run the block's transfers on a side stream."""
         ...
 
     def abandon(self) -> None:

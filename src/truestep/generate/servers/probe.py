@@ -1,8 +1,8 @@
 """Probes: fixed prompts that show whether a server has the trainer's weights and computes the same log-probs.
 
-Probes are the same each time, and longer than a block of the server's prefix cache where the model permits: so a prefix
-cache of old weights is used and detected. The log-probs of the next token are compared, not samples, so that the result
-does not depend on chance.
+Probes are the same each time and, if the model permits, longer than a block of the server's prefix cache. So a prefix
+cache of old weights would be used, and would be detected. The log-probs of the next token are compared, not samples, so
+that the result does not depend on chance.
 
 Dimensions: P prompts, V vocabulary.
 """
@@ -21,7 +21,7 @@ from truestep.step.next_tokens import next_token_logprobs
 
 TEMPERATURE = 0.7  # not 1: a server whose log-probs ignore the temperature has to be detected
 _LENGTHS = (136, 200, 300)  # tokens; vLLM's blocks have 16 tokens on a GPU and 128 on a CPU
-_STREAM = 3  # of randomness, beside those of generate/groups.py and generate/evaluate.py
+_STREAM = 3  # the number of their random stream; generate/groups.py and generate/evaluate.py have others
 _TOP_TOKENS = 8  # tokens with the highest log-probs that the server is asked for
 _LIKELY = math.log(0.01)  # less likely tokens are not compared: their log-probs are mostly rounding
 
@@ -40,8 +40,8 @@ class Expected:
 class Gap:
     """A server's distance from the trainer's log-probs, in nats: the mean over likely tokens, maximum over probes."""
 
-    expected: float  # from log-probs at TEMPERATURE
-    raw: float  # from log-probs at temperature 1
+    expected: float  # distance from the trainer's log-probs at TEMPERATURE
+    raw: float  # distance from the trainer's log-probs at temperature 1
 
 
 def make_probes(prompts: Sequence[Prompt], seed: int, longest: int) -> tuple[tuple[int, ...], ...]:

@@ -18,7 +18,7 @@ from truestep.types import RouteShape
 
 
 def most_tokens(request: Request, n: int) -> int:
-    """Return the most tokens of an answer; some servers repeat the prompt beside each completion."""
+    """Return the most tokens of an answer; some servers repeat the prompt for each completion."""
     return n * (len(request.token_ids) + request.options.max_new_tokens)
 
 
@@ -35,7 +35,7 @@ def check_size(request: Request, n: int, index: object, tokens: int) -> None:
 class Description:
     """A server's description of itself. None: the server does not say."""
 
-    names: tuple[str, ...] | None = None  # of the models that it serves
+    names: tuple[str, ...] | None = None  # the models that it serves
     longest_text: int | None = None  # tokens of a prompt and its completion
     vocabulary_size: int | None = None
 
@@ -63,30 +63,30 @@ class InferenceServer(Protocol):
     url: str  # the server's name in messages and documents
     model: str  # the name under which it serves the model
     advice: Advice = Advice()
-    # The experts that completions come with, where the server returns them: `Completion.routes`. None: they are not
-    # asked for. It is set before the first request.
+    # The shape of the experts that the server returns with completions (`Completion.routes`). None: experts are not
+    # requested. It is set before the first request.
     routes: RouteShape | None = None
     streams_routes: bool = False  # `stream` returns them, too
 
     async def describe(self) -> Description:
-        """Return what is served. A paused server must answer, too; otherwise it could not be told from one that
+        """Return what is served. A paused server must answer too; otherwise it could not be distinguished from one that
         hangs."""
         ...
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """Convert a text to tokens; None where the server has no tokenizer."""
+        """Convert a text to tokens; None if the server has no tokenizer."""
         return None
 
     async def complete(self, request: Request, n: int) -> list[Completion]:
-        """Sample exactly `n` completions of `request.token_ids`: at `request.options.temperature` alone, without the
+        """Sample exactly `n` completions of `request.token_ids`: only at `request.options.temperature`, without the
         model's default top_p or top_k, up to a token of `stop_ids` or `max_new_tokens`. A completion that was given up
-        for new weights is `aborted`."""
+        because of new weights is `aborted`."""
         ...
 
     async def stream(
         self, request: Request, n: int, on_tokens: Callable[[int, Sequence[int]], None]
     ) -> list[Completion]:
-        """Do as `complete`, and call `on_tokens(index, token_ids)` when tokens arrive. For `sampler.pause: keep`."""
+        """Like `complete`, but call `on_tokens(index, token_ids)` when tokens arrive. For `sampler.pause: keep`."""
         raise ServerError(f"sampler.pause: keep needs a server that streams, which {self.advice.kind} does not")
 
     async def next_token(

@@ -1,7 +1,8 @@
-"""The experts that vLLM's and SGLang's answers name: of all tokens but the last, in all hidden layers.
+"""Reads the experts in vLLM's and SGLang's answers: those of all tokens but the last, in all hidden layers.
 
-A layer that does not route has a place in an answer, and none in `Completion.routes`. An answer is base64: of a `.npy`
-file (vLLM), or of integers alone (SGLang). What is read here has the model's layers; `check_answer` checks the rest.
+An answer also has values for layers that do not route; `Completion.routes` does not. An answer is base64 of a `.npy`
+file (vLLM), or of plain integers (SGLang). This module checks that the layers are the model's; `check_answer` checks
+the rest.
 
 Dimensions: R rows, one for each token but the last; H hidden layers, L of them that route; k experts of a token.
 """
@@ -26,7 +27,7 @@ _START = re.compile(
 
 
 def bytes_of_routes(shape: RouteShape | None, tokens: int) -> int:
-    """Return the most bytes that the experts of so many tokens take in an answer."""
+    """Return the most bytes that the experts of `tokens` tokens take in an answer."""
     return 0 if shape is None else (4 * _WIDEST * shape.layers * shape.chosen // 3 + 4) * tokens
 
 
@@ -73,7 +74,7 @@ def _decode(text: object, shape: RouteShape, tokens: int) -> bytes:
 
 
 def _of_layers(values: np.ndarray, shape: RouteShape) -> np.ndarray:  # [R, H, k] -> [R, L, k]
-    """Select the layers that route. Numbers that are no expert's stay as they are, for the check."""
+    """Select the layers that route. Numbers that are not expert ids are kept, so that the check reports them."""
     if values.shape[1] != shape.layers:
         raise BadAnswerError(
             f"{ROUTES} has {values.shape[1]} layers: {shape.name} has {shape.layers}, those that do not route included"

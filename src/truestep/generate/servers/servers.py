@@ -31,8 +31,8 @@ from truestep.types import Rollout, RouteShape
 
 T = TypeVar("T")
 R = TypeVar("R")
-_POLL_SECONDS = 0.5  # between questions whether the run was asked to stop
-_CLOSE_SECONDS = 30.0  # for a publication in flight: it must not leave a server paused
+_POLL_SECONDS = 0.5  # seconds between checks whether the run was asked to stop
+_CLOSE_SECONDS = 30.0  # seconds for a publication in flight, which must not leave a server paused
 
 
 async def _complete(request: Request, generate: Generate) -> Completion:
@@ -79,8 +79,9 @@ class Servers:
         pause: str,
         tolerance: float,
         rolling: bool = False,  # servers get new weights one after another
-        routes: RouteShape | None = None,  # of the experts that completions come with; None: they are not asked for
-        started: StartedServers | None = None,  # those that end with the run
+        # The shape of the experts that completions come with; None: experts are not requested.
+        routes: RouteShape | None = None,
+        started: StartedServers | None = None,  # the servers that end with the run
         loop: LoopThread | None = None,  # None: a new one; tests pass one with a clock of its own
     ):
         self._prompts, self._plays, self._sampling = prompts, plays, sampling
@@ -138,8 +139,8 @@ class Servers:
     def collect(
         self, groups: int, documents_seen: int, asked_to_stop: Callable[[], bool]
     ) -> tuple[list[Group], list[Group]]:
-        """Wait for so many groups, and return them and those that were replaced. Raise `Interrupted` if the run is
-        asked to stop."""
+        """Wait for `groups` groups. Return them, and those that were replaced. Raise `Interrupted` if the run is asked
+        to stop."""
         with (
             progress.waiting_for("completions from the inference servers"),
             progress.working("sampling by the servers", "answers"),
@@ -164,7 +165,7 @@ class Servers:
             return self._wait_for(self._loop.submit(whole), asked_to_stop)
 
     def ask(self, request: Request) -> Future[Completion]:
-        """Ask for a completion, from any thread. It is of weights that a later probe confirms."""
+        """Ask for a completion, from any thread. A later probe confirms the weights that sampled it."""
 
         async def confirmed() -> Completion:
             places = asyncio.Semaphore(1)
@@ -182,7 +183,7 @@ class Servers:
                     return collected.result()
             if asked_to_stop() and collected.cancel():
                 raise Interrupted
-            if self.ahead.server_error is not None and collected.cancel():  # what is awaited may never come
+            if self.ahead.server_error is not None and collected.cancel():  # the awaited result may never come
                 raise self.ahead.server_error
 
     def arrived(self) -> list[Rollout]:

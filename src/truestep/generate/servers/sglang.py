@@ -130,8 +130,9 @@ class Sglang(HttpServer):
 
 
 def read_answers(answers: list[Any], n: int, prompt: int = 0, routes: RouteShape | None = None) -> list[Completion]:
-    """Read completions of a prompt with so many tokens from the answers' JSON. Their tokens are checked later, by
-    `check_answer.check_choices`. `routes`: of the experts to read; None: they are not read."""
+    """Read completions from the answers' JSON. `prompt` is the number of the prompt's tokens.
+    `check_answer.check_choices` checks the completions' tokens later. `routes` is the shape of the experts to read;
+    None: they are not read."""
     if len(answers) != n:
         raise BadAnswerError(f"asked for {n} completions, got {len(answers)}")
     return [_read(answer, prompt, routes) for answer in answers]

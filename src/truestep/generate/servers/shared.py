@@ -1,4 +1,5 @@
-"""The inference servers as all ranks use them: the first rank talks to them, and all ranks publish weights together."""
+"""Access of all ranks to the inference servers: the first rank talks to them, and all ranks publish weights
+together."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future

@@ -22,11 +22,12 @@ from truestep.text import keep_secret, printable
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
-_STARTS, _WITHIN = 5, 900.0  # a server that ends so often within so many seconds is not started again,
-_FAILED = 3  # nor one that so often in a row ended before it answered
-_GRACE_SECONDS, _CLOSE_SECONDS = 10.0, 20.0  # for a server to end by itself, and until the run waits no longer
+_STARTS, _WITHIN = 5, 900.0  # a server that was started this often within this many seconds is not started again
+_FAILED = 3  # a server that ended this often in a row before it answered is not started again
+# Seconds for a server to end by itself, and the most seconds that the run waits for that.
+_GRACE_SECONDS, _CLOSE_SECONDS = 10.0, 20.0
 _SHOWN = 15  # last lines of a log
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank may be
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # allowed values of vLLM's --max-lora-rank
 # Environment variables for the trainer's own processes.
 _TRAINERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PYTHONPATH", "OMP_NUM_")
 _KEEPER = Path(__file__).with_name("keeper.py")
@@ -39,12 +40,12 @@ class Engine:
     python: str
     kind: str  # vllm or sglang
     model: str  # the directory of the weights that a server begins with
-    name: str  # under which it serves the model
+    name: str  # the name under which it serves the model
     dtype: str
     longest: int | None  # tokens of a document; None: what the model allows
     tensor: int = 1
-    adapter_rank: int | None = None  # of an adapter that servers load alone
-    receives: bool = False  # weights by NCCL
+    adapter_rank: int | None = None  # the rank of the adapter, if servers load only the adapter
+    receives: bool = False  # it receives weights by NCCL
     returns_routes: bool = False
     options: tuple[str, ...] = ()
 
@@ -56,7 +57,7 @@ class Engine:
         made += ["--host", "127.0.0.1", "--port", str(port), "--seed", str(seed), "--dtype", self.dtype]
         made += ["--logprobs-mode", "processed_logprobs", "--tensor-parallel-size", str(self.tensor)]
         made += [] if self.longest is None else ["--max-model-len", str(self.longest)]
-        if self.adapter_rank is not None:  # an adapter's new version is loaded before the old one goes
+        if self.adapter_rank is not None:  # the new version of an adapter is loaded before the old one is unloaded
             largest = next((rank for rank in _LORA_RANKS if rank >= self.adapter_rank), self.adapter_rank)
             made += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(largest)]
         made += ["--weight-transfer-config", '{"backend": "nccl"}'] if self.receives else []
@@ -73,7 +74,7 @@ class Engine:
 
     def environment(self, gpus: Sequence[int], key: str | None) -> dict[str, str]:
         given = {name: value for name, value in os.environ.items() if not name.startswith(_TRAINERS)}
-        # Tools of its environment, such as ninja, are called by name.
+        # The server calls tools of its environment, such as ninja, by name.
         given["PATH"] = os.pathsep.join([str(Path(self.python).parent), given.get("PATH", os.defpath)])
         given |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         given |= {} if key is None else {"VLLM_API_KEY": key}
@@ -89,7 +90,7 @@ class _Started:
     process: subprocess.Popen[bytes] | None = None
     begun: list[float] = field(default_factory=list)  # times of its starts
     failed: int = 0  # starts in a row that ended before it answered
-    lived: bool = False  # since its last start
+    lived: bool = False  # it has answered since its last start
     given_up: bool = False
 
     @property
@@ -107,7 +108,7 @@ class StartedServers:
     def __init__(
         self,
         engine: Engine,
-        gpus: Sequence[Sequence[int]],  # of each server; none: those that the engine finds
+        gpus: Sequence[Sequence[int]],  # the GPUs of each server; empty: those that the engine finds
         logs: Path,
         say: Callable[[str], None],
         timeout: float,
@@ -124,7 +125,7 @@ class StartedServers:
         ]
         self._lives: Callable[[str], bool] = lambda url: True
         self._closed, self._lock = threading.Event(), threading.RLock()
-        # Also when the interpreter ends.
+        # Called by `close`, and when the interpreter exits.
         self._end = weakref.finalize(self, _end, self._servers, self._closed, self._lock)
         for server in self._servers:
             self._start(server)
@@ -134,7 +135,7 @@ class StartedServers:
         return [server.url for server in self._servers]
 
     def wait(self, lives: Callable[[str], bool]) -> None:
-        """Wait until all servers live, and look after them from then on."""
+        """Wait until all servers answer, then start a thread that starts servers again when they end."""
         until = time.monotonic() + self._timeout
         self._lives, waiting = lives, list(self._servers)
         while waiting:
@@ -169,7 +170,7 @@ class StartedServers:
         )
 
     def look(self) -> None:
-        """Start servers that have ended again. The fleet gives them the current weights when they answer."""
+        """Restart the servers that have ended. The fleet gives them the current weights when they answer."""
         for server in self._servers:
             server.lived = server.lived or (not server.given_up and self._lives(server.url))
             with self._lock:
@@ -196,7 +197,7 @@ def _watch(owner: "weakref.ref[StartedServers]", closed: threading.Event) -> Non
             return
         try:
             servers.look()
-        except Exception:  # such as a process that cannot be forked now: the next look may
+        except Exception:  # such as a failed fork; the next call may succeed
             log.exception("a look at the servers that the run started")
         del servers
 
@@ -219,7 +220,7 @@ def _end_all(servers: Sequence[_Started]) -> None:
 
 
 def _with(code: int) -> str:
-    """Say how a process ended, by a code as shells give it."""
+    """Describe how a process ended, by its exit code in the form that shells use."""
     if code > 128:
         with contextlib.suppress(ValueError):
             return f" by {signal.Signals(code - 128).name}"
@@ -246,7 +247,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def python_of(environment: str) -> str:
-    """Return the interpreter of a virtual environment, or one that is named itself."""
+    """Return the interpreter of a virtual environment. `environment` may also be the path of an interpreter."""
     place = Path(environment).expanduser()
     found = place / "bin" / "python" if place.is_dir() else place
     if not found.is_file() or not os.access(found, os.X_OK):

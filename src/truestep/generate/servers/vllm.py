@@ -220,7 +220,7 @@ class Vllm(HttpServer):
         await self._forget()
 
     async def _forget(self) -> None:
-        """Clear the KV cache, that of running completions too: the new weights prefill them again."""
+        """Clear the KV cache, including that of running completions, which are prefilled again with the new weights."""
         answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UnreachableError(
@@ -276,8 +276,8 @@ class Vllm(HttpServer):
 
 
 def read_choices(answer: Any, request: Request, n: int, routes: RouteShape | None = None) -> list[Completion]:
-    """Read completions from an answer's JSON, by index. Their tokens are checked later, by
-    `check_answer.check_choices`. `routes`: of the experts to read; None: they are not read."""
+    """Read completions from an answer's JSON, by index. `check_answer.check_choices` checks their tokens later.
+    `routes` is the shape of the experts to read; None: they are not read."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise BadAnswerError("the answer has no list of choices")

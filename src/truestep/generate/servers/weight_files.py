@@ -17,7 +17,7 @@ from truestep.model.save import save_adapter, stream_policy
 from truestep.model.tensor_stream import TensorStream
 
 _PREFIX = "truestep-weights-"
-_DIGITS = 8  # a run's name has so many hex digits for its machine, and as many for its directory
+_DIGITS = 8  # a run's name has this many hex digits for its machine, and this many for its directory
 _KEPT = 2  # the newest version, and the one before, which a recovered server may still ask for
 
 
@@ -87,7 +87,7 @@ class Publisher:
     def __init__(self, directory: WeightsDirectory, dtype: torch.dtype, *, sends: bool = False):
         """Publish in `dtype`. `sends`: write to host memory, for sending by NCCL, and not to the directory."""
         self._directory, self._dtype, self._sends = directory, dtype, sends
-        self._stream: TensorStream | None = None  # of the policy that was copied last
+        self._stream: TensorStream | None = None  # stream of the policy that was copied last
         self._copies: HostCopies | None = None  # filled on the first rank
 
     def write(self, policy: Policy, version: int) -> Path | HostWeights | None:

@@ -1,4 +1,4 @@
-"""Experts divided over ranks: each has some of the experts of every layer, whole."""
+"""Expert parallelism: each rank has some of the experts of every layer. An expert is not cut."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +30,8 @@ def _refusal(ranks: int, reason: str) -> ModelError:
 
 
 def divide_experts(model: Any, ranks: Ranks, pieces: Mapping[str, WeightSlice]) -> dict[str, WeightSlice]:
-    """Leave this rank's experts in a model with unread weights, in place. Return `pieces` with the cuts added."""
+    """Replace the experts of a model with unread weights by those of this rank, in place. Return `pieces` with the cuts
+    added."""
     group, divided = ranks.group(AXIS), dict(pieces)
     assert group is not None
     together = ExpertRanks(group)

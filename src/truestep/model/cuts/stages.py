@@ -42,7 +42,8 @@ def _best(
     layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Return the least joint cost of the stages, and each stage's first layer (dynamic programming)."""
-    best: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]  # by number of layers
+    # the best division of the first n layers, by n
+    best: list[tuple[float, list[int]]] = [(0.0, []), *((math.inf, []) for _ in range(layers))]
     for _ in range(stages):
         best = [
             min(
@@ -77,7 +78,7 @@ class Stages:
     pipeline: Pipeline
     cut: tuple[range, ...]  # the layers of each stage
     layers: _Layers
-    behind: tuple[str, ...]  # the names of modules with weights between the last layer and the head
+    behind: tuple[str, ...]  # modules with weights that run after the last layer and before the head, by name
     width: int  # H
 
     @contextmanager

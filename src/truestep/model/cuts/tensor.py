@@ -1,9 +1,9 @@
 """Tensor parallelism: layers, embedding and head cut over ranks, by the plan in the model's configuration.
 
 A layer has two halves, attention and MLP. A half's first matrices are cut by output (heads or neurons), its last matrix
-by input, so that a rank computes some heads and neurons of every token. Between halves a rank has a run of the tokens
-for norms and residual sums (sequence parallelism), or all tokens while it samples; see `TokenExchange`. Parameters are
-plain tensors that hold this rank's slices.
+by input, so that a rank computes some heads and neurons of every token. Between halves, norms and residual sums run on
+a contiguous part of the tokens (sequence parallelism); while sampling, a rank has all tokens. See `TokenExchange`.
+Parameters are plain tensors that hold this rank's slices.
 
 Dimensions: S tokens of the micro-batch, R ranks, H hidden, V vocabulary.
 """
@@ -26,10 +26,10 @@ from truestep.weights.pieces import WeightSlice, slice_of
 
 # A plan's styles for weights that are not cut, such as norms; their gradients are summed over tensor ranks.
 _UNCUT = ("replicated_with_grad_allreduce", "replicate", "sequence_parallel")
-# A style for weights whose outputs are gathered at once: as if they were not cut. Their module runs on all tokens.
+# The style of weights whose outputs are gathered at once. Such a module is not cut: each rank runs it on all tokens.
 _WHOLE = "colwise_gather_output"
 _KEY_VALUE = ("k_proj", "v_proj")
-_EXPERTS = "moe_tp_experts"  # experts: cut by `parallel.expert` in place of the plan
+_EXPERTS = "moe_tp_experts"  # experts are cut by `parallel.expert`, not by the plan
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class TensorPlan:
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
-    whole: frozenset[str] = frozenset()  # modules that every rank computes whole, such as recurrent layers
+    whole: frozenset[str] = frozenset()  # uncut modules, such as recurrent layers
 
     @property
     def halves(self) -> set[str]:
-        """The names of attention and MLP modules, which take all tokens and compute partial sums of the result."""
+        """The names of attention and MLP modules. Each takes all tokens and returns partial sums."""
         return {_parent(name) for name in self.columns}
 
 
@@ -52,7 +52,7 @@ def _parent(name: str) -> str:
 
 def tensor_plan(config: Any, ranks: int, *, divided: bool = False) -> TensorPlan:
     """Make the plan from a model's configuration alone, so that a model is refused before weights are read. `divided`:
-    experts are divided over these ranks, and their blocks compute a rank's own tokens."""
+    experts are divided over these ranks, and MoE blocks run on a rank's own tokens."""
     text = config.get_text_config()
     kind = config.model_type
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
@@ -65,7 +65,7 @@ def tensor_plan(config: Any, ranks: int, *, divided: bool = False) -> TensorPlan
     whole = frozenset(_parent(name) for name in gathering)
     of_layers = {name: style for name, style in of_layers.items() if name not in gathering}
     for name, style in of_layers.items():
-        if _parent(name) in whole:  # a module is computed whole, or cut
+        if _parent(name) in whole:  # a module is either computed whole or cut
             first = next(other for other in plan if other in gathering and _parent(other) == _parent(name))
             raise _refusal(f"{kind}'s plan has {first}: {_WHOLE}; only colwise and rowwise are supported")
         if style not in ("colwise", "rowwise"):
@@ -106,7 +106,7 @@ def cut_model(
         pattern = re.sub(r"\.\d+\.", ".*.", name, count=1)
         met.add(pattern)
         if any(is_experts(child) for child in module.children()):
-            # The other layers' MLP may have the same name: this block computes a rank's own tokens.
+            # This block computes only the rank's own tokens. Dense layers' MLP may have the same name in the plan.
             met |= {named for named in (*plan.columns, *plan.rows) if _parent(named) == pattern}
             continue
         if pattern in plan.halves | plan.whole:
@@ -149,7 +149,7 @@ class _Cuts:
     def columns(self, name: str, linear_layer: Any) -> None:
         if name.endswith(_KEY_VALUE) and self._keys % self._ranks.tensor:
             heads = _compute_needed_heads(linear_layer, self._keys, self._queries, self._ranks, self._device)
-            # transformers' own attention reads it; models that the engine does not support are sampled with that.
+            # transformers' own attention reads this. It samples from models that the engine does not support.
             attention: Any = self._model.base_model.get_submodule(_parent(name))
             attention.num_key_value_groups = self._queries // self._ranks.tensor // heads
             return
@@ -201,14 +201,15 @@ def _gather_for(half: Any, exchange: TokenExchange) -> None:
 
 
 def _keep_own_tokens(module: Any, exchange: TokenExchange) -> None:
-    """Keep this rank's tokens of a module that computes all. Its weights' gradients are then those of these tokens."""
+    """Keep only this rank's tokens of the output of a module that ran on all tokens. The gradients of its weights are
+    then those of these tokens."""
     module.register_forward_hook(lambda module, arguments, output: exchange.own(output))
 
 
 def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ranks, device: torch.device) -> int:
-    """Keep a key or value projection uncut, where ranks do not divide its heads, and compute only the heads that this
-    rank's query heads use. Each rank then has a part of the gradient. Where the query heads share key heads unevenly, a
-    key head is computed once per query head. Return the number of heads computed."""
+    """Keep a key or value projection uncut if the number of ranks does not divide its heads. Compute only the heads
+    that this rank's query heads use, so each rank has a part of the gradient. If query heads share key heads unevenly,
+    a key head is computed once per query head. Return the number of heads computed."""
     first, count = slice_of(queries, ranks, "tensor")
     looked_at = [query * keys // queries for query in range(first, first + count)]
     different = sorted(set(looked_at))
@@ -227,7 +228,8 @@ def _compute_needed_heads(linear_layer: Any, keys: int, queries: int, ranks: Ran
 
 
 def _look_up_slice(embedding: Any, first: int, size: int, exchange: TokenExchange) -> None:
-    """Make an embedding look up the tokens in this rank's slice of the vocabulary, and sum over tensor ranks."""
+    """Make an embedding look up tokens in this rank's slice of the vocabulary, and sum the results over tensor
+    ranks."""
     look_up: Callable[[torch.Tensor], torch.Tensor] = embedding.forward
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:

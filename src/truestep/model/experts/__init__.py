@@ -3,7 +3,7 @@
 operators   rows sorted by expert, and grouped products of them
 mixture     the computation, with its backward pass
 over_ranks  the same with the experts divided over ranks
-grouped     the module that takes the place of a family's experts
+grouped     the module that replaces a model family's own experts
 routing     sums of what routers choose in a step, and the gradient of the terms that are theirs
 routers     finds a model's routers, counts them, freezes them
 """

@@ -1,8 +1,8 @@
-"""Takes the choice of experts out of a router's own code, so that a step can give it, and the engine can record it.
+"""Replaces a router's choice of experts, so that a step can set the experts and the engine can record them.
 
 A router's code scores all experts, chooses the highest scores with `topk`, and makes weights of the chosen scores.
-Within `Choosing` other experts may be chosen: the values that `topk` returns are then read from all scores at these
-experts. So their weights are the model's own, normalised by its own code, with their gradient.
+Within `Choosing`, the call of `topk` may return other experts, with their scores gathered from all scores. The router's
+own code then makes the weights of these experts, so normalisation and gradient are the model's own.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Choosing(TorchFunctionMode):
-    """A context for the forward pass of a router."""
+    """A context for a router's forward pass. It replaces the result of `topk`."""
 
     def __init__(self, experts: int, choose: Choose):
         super().__init__()
@@ -29,13 +29,13 @@ class Choosing(TorchFunctionMode):
         if function not in (torch.topk, torch.Tensor.topk):
             return function(*arguments, **named)
         scores, many = _asked(*arguments, **named)
-        if scores.ndim != 2 or scores.shape[1] != self._experts:  # a choice of groups of experts
+        if scores.ndim != 2 or scores.shape[1] != self._experts:  # `topk` over groups of experts
             return function(*arguments, **named)
         index = self._choose(torch.ops.truestep.top_experts(scores.detach(), many))
         return scores.gather(-1, index), index
 
 
 def _asked(input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """Return what a call of `topk` asks for, by the names of its arguments."""
+    """Return the scores and k of a `topk` call."""
     assert largest and dim in (-1, input.ndim - 1), "the highest scores of each token"
     return input, k

@@ -1,6 +1,6 @@
-"""Triton kernels for few rows an expert, as a sampler has them: the weights of active experts are read once.
+"""Triton kernels for few rows per expert, as in sampling: the weights of each active expert are read once.
 
-Torch's grouped product has tiles for many rows, and reads weights at two thirds of the memory's rate with few.
+Torch's grouped GEMM has tiles for many rows. With few rows it reads weights at two thirds of the memory bandwidth.
 
 Dimensions: R rows sorted by expert, E experts, K inputs, N outputs.
 """
@@ -17,7 +17,7 @@ _COLUMNS, _INNER, _STAGES, _WARPS = 64, 128, 3, 4
 @triton.jit
 def _product(
     rows_pointer,  # [R, K]
-    weights_pointer,  # [E, N, K], by strides
+    weights_pointer,  # [E, N, K], read by strides
     ends_pointer,  # [E]
     result_pointer,  # [R, N]
     N,
@@ -26,7 +26,7 @@ def _product(
     of_expert,
     of_column,
     of_inner,
-    BY_ROW: tl.constexpr,  # a program for the first row of an expert; else for an expert
+    BY_ROW: tl.constexpr,  # one program per row, and only an expert's first row computes; else one program per expert
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -39,7 +39,7 @@ def _product(
         expert = tl.sum((ends <= place).to(tl.int32), 0)
         start = tl.max(tl.where(ends <= place, ends, 0), 0)
         end = tl.load(ends_pointer + expert)
-        end = tl.where(start == place, end, start)  # another program has the run of this row
+        end = tl.where(start == place, end, start)  # not the expert's first row: another program computes it
     else:
         expert = place
         start = tl.load(ends_pointer + expert - 1, mask=expert > 0, other=0)
@@ -103,7 +103,7 @@ def _sort(index_pointer, order_pointer, places_pointer, ends_pointer, R, CHOICES
 
 
 def sort_choices(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort choices as `sorted_by_expert` does: a program for each expert counts those before its own."""
+    """Sort choices as `sorted_by_expert` does. The program of each expert counts the choices of lower experts."""
     many = index.numel()
     order = torch.empty(many, dtype=torch.int64, device=index.device)
     places, ends = torch.empty_like(order), torch.empty(experts, dtype=torch.int32, device=index.device)
@@ -116,8 +116,8 @@ def sort_choices(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch
 def _top(scores_pointer, chosen_pointer, E, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr):
     token, expert = tl.program_id(0), tl.arange(0, EXPERTS)
     scores = tl.load(scores_pointer + token * E + expert, mask=expert < E, other=0.0).to(tl.float32)
-    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 is 0
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)  # as integers, in the order of the scores
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 becomes 0
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)  # integers that sort like the scores
     keys = tl.where(expert < E, order * EXPERTS + (EXPERTS - 1 - expert), -(2**62))
     for place in tl.static_range(CHOSEN):
         best = tl.max(keys, 0)
@@ -126,7 +126,7 @@ def _top(scores_pointer, chosen_pointer, E, CHOSEN: tl.constexpr, EXPERTS: tl.co
 
 
 def top_scores(scores: torch.Tensor, chosen: int) -> torch.Tensor:
-    """Return the places of each row's highest scores, the first of equal ones first: [T, E] -> [T, k]."""
+    """Return the indices of each row's highest scores. Of equal scores, the lower index is first: [T, E] -> [T, k]."""
     scores = scores.contiguous()
     tokens, experts = scores.shape
     found = torch.empty(tokens, chosen, dtype=torch.int64, device=scores.device)

@@ -1,7 +1,7 @@
-"""The module that takes the place of a family's experts, by class. Routing stays the model's own code.
+"""The module that replaces a model family's own experts, by class. Routing stays the model's own code.
 
-transformers declares the form of experts on the class (`use_experts_implementation`): gated or not, with biases or not,
-matrices by rows or by columns. A module is replaced if ours computes what its own code computes.
+transformers declares the form of experts on the class (`use_experts_implementation`): with a gate or without, with
+biases or without, weights transposed or not. A module is replaced only if ours gives the same outputs as its own code.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from truestep.model.fast.by_class import ours_runs, put_in
 from truestep.weights.gradient_buffers import enter
 from truestep.weights.whole import WholeWeights
 
-_TOKENS = 5  # of the comparison with a module's own forward pass
+_TOKENS = 5  # in the comparison with a module's own forward pass
 _TOLERANCE = 1e-4
 
 
 class GroupedExperts(torch.nn.Module):
     first_number: torch.Tensor | None
     last_number: torch.Tensor | None
-    ranks: ExpertRanks | None  # over which the experts are divided
+    ranks: ExpertRanks | None  # the ranks that the experts are divided over, if any
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
         if not ours_runs():
@@ -34,7 +34,8 @@ class GroupedExperts(torch.nn.Module):
         return mixture(x, index, weights, first, last, self.activation)
 
     def weights_of(self, adds: bool) -> tuple[Weight, Weight]:
-        """Return the weights of the two products. `adds`: those with a number add their own gradients."""
+        """Return the weights of the two products. `adds`: weights with a number add their gradients to float32
+        buffers."""
         owner: Any = self
         found = []
         for name, number in ((_first_name(owner), self.first_number), ("down_proj", self.last_number)):
@@ -66,7 +67,7 @@ def is_experts(module: Any) -> bool:
 
 
 def grouped_in(model: Any) -> Iterator[tuple[str, GroupedExperts]]:
-    """Yield the modules of ours in a model, by name, in the order of its layers."""
+    """Yield the `GroupedExperts` of a model with their names, in the order of layers."""
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts):
             yield name, module
@@ -74,8 +75,8 @@ def grouped_in(model: Any) -> Iterator[tuple[str, GroupedExperts]]:
 
 @torch.no_grad()
 def group_experts(model: Any) -> None:
-    """Replace the class of each module of experts whose own code computes what ours computes. The model's weights must
-    have values."""
+    """Replace the class of each module of experts if `GroupedExperts` gives the same outputs as its own code. The
+    model's weights must not be unread."""
     for module in list(model.modules()):
         if is_experts(module) and not isinstance(module, GroupedExperts):
             _replace(module)
@@ -92,10 +93,10 @@ def _replace(module: Any) -> None:
     scores = torch.rand(_TOKENS, experts, generator=generator).to(weight)
     index = index.to(weight.device)
     implementation = module.config._experts_implementation
-    module.config._experts_implementation = "eager"  # the loop of the family's own code: it takes any width
+    module.config._experts_implementation = "eager"  # the loop in the family's own code, which takes any width
     try:
         expected = module(x, index, scores)
-    except Exception:  # another module with these attributes
+    except Exception:  # not experts, although it has these attributes
         return
     finally:
         module.config._experts_implementation = implementation
@@ -107,8 +108,8 @@ def _replace(module: Any) -> None:
 
 
 def settle_experts(model: Any, weights: Any) -> None:
-    """Let experts add their gradients to float32 buffers, if the weights are whole and the model computes on rounded
-    copies."""
+    """Let experts add their gradients to float32 buffers, if this rank has whole weights and the model computes on
+    rounded copies."""
     if not isinstance(weights, WholeWeights):
         return
     rounded = set(weights.rounded)

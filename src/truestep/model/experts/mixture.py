@@ -2,11 +2,11 @@
 
     y[t] = Σ_j w[t, j] · down[e] · gate(up[e] · x[t]),   e = index[t, j]
 
-Tokens are sorted by expert, multiplied in groups, and summed back. No expert has a capacity, so no token is dropped.
-A choice's weight multiplies what goes into its last product, which is half as wide or less as what comes out of it: the
-backward pass then needs no output of experts, and gathers the input's rows again.
+Tokens are sorted by expert, multiplied in groups, and summed by token. Experts have no capacity, so no token is
+dropped. A choice's weight multiplies the input of the last product. That input is at most half as wide as the output,
+and the backward pass then does not need the experts' outputs. It gathers the input rows again.
 
-Sums over the experts of a token are taken in a fixed order by reading its rows, so that they are deterministic.
+Sums over a token's experts are deterministic: each token's rows are added in a fixed order.
 
 Dimensions: T tokens, k experts of each, R = T · k rows, E experts, H hidden, I inner.
 """
@@ -25,17 +25,18 @@ ours = torch.ops.truestep
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of all experts: [E, N, K] if `by_rows`, else [E, K, N]."""
+    """The stacked weight matrices of all experts: [E, N, K] if `by_rows`, else [E, K, N]."""
 
     values: torch.Tensor
     by_rows: bool
     bias: torch.Tensor | None = None  # [E, N]
-    number: torch.Tensor | None = None  # of `values`, if their gradient is added to a float32 buffer
+    # key of `values` in the table of gradient buffers; None: autograd gets their gradient
+    number: torch.Tensor | None = None
 
 
 def _backward(saved: Any, gradient: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> Any:
-    """Return the gradients of a product's rows and of its weights; None where none is needed or the weights' number
-    says that theirs is added to a buffer."""
+    """Return the gradients of a product's rows and of its weights. A gradient is None if not required. The weights'
+    gradient is also None if it is added to a float32 buffer (`saved.number` is set)."""
     if saved.number is not None:
         return ours.grouped_backward(gradient, rows, weights, ends, saved.by_rows, saved.number, next_call()), None
     of_rows = of_weights = None
@@ -48,12 +49,12 @@ def _backward(saved: Any, gradient: torch.Tensor, rows: torch.Tensor, weights: t
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of tokens' choices, sorted by expert."""
+    """Rows sorted by expert. A row is one choice: one token at one of its experts."""
 
-    order: torch.Tensor  # [R] the choice of each row; a token's choices follow each other
+    order: torch.Tensor  # [R] the choice of each row; the choices of a token are consecutive
     places: torch.Tensor  # [R] the row of each choice
-    ends: torch.Tensor  # [E] the end of each expert's run of rows
-    each: int = 0  # choices of a token; 0: tokens have different numbers, and the next two say which
+    ends: torch.Tensor  # [E] the end of each expert's rows
+    each: int = 0  # choices per token; 0: it differs between tokens, and `tokens` and `starts` are set
     tokens: torch.Tensor | None = None  # [R] the token of each row
     starts: torch.Tensor | None = None  # [T] the first choice of each token
 
@@ -75,7 +76,7 @@ def _summed(
 
 
 class _Taken(torch.autograd.Function):
-    """Products of tokens with the weights of their experts: [T, H] -> [R, N]."""
+    """Products of tokens with the first weights of their experts: [T, H] -> [R, N]."""
 
     @staticmethod
     def forward(
@@ -106,7 +107,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _GivenBack(torch.autograd.Function):
-    """Products of rows with the weights of their experts, summed by token: [R, I] -> [T, H]."""
+    """Products of rows with the last weights of their experts, summed by token: [R, I] -> [T, H]."""
 
     @staticmethod
     def forward(
@@ -135,7 +136,7 @@ class _GivenBack(torch.autograd.Function):
 
 
 class _Sorted(torch.autograd.Function):
-    """The weights of choices in another order: [...] -> [R]. `places` undoes `order`."""
+    """Reorders the weights of choices: [...] -> [R]. `places` is the inverse of `order`."""
 
     @staticmethod
     def forward(saved: Any, weights: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -149,7 +150,8 @@ class _Sorted(torch.autograd.Function):
         return gradient[places].view(saved.shape), None, None
 
 
-@torch.compiler.allow_in_graph  # not traced here; autograd traces the backward pass, with unique numbers
+# The forward pass is not traced; autograd traces the backward pass, where each call has a different number.
+@torch.compiler.allow_in_graph
 def _taken(*given: Any) -> Any:
     return _Taken.apply(*given)
 
@@ -172,7 +174,7 @@ def mixture(
     last: Weight,
     activation: Callable[[torch.Tensor], torch.Tensor],  # [R, outputs of `first`] -> [R, inputs of `last`]
 ) -> torch.Tensor:  # [T, H]
-    """Compute the output of experts for tokens that have chosen them."""
+    """Compute the output of experts for tokens and their chosen experts."""
     order, places, ends = ours.sorted_by_expert(index, first.values.shape[0])
     return of_rows(x, Rows(order, places, ends, index.shape[1]), index, weights, first, last, activation)
 
@@ -180,13 +182,13 @@ def mixture(
 def of_rows(
     x: torch.Tensor,  # [T, H]
     rows: Rows,
-    index: torch.Tensor,  # [T, k] or [R], by choice
-    weights: torch.Tensor,  # of the same shape
+    index: torch.Tensor,  # [T, k] or [R], the expert of each choice
+    weights: torch.Tensor,  # the weight of each choice, in the shape of `index`
     first: Weight,
     last: Weight,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:  # [T, H]
-    """Compute the output of experts for tokens, given the rows of their choices."""
+    """Compute the output of experts, given the rows of the tokens' choices."""
     inner = _taken(x, first.values, *rows.given, first.by_rows, first.number)
     if first.bias is not None:
         inner = inner + _of_rows(first.bias, index, rows.order)
@@ -199,14 +201,15 @@ def of_rows(
 
 
 def _of_rows(bias: torch.Tensor, index: torch.Tensor, order: torch.Tensor) -> torch.Tensor:  # [E, N] -> [R, N]
-    """Return the bias of each row's expert. Its gradient is a product, because sums by index have no fixed order."""
+    """Return the bias of each row's expert. The gradient is a matrix product: index sums on a GPU have no fixed
+    order."""
     return _chosen(index.flatten()[order], bias) @ bias
 
 
 def _weighted(
     weights: torch.Tensor, index: torch.Tensor, rows: Rows, tokens: int, bias: torch.Tensor
 ) -> torch.Tensor:  # [E, N] -> [T, N]
-    """Sum the biases of each token's experts with the weights of the choices."""
+    """Sum the biases of each token's experts, times the weights of the choices."""
     spread = torch.zeros(tokens, bias.shape[0], dtype=weights.dtype, device=weights.device)
     if rows.tokens is None:
         return spread.scatter(1, index, weights).to(bias.dtype) @ bias

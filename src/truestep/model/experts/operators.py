@@ -1,9 +1,9 @@
-"""Operators on rows that are sorted by expert: the rows of an expert are a run, and `ends` are the ends of the runs.
+"""Operators on rows that are sorted by expert. An expert's rows are consecutive; `ends` are their end indices.
 
-On a GPU in bfloat16 the products are torch's `grouped_mm`, one kernel for all experts, or a kernel of ours for few rows
-an expert. Elsewhere (float32, float64, a CPU, widths that are no multiple of 16 bytes) they are a loop over experts,
-which on a GPU waits for `ends`. They are operators so that compiled code keeps their results for the backward pass, and
-never sorts twice.
+On a GPU in bfloat16 the products are torch's `grouped_mm`, one kernel for all experts, or our kernel for few rows per
+expert. Otherwise (float32, float64, a CPU, widths that are no multiple of 16 bytes) they are a loop over experts, which
+needs a host-device sync for `ends` on a GPU. As operators, they let compiled code save their results for the backward
+pass, so it never sorts twice.
 
 Dimensions: T tokens, k experts of each, R = T · k rows, E experts, K inputs, N outputs.
 """
@@ -13,8 +13,8 @@ import torch
 from truestep.gpu.operators import operator
 from truestep.weights.gradient_buffers import aligned, entry, runs_of
 
-MOST_ROWS = 32  # an expert, on average: more are torch's grouped product
-MOST_CHOICES = 8192  # more are sorted by torch
+MOST_ROWS = 32  # rows per expert, on average; above this, torch's grouped GEMM is used
+MOST_CHOICES = 8192  # above this, torch sorts the choices
 
 
 def _sorted_shapes(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -24,20 +24,20 @@ def _sorted_shapes(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
 
 @operator("sorted_by_expert(Tensor index, int experts) -> (Tensor, Tensor, Tensor)", _sorted_shapes)
 def sorted_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort the choices [T, k] by expert. Return the choice that each row is made of, the row of each choice, and the
-    end of each expert's run of rows: [R], [R], [E]."""
+    """Sort the choices [T, k] by expert. Return the choice of each row, the row of each choice, and the end of each
+    expert's rows: [R], [R], [E]."""
     if index.is_cuda and 0 < index.numel() <= MOST_CHOICES:
-        from truestep.model.experts.few_rows_kernel import sort_choices  # Triton is imported where a GPU needs it
+        from truestep.model.experts.few_rows_kernel import sort_choices  # Triton is imported only on a GPU
 
         return sort_choices(index, experts)
-    chosen, order = index.flatten().int().sort(stable=True)  # a GPU sorts keys of 32 bits in half the passes
+    chosen, order = index.flatten().int().sort(stable=True)  # a GPU sorts 32-bit keys in half the passes
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
     return order, rows, ends_of(chosen, experts)
 
 
 def ends_of(chosen: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the end of each expert's run among choices in ascending order: [R] -> [E] int32."""
+    """Return the end of each expert's rows, given the experts of choices in ascending order: [R] -> [E] int32."""
     numbers = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
     return torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
@@ -112,8 +112,8 @@ def grouped_backward(
     number: torch.Tensor,
     call: int,
 ) -> torch.Tensor:
-    """Return the gradient of a product's rows, and add that of its weights to the float32 buffer of the weight with
-    this number. In compiled code an operator that returned nothing would be left out."""
+    """Return the gradient of a product's rows. Add the weights' gradient to the float32 buffer of the weight with this
+    number. (The compiler would remove an operator that returns nothing.)"""
     owner, parameter = entry(int(number))
     gradient, rows = gradient.contiguous(), rows.contiguous()
     owner.add_grouped(parameter, *((gradient, rows) if by_rows else (rows, gradient)), ends)
@@ -121,15 +121,15 @@ def grouped_backward(
 
 
 def _in_one_kernel(*operands: torch.Tensor) -> bool:
-    """Tell whether torch's grouped kernel can multiply these."""
+    """Tell whether torch's grouped GEMM supports these operands."""
     return aligned(*operands) and all(operand.is_cuda and operand.dtype == torch.bfloat16 for operand in operands)
 
 
 @operator("top_experts(Tensor scores, int chosen) -> Tensor", lambda scores, chosen: _chosen_shape(scores, chosen))
 @torch.no_grad()
 def top_experts(scores: torch.Tensor, chosen: int) -> torch.Tensor:
-    """Return the experts of each token's highest scores, in descending order: [T, E] -> [T, k]. On a GPU one kernel,
-    which takes the first of equal ones; torch's needs two."""
+    """Return the experts with each token's highest scores, in descending order: [T, E] -> [T, k]. On a GPU this is one
+    kernel, and of equal scores the lower expert is first; torch needs two kernels."""
     if scores.is_cuda and scores.dtype in (torch.float32, torch.bfloat16) and 0 < len(scores) <= MOST_CHOICES:
         from truestep.model.experts.few_rows_kernel import top_scores
 

@@ -1,13 +1,14 @@
-"""The output of a mixture whose experts are divided over ranks.
+"""The output of a mixture of experts when the experts are divided over ranks.
 
-A token is sent once to each rank that has experts of it, in the model's compute type, with the weights of its choices
-there. That rank computes the weighted sum of its experts and sends it back, and the token's rank adds up what came from
-each rank, in float32. Each rank sends as many tokens as it likes, or none. The gradient goes the same ways back.
+A token is sent once to each rank that has some of its experts, in the compute dtype, with the weights of these choices.
+That rank computes the weighted sum of its experts and sends it back. The token's rank adds the sums of all ranks in
+float32. A rank may send any number of tokens, or none. Gradients go the same ways in reverse.
 
-The choices that travel are made once: an operator tells the ranks what comes, and recomputation keeps its results.
+The ranks exchange sizes and choices once, in an operator: activation checkpointing saves its results and does not run
+it again.
 
-Dimensions: T tokens of this rank, k experts of each, C copies of tokens that are sent, R choices, H hidden. Those that
-come from other ranks are C' and R'.
+Dimensions: T tokens of this rank, k experts of each, C copies of tokens that are sent, R choices, H hidden. The copies
+and choices received from other ranks number C' and R'.
 """
 
 import itertools
@@ -36,11 +37,12 @@ class ExpertRanks:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.size = group, dist.get_world_size(group)
-        self.number = next(_numbers)  # for the operator
+        self.number = next(_numbers)  # identifies these ranks in calls of the operator
         _known[self.number] = self
 
     def send(self, rows: torch.Tensor, sizes: Sequence[int], coming: Sequence[int]) -> torch.Tensor:
-        """Send consecutive rows to each rank. Gradients are sent back."""
+        """Send consecutive rows to each rank: `sizes[r]` rows to rank r, `coming[r]` rows from it. Gradients are sent
+        back."""
         there = partial(_sent, group=self.group, sizes=list(sizes), coming=list(coming))
         back = partial(_sent, group=self.group, sizes=list(coming), coming=list(sizes))
         return transfer(rows, there, back)
@@ -66,21 +68,20 @@ def _shapes(index: torch.Tensor, experts: int, ranks: int) -> tuple[torch.Tensor
 def choices_over_ranks(
     index: torch.Tensor, experts: int, ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tell each rank which tokens and choices it gets. `experts`: of each rank. Return
-
-    the choices [T, k] in the order in which they are sent: by rank, then by token: [R];
-    the token of each copy, in the order in which copies are sent: [C];
-    the numbers of copies and of choices that go to each rank and that come from each, on the host: [4, ranks];
-    the choices that come: each one's expert, counted from this rank's first, and the number of its copy: [2, R'].
+    """Tell each rank which tokens and choices it gets. `experts` is the number of experts per rank. Return
+    - the choices in the order in which they are sent, sorted by rank, then by token: [R];
+    - the token of each copy, in the order in which copies are sent: [C];
+    - on the host, the numbers of copies and choices sent to each rank, then those received from each: [4, ranks];
+    - for each received choice, its expert (an index into this rank's experts) and its copy's index: [2, R'].
     """
     group = _known[ranks]
     rank, order = (index.flatten() // experts).sort(stable=True)
     token = order // index.shape[1]
-    begins = torch.ones_like(order, dtype=torch.bool)  # the first choice of a copy
+    begins = torch.ones_like(order, dtype=torch.bool)  # true at the first choice of each copy
     begins[1:] = (rank[1:] != rank[:-1]) | (token[1:] != token[:-1])
     numbers = torch.arange(group.size, device=rank.device)
     choices = torch.searchsorted(rank, numbers, right=True).diff(prepend=numbers.new_zeros(1))
-    total = torch.cat([numbers.new_zeros(1), begins.cumsum(0)])  # copies before each choice
+    total = torch.cat([numbers.new_zeros(1), begins.cumsum(0)])  # the number of copies before each choice
     ends = choices.cumsum(0)
     copies = total[ends] - total[ends - choices]
     going = torch.stack([copies, choices])
@@ -88,12 +89,12 @@ def choices_over_ranks(
     dist.all_to_all_single(coming, going.T.contiguous(), group=group.group)
     coming = coming.T
     counts = torch.cat([going, coming]).cpu()
-    # A copy's number among those that go to its rank.
+    # The index of a choice's copy among the copies for the same rank.
     copy = total[1:] - 1 - (copies.cumsum(0) - copies)[rank]
     told = torch.stack([index.flatten()[order] % experts, copy], 1)
     _, choices_to, _, choices_from = counts.tolist()
     arrived = _sent(told, group=group.group, sizes=choices_to, coming=choices_from).T.contiguous()
-    # The copies of a rank come behind those of the ranks before it.
+    # Received copies are ordered by the rank that sent them.
     before = coming[0].cumsum(0) - coming[0]
     arrived[1] += before.repeat_interleave(coming[1], output_size=arrived.shape[1])
     return order, token[begins], counts, arrived
@@ -101,19 +102,20 @@ def choices_over_ranks(
 
 @dataclass(frozen=True)
 class _Travel:
-    """How this rank's tokens travel: the numbers of copies and choices to and from each rank, and where copies are."""
+    """How this rank's tokens travel: the numbers of copies and choices sent to and received from each rank, and the
+    token of each copy."""
 
     ranks: ExpertRanks
     counts: list[list[int]]
     sent: torch.Tensor  # [C] the token of each copy
-    runs: tuple[torch.Tensor, torch.Tensor]  # each token's copies
+    runs: tuple[torch.Tensor, torch.Tensor]  # each token's copies, from `_runs_of`
 
 
 def mixture_over_ranks(
     x: torch.Tensor,  # [T, H]
-    index: torch.Tensor,  # [T, k], of all experts
+    index: torch.Tensor,  # [T, k], numbered over all experts
     weights: torch.Tensor,  # [T, k]
-    first: Weight,  # of this rank's experts
+    first: Weight,  # this rank's experts
     last: Weight,
     activation: Callable[[torch.Tensor], torch.Tensor],
     ranks: ExpertRanks,
@@ -123,11 +125,11 @@ def mixture_over_ranks(
     return _give_back(of_rows(copies, Rows(*given), expert, scales, first, last, activation), travel)
 
 
-@torch.compiler.disable  # sizes depend on what routers choose; what other ranks' tokens go through is compiled
+@torch.compiler.disable  # not compiled, since sizes depend on routing; the experts themselves are compiled
 def _send(
     x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int, ranks: ExpertRanks
 ) -> tuple[_Travel, torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
-    """Send tokens to their experts. Return the copies that came, each choice's expert and weight, and their rows."""
+    """Send tokens to their experts. Return the received copies, each choice's expert and weight, and their rows."""
     order, sent, counts, arrived = torch.ops.truestep.choices_over_ranks(index, experts, ranks.number)
     travel = _Travel(ranks, counts.tolist(), sent, _runs_of(sent, len(x)))
     copies_to, choices_to, copies_from, choices_from = travel.counts
@@ -139,20 +141,20 @@ def _send(
 
 @torch.compiler.disable
 def _give_back(parts: torch.Tensor, travel: _Travel) -> torch.Tensor:
-    """Send the sums of this rank's experts back, and add up what comes back for this rank's tokens."""
+    """Send the sums of this rank's experts back, and add up the sums received for this rank's tokens."""
     copies_to, _, copies_from, _ = travel.counts
     summed: torch.Tensor = _Summed.apply(travel.ranks.send(parts, copies_from, copies_to), travel.sent, *travel.runs)
     return summed
 
 
 def _runs_of(token: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of each token's copies, in order of tokens, and the start of each token's run."""
+    """Return the indices of copies sorted by token, and the start of each token's copies."""
     sorted_tokens, places = token.sort(stable=True)
     return places, torch.searchsorted(sorted_tokens, torch.arange(tokens, device=token.device))
 
 
 def _rows_of(expert: torch.Tensor, copy: torch.Tensor, copies: int, experts: int) -> Rows:
-    """Sort choices by expert. A copy's choices follow each other."""
+    """Sort received choices by expert. The choices of a copy are consecutive."""
     chosen, order = expert.sort(stable=True)
     starts = torch.searchsorted(copy, torch.arange(copies, device=copy.device))
     return Rows(order, _inverse(order), ends_of(chosen, experts), 0, copy[order], starts)
@@ -178,7 +180,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Sums of what came back for each token: [C, H] -> [T, H]."""
+    """Sums of the results that came back, by token: [C, H] -> [T, H]."""
 
     @staticmethod
     def forward(saved: Any, parts: torch.Tensor, token: Any, places: Any, starts: Any) -> torch.Tensor:

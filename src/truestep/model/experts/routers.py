@@ -1,7 +1,7 @@
-"""Finds a model's routers, counts what they choose, freezes them, and moves their biases.
+"""Finds a model's routers, counts their choices, freezes them, and changes their biases.
 
-A router is the module beside a layer's experts that gives logits, scores and choices for each token, as routers of
-transformers do. Its bias is a buffer of as many numbers as experts, of the router or of the block that has both.
+A router is the module beside a layer's experts that returns logits, scores and choices for each token, as in
+transformers. Its bias is a buffer with one number per expert, in the router or in the block that has both.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,16 +20,16 @@ from truestep.types import RouteShape
 from truestep.weights.errors import ModelError
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
-_TOKENS = 7  # of the look at a router's scores
+_TOKENS = 7  # in the probe of a router's scores
 _TOLERANCE = 1e-3
 
 
 class CountedRouter(torch.nn.Module):
-    number: torch.Tensor | None  # in the table of layers that are counted
-    terms: bool  # the loss has terms of routers
-    kind: str  # what its scores are shares of: softmax, sigmoid, or neither (empty)
-    chosen: int  # experts of a token; 0: the choice cannot be given to it
-    asks: bool  # which experts to compute
+    number: torch.Tensor | None  # key of this layer among all counted layers
+    terms: bool  # whether the loss has router terms
+    kind: str  # how scores come from logits: softmax, sigmoid, or unknown (empty)
+    chosen: int  # experts per token; 0: the experts of a token cannot be set
+    asks: bool  # whether to ask the step which experts to compute
 
     def forward(self, *given: Any, **named: Any) -> Any:
         if self.number is None or not ours_runs():
@@ -47,16 +47,16 @@ class CountedRouter(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Routed:
-    """A layer that routes."""
+    """A layer with a router and experts."""
 
-    name: str  # of its experts
+    name: str  # name of the experts' module
     experts: int
     block: Any
     router: Any
 
     @property
     def bias(self) -> tuple[str, torch.Tensor] | None:
-        """The name and the values of the model's own bias of choices."""
+        """The name and values of the model's own bias for choosing experts."""
         parent = self.name.rpartition(".")[0]
         for module, path in ((self.router, f"{parent}.{self._router_name}"), (self.block, parent)):
             for name, buffer in module.named_buffers(recurse=False):
@@ -70,7 +70,7 @@ class Routed:
 
 
 def routed_in(model: Any) -> Iterator[Routed]:
-    """Yield the layers of a model that route, in order."""
+    """Yield the layers of a model that have routers, in order."""
     for name, block in model.named_modules():
         children = dict(block.named_children())
         for child_name, experts in children.items():
@@ -102,8 +102,7 @@ def no_routers(model: Any, option: str) -> ModelError:
 
 @torch.no_grad()
 def count_routes(model: Any) -> None:
-    """Put routers that can be counted in the place of those whose experts ours computes. The model's weights must have
-    values."""
+    """Replace routers by `CountedRouter`, in layers with `GroupedExperts`. The model's weights must not be unread."""
     for routed in list(routed_in(model)):
         experts = dict(model.named_modules())[routed.name]
         if isinstance(routed.router, CountedRouter) or not isinstance(experts, GroupedExperts):
@@ -118,7 +117,8 @@ _Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits [T, E], scor
 
 
 def _runs(routed: Routed) -> Callable[[torch.Tensor | None], _Result] | None:
-    """Return a function that runs a router on a few tokens, with its own choice or a given one. None: it is none."""
+    """Return a function that runs a router on a few tokens, with its own choice or a given one. None: the module is no
+    router."""
     weight, bias = routed.router.weight, routed.bias
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TOKENS, weight.shape[1], generator=generator).to(weight) * weight.shape[1] ** -0.5
@@ -131,7 +131,7 @@ def _runs(routed: Routed) -> Callable[[torch.Tensor | None], _Result] | None:
     for given in ((x,), (x, None if bias is None else bias[1])):
         try:
             found = run(given, None)
-        except Exception:  # it takes the bias of its block
+        except Exception:  # this router also takes the bias of its block
             continue
         is_one = isinstance(found, tuple) and len(found) == 3 and found[0].shape == (_TOKENS, routed.experts)
         return partial(run, given) if is_one else None
@@ -139,7 +139,7 @@ def _runs(routed: Routed) -> Callable[[torch.Tensor | None], _Result] | None:
 
 
 def _kind_of(found: _Result) -> str:
-    """Tell what a router's scores are shares of: softmax, sigmoid, or neither (empty)."""
+    """Tell how a router's scores come from its logits: softmax, sigmoid, or unknown (empty)."""
     logits, scores, index = found
     for kind, values in ((SOFTMAX, logits.softmax(-1)), (SIGMOID, logits.sigmoid())):
         factors = scores / values.gather(-1, index)
@@ -150,23 +150,23 @@ def _kind_of(found: _Result) -> str:
 
 
 def _can_be_given(run: Callable[[torch.Tensor | None], _Result], kind: str) -> bool:
-    """Tell whether a router weighs experts that are given to it as it weighs its own."""
+    """Tell whether a router weighs given experts as it weighs its own choice."""
     own = run(None)
     again = run(own[2])
     if not (torch.equal(again[1], own[1]) and torch.equal(again[2], own[2])):
         return False
-    others = own[0].topk(own[2].shape[1], largest=False)[1].to(own[2].dtype)  # also from groups that it does not choose
+    others = own[0].topk(own[2].shape[1], largest=False)[1].to(own[2].dtype)  # maybe of unchosen groups
     found = run(others)
     return torch.equal(found[2], others) and _kind_of(found) == kind
 
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """The layers of an uncut model whose routers are counted."""
+    """The layers of an uncut model that have a `CountedRouter`."""
 
-    experts: Mapping[str, int]  # how many each has, by the name of its experts
-    biases: Mapping[str, str]  # the name of the buffer, of those that have one
-    shape: RouteShape  # of the experts that can be given to them
+    experts: Mapping[str, int]  # number of experts, by the name of the experts' module
+    biases: Mapping[str, str]  # the name of the bias buffer, for layers that have one
+    shape: RouteShape  # the layers and number of experts per token that a step can set
 
     @staticmethod
     def of(model: Any) -> "RoutedLayers":
@@ -187,12 +187,12 @@ class RoutedLayers:
 
 
 def _number_of(name: str) -> int:
-    """Return the number of the hidden layer that a module is in: the first number in its name."""
+    """Return the index of the hidden layer that a module is in: the first number in its name."""
     return int(next(part for part in name.split(".") if part.isdecimal()))
 
 
 def check_settings(model: Any, settings: ExpertSettings) -> None:
-    """Refuse options that the model's routers cannot follow. All layers must be there."""
+    """Refuse options that the model's routers do not support. The model must be uncut."""
     options = [f"{name}: {value}" for name, value in settings.counted]
     if settings.replay == "require":
         options.append("replay: require")
@@ -222,7 +222,7 @@ def make_routing(
     buffers: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> Routing | None:
-    """Make the sums over a step of the routers on this rank. `buffers`: those of other ranks' layers."""
+    """Make the sums over a step for the routers on this rank. `buffers`: the bias buffers of layers on other ranks."""
     if not layers.experts:
         return None
     every = {**buffers, **dict(model.named_buffers())}

@@ -1,19 +1,22 @@
-"""What routers choose in a step, and the terms of the loss that are theirs.
+"""Counts the experts that routers choose in a step, and adds the gradients of router loss terms.
 
-A router is the model's own code. Ours passes its results on, counts the choices of the micro-batches' tokens (padding
-is none), and adds the gradient of the terms to its logits. With the step's frequencies known before, a term's gradient
-at a token depends on that token's logits alone, so no term has to leave the model, and a layout changes nothing:
+A router is the model's own code. Our wrapper returns its results, counts the choices of the micro-batches' tokens
+(without padding), and adds the gradient of the terms to its logits. The step's expert frequencies are counted first. A
+term's gradient at a token then depends only on that token's logits, so it is computed inside the router, and the layout
+of the step does not change it:
 
     balance = weight · (1/L) Σ_l E Σ_e f[l, e] · P[l, e]
     z loss  = weight · (1/L) Σ_l (1/T) Σ_t logsumexp(logits[l, t])²
 
-f are the shares of a layer's choices, counted over the whole step and held constant, P the means of the router's
-probabilities over the step's tokens: the softmax of its logits, or its sigmoids divided by their sum.
+f is each expert's share of a layer's choices, counted over the whole step and held constant. P is the mean of the
+router's probabilities over the step's tokens. Probabilities are the softmax of the logits, or their sigmoids divided by
+their sum.
 
-A token's experts are those that its record names, if there are any, else the router's own. What is computed is counted
-as loads; what the router would have chosen moves biases.
+A token's experts are those in its record if it has any (routing replay), else the router's own choice. Loads count the
+experts that are computed. Biases move by the experts that the router itself would have chosen.
 
-Dimensions: L layers that route, T tokens of the step, S tokens of this rank's micro-batch, k experts of a token, E.
+Dimensions: L layers with routers, T tokens of the step, S tokens of this rank's micro-batch, k experts of a token, E
+experts.
 """
 
 import itertools
@@ -34,48 +37,48 @@ from truestep.types import RouteShape
 class ExpertSettings:
     """The options of `model.experts`."""
 
-    replay: str = "auto"  # or off or require
-    router: str = "trained"  # or frozen
-    balance: str = "none"  # or loss or bias
+    replay: str = "auto"  # auto, off or require
+    router: str = "trained"  # trained or frozen
+    balance: str = "none"  # none, loss or bias
     strength: float = 0.001
     z_loss: float = 0.0
 
     @property
     def has_terms(self) -> bool:
-        """Tell whether the loss has terms of routers."""
+        """Tell whether the loss has router terms."""
         return self.balance == "loss" or self.z_loss > 0
 
     @property
     def counted(self) -> list[tuple[str, object]]:
-        """The options that need routers which are counted, by name."""
+        """The names and values of options that need routers with counted choices."""
         balance = [("balance", self.balance)] if self.balance != "none" else []
         return balance + ([("z_loss", self.z_loss)] if self.z_loss else [])
 
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """The weights of the terms, and what they need to know of the step."""
+    """The weights of the router terms, and the facts of the step that their gradients need."""
 
     balance: float
     z_loss: float
     tokens: int  # T
-    divisor: float = 1.0  # of the gradient
-    shares: Mapping[str, torch.Tensor] = field(default_factory=dict)  # f by layer, [E] float64; none: no balance
+    divisor: float = 1.0  # the gradient is divided by this
+    shares: Mapping[str, torch.Tensor] = field(default_factory=dict)  # f by layer, [E] float64; empty: no balance term
 
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """This rank's tokens of a micro-batch that are no padding. They come first."""
+    """The tokens of this rank's part of a micro-batch, without padding. They come first."""
 
     count: int
-    sequences: torch.Tensor | None = None  # how many sequences have each token; None: one
-    routes: torch.Tensor | None = None  # [S, L, k] the experts that records name, -1 where none; None: no record does
+    sequences: torch.Tensor | None = None  # number of sequences that share each token; None: one each
+    routes: torch.Tensor | None = None  # [S, L, k] experts from records, -1 without; None: no record has any
 
 
 @dataclass(frozen=True)
 class _Pass:
     tokens: OwnTokens
-    counts: bool  # False: the pass is made again, for a gradient
+    counts: bool  # False: the pass is a recomputation for gradients, so choices are not counted again
 
 
 class Routing:
@@ -88,23 +91,23 @@ class Routing:
         biases: Mapping[str, tuple[str, torch.Tensor]] | None = None,
         shape: RouteShape | None = None,
     ):
-        """`layers`: the number of experts of each layer that routes, on any rank, by the name of its experts. `biases`:
-        the names and values of those that `balance: bias` moves, of the same layers. `shape`: of the experts that
-        records may name; None: they are not replayed."""
+        """`layers`: the number of experts of each layer with a router, on any rank, by the name of its experts' module.
+        `biases`: for `balance: bias`, the name and values of each layer's bias. `shape`: the layers and experts that
+        records must match; None: records' experts are ignored."""
         self.experts, self.settings, self.shape = dict(layers), settings, shape
         self._biases = dict(biases or {})
         self.terms: RouterTerms | None = None
-        self.layers: dict[str, RoutedLayer] = {}  # those of this rank
+        self.layers: dict[str, RoutedLayer] = {}  # the layers on this rank
         self._current: _Pass | None = None
         self._recorder: Recorder | None = None
 
     @property
     def replays(self) -> bool:
-        """Tell whether tokens have the experts that their records name."""
+        """Tell whether tokens use the experts in their records."""
         return self.shape is not None
 
     def add(self, name: str, normalised: bool, device: torch.device) -> torch.Tensor:
-        """Add a layer of this rank. Return its number, for the operator."""
+        """Add a layer of this rank. Return its key, by which the operators find it."""
         layer = self.layers[name] = RoutedLayer(self, name, normalised, device)
         number = next(_numbers)
         _layers[number] = layer
@@ -118,8 +121,8 @@ class Routing:
 
     @contextmanager
     def passing(self, tokens: OwnTokens, counts: bool) -> Iterator[None]:
-        """Count and add gradients within the block, a forward or backward pass of a micro-batch. A token that several
-        sequences have counts for each."""
+        """Count choices and add gradients within the block, which is a forward or backward pass of a micro-batch. A
+        token that several sequences share counts once for each."""
         self._current = _Pass(tokens, counts)
         try:
             yield
@@ -128,7 +131,7 @@ class Routing:
 
     @contextmanager
     def recording(self, recorder: "Recorder") -> Iterator[None]:
-        """Hand what routers choose to `recorder` within the block, with each layer's place among those that route."""
+        """Pass routers' choices to `recorder` within the block, with the layer's index among layers with routers."""
         before, self._recorder = self._recorder, recorder
         try:
             yield
@@ -146,7 +149,7 @@ class Routing:
         where it was chosen more often."""
         for name, (_, bias) in self._biases.items():
             own = counts[name].to(bias.device)
-            # Whole numbers are compared, so that no layout rounds a mean otherwise.
+            # Integers are compared, so that no layout can change the rounding of a mean.
             bias += self.settings.strength * (own.sum() - len(own) * own).sign().to(bias.dtype)
 
     @property
@@ -164,11 +167,11 @@ class Routing:
 
     @property
     def own_counts(self) -> dict[str, torch.Tensor]:
-        """How often the policy's routers chose each expert, also where records name others."""
+        """How often the routers themselves chose each expert, also for tokens whose records have other experts."""
         return {name: (layer.counts + layer.instead).cpu() for name, layer in self.layers.items()}
 
     def values(self) -> tuple[float, float]:
-        """This rank's parts of the balance term and of the z term."""
+        """This rank's part of the balance term and of the z loss."""
         terms, layers = self.terms, self.layers.values()
         if terms is None:
             return 0.0, 0.0
@@ -188,12 +191,14 @@ class RoutedLayer:
         """`normalised`: probabilities are sigmoids divided by their sum."""
         self._routing = weakref.ref(routing)
         self.name, self.experts, self._normalised = name, routing.experts[name], normalised
-        self._place = list(routing.experts).index(name)  # among those that route, of the whole model
+        self._place = list(routing.experts).index(name)  # index among all layers of the model with routers
         self.counts = torch.zeros(self.experts, dtype=torch.int64, device=device)
         self.probabilities = torch.zeros(self.experts, dtype=torch.float64, device=device)
         self.squares = torch.zeros((), dtype=torch.float64, device=device)
-        self.instead = torch.zeros_like(self.counts)  # the router's own choices minus those that replaced them
-        # Tokens that were replayed, those of them for which the router chose others, and choices that are not its own.
+        # counts of the router's own choices minus those of replayed choices
+        self.instead = torch.zeros_like(self.counts)
+        # The numbers of replayed tokens, of replayed tokens whose router chose otherwise, and of replayed choices that
+        # the router did not make.
         self.replayed = torch.zeros(3, dtype=torch.int64, device=device)
         self.shares: torch.Tensor | None = None
 
@@ -228,9 +233,10 @@ class RoutedLayer:
     def _compare(
         self, own: torch.Tensor, named: torch.Tensor, known: torch.Tensor, sequences: torch.Tensor | None
     ) -> None:
-        """Count where the record and the policy disagree."""
+        """Count where the record's experts and the router's own choice differ."""
         times = known.long() if sequences is None else known * sequences
-        others = (named[:, :, None] != own[:, None, :]).all(-1).sum(-1)  # choices of a token that are none of its own
+        # replayed experts that are not in the own choice
+        others = (named[:, :, None] != own[:, None, :]).all(-1).sum(-1)
         self.replayed += torch.stack([times, times * (others > 0), times * others]).sum(1)
         if self.routing.settings.balance == "bias":
             for index, sign in ((own, 1), (named, -1)):
@@ -238,7 +244,7 @@ class RoutedLayer:
                 self.instead.index_add_(0, index.flatten().long(), each)
 
     def see(self, logits: torch.Tensor, index: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Add to the sums, and write the gradient of the terms."""
+        """Add to the sums, and write the gradient of the router terms."""
         now, terms = self.routing.current, self.routing.terms
         if now is None:
             return
@@ -267,12 +273,12 @@ class RoutedLayer:
         if self.shares is not None:
             slopes = (terms.balance * each * self.experts * self.shares).to(z.dtype)
             inner = p * (slopes - (p * slopes).sum(-1, keepdim=True))
-            # d(s_e / Σ s)/dz_j = (δ_ej p_e - p_e p_j) (1 - s_j): a softmax's, times one minus the sigmoid.
+            # d(s_e / Σ s)/dz_j = (δ_ej p_e - p_e p_j) (1 - s_j): the softmax's derivative times one minus the sigmoid.
             found = found + (inner * (1 - scores) if self._normalised else inner)
         gradient[:count] = found * times
 
 
-# Takes the place of a layer among those that route, and its choices [T, k].
+# Takes a layer's index among layers with routers, and its choices [T, k].
 Recorder = Callable[[int, torch.Tensor], None]
 
 _numbers = itertools.count()
@@ -282,7 +288,8 @@ _layers: weakref.WeakValueDictionary[int, RoutedLayer] = weakref.WeakValueDictio
 @operator("experts_chosen(Tensor index, Tensor number) -> Tensor", lambda index, number: torch.empty_like(index))
 @torch.no_grad()
 def experts_chosen(index: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Return the experts to compute, given a router's own choice. An operator, so that compiled code asks each time."""
+    """Return the experts to compute, given a router's own choice. It is an operator, so that compiled code calls it
+    each time."""
     layer = _layers.get(int(number))
     return index.clone() if layer is None else layer.choose(index)
 
@@ -300,8 +307,8 @@ def _shapes(
 def routes_seen(
     scores: torch.Tensor, logits: torch.Tensor, index: torch.Tensor, number: torch.Tensor, terms: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count a router's choices. Return its scores, so that compiled code keeps the call, and the gradient of its
-    terms in its logits (empty without `terms`)."""
+    """Count a router's choices. Return its scores, so that the compiler does not remove the call, and the gradient of
+    the router terms with respect to its logits (empty without `terms`)."""
     layer = _layers.get(int(number))
     gradient = torch.zeros_like(logits) if terms else logits.new_empty(0)
     if layer is not None:
@@ -326,5 +333,5 @@ class _Seen(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def seen(scores: Any, logits: Any, index: Any, number: Any, terms: bool) -> Any:
-    """Pass a router's scores on, count its choices, and give its logits the gradient of its terms."""
+    """Return a router's scores unchanged, count its choices, and add the gradient of the router terms to its logits."""
     return _Seen.apply(scores, logits, index, number, terms)

@@ -23,15 +23,15 @@ Every patch of transformers and torch:
 | model/experts/grouped.py | _experts_implementation | transformers' loop over experts within a comparison |
 | generate/engine/routes.py | routes | a field of an object of ours |
 | model/experts/routers.py | number, terms, asks | attributes of our own modules |
-| model/fast/fused_attention.py | __class__, constants | restores a module of another form |
+| model/fast/fused_attention.py | __class__, constants | restores the class of a module that computes something else |
 | model/fast/fused_attention.py | AttentionInterface.register | records what an attention passes on; public API |
 | model/fast/fused_layers.py | joins, numbers | attributes of our own modules |
 | model/mixers/attention.py | AttentionInterface.register | attention over packed documents; public API |
 | model/fast/compiled.py | forward, gradient_checkpointing | compiled layers; transformers' recomputation switch |
 | model/fast/embedding.py | forward, padding_idx, _parameters, weight | float32 gradients; attributes of nn.Embedding |
 | model/handed.py | named | a field of an object of ours |
-| model/handed.py | register_forward_hook, register_forward_pre_hook | what a model was handed; public API |
-| model/mixers/recurrence.py | setattr, __kwdefaults__ | a method's code over globals that have our operations |
+| model/handed.py | register_forward_hook, register_forward_pre_hook | keeps keyword arguments for layers; public API |
+| model/mixers/recurrence.py | setattr, __kwdefaults__ | a method's code with other globals, which have our operations |
 | model/mixers/recurrence.py | register_forward_hook, register_forward_pre_hook | which module runs; public API |
 | model/mixers/recurrence.py | module | a field of an object of ours |
 | model/mixers/flash.py | register_autograd, constants | custom operators for torch.compile; public API |
@@ -39,8 +39,8 @@ Every patch of transformers and torch:
 | model/no_dropout.py | p, setattr | no dropout; float attributes with these names |
 | model/loading/probe_weights.py | register_forward_hook | scales updates of layers with shared weights; public API |
 | model/loading/load.py | register_forward_hook | layers report that they are done; public API |
-| model/loading/from_parts.py | generation_config | as the directory has it; transformers saves it |
-| model/towers.py | config, generation_config, setattr | a text model is put together from a whole one's parts |
+| model/loading/from_parts.py | generation_config | set from the directory; transformers saves it |
+| model/towers.py | config, generation_config, setattr | makes a text model of the parts of a multimodal one |
 | ranks/group.py | _timeout | timeout of gloo groups in a mesh; no public API |
 | gpu/operators.py | register_fake | our operators in compiled code; public API |
 | gpu/marks.py | register_hook | layers' gradients report that they are done; public API |

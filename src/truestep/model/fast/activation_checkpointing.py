@@ -22,8 +22,8 @@ from truestep.weights.errors import ModelError
 
 FULL, SELECTIVE, ELEMENTWISE = "full", "selective", "elementwise"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_GROUPED = ("aten::_grouped_mm", "truestep::grouped_product")  # of experts, transformers' and ours
-# What decides which experts a token has. If it were computed again and rounded otherwise, a token could have others.
+_GROUPED = ("aten::_grouped_mm", "truestep::grouped_product")  # grouped products of experts, transformers' and ours
+# Operations that choose a token's experts. Recomputed with other rounding, they might choose other experts.
 _CHOICES = ("aten::topk", "truestep::top_experts", "truestep::sorted_by_expert", "truestep::choices_over_ranks")
 _NARROW = 2  # `selective` keeps a product if its wider side is at most this multiple of the narrower
 
@@ -39,11 +39,12 @@ def recompute_activations(model: Any, options: Mapping[str, Any]) -> None:
         model.gradient_checkpointing_enable(options)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # it recomputes in training mode only; what is in it stays as it is: no noise
+            # layers recompute in training mode only; their children stay in evaluation mode, without dropout
+            module.training = True
 
 
 def checkpoint_options(how: str, choices_kept: bool = False) -> dict[str, Any]:
-    """Return the options of `torch.utils.checkpoint`. `choices_kept`: `full` keeps which experts tokens have."""
+    """Return options for `torch.utils.checkpoint`. `choices_kept`: `full` also saves the choices of experts."""
     return {"use_reentrant": False, "context_fn": partial(_contexts, how, choices_kept)}
 
 

@@ -1,4 +1,4 @@
-"""Offloads the inputs of recomputed layers, the only activations these keep, to host memory until the backward pass.
+"""Keeps the inputs of recomputed layers, their only saved activations, in host memory until the backward pass.
 
 A side stream copies a layer's input to the host while the layer computes, and back during the backward pass of the
 layer after it. Values do not change. Without a GPU the same code copies within host memory.

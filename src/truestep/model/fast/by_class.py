@@ -1,7 +1,7 @@
-"""Puts our modules in the place of a model's own, by class.
+"""Replaces a model's own modules by ours, by changing their class.
 
-A module keeps its attributes, names, weights and hooks. Its class becomes a subclass of its own class and of ours. Our
-forward pass acts in compiled code alone; elsewhere, as for the probes, the model's own forward pass runs.
+A module keeps its attributes, names, weights and hooks. Its class becomes a subclass of our class and its own class.
+Our forward pass runs only in compiled code. Elsewhere, such as in the probes, the model's own forward pass runs.
 """
 
 from collections.abc import Iterator
@@ -28,17 +28,17 @@ def own_code() -> Iterator[None]:
 
 
 def acts() -> bool:
-    """Tell whether our forward passes replace a model's own here."""
+    """Tell whether our forward pass should run: only in compiled code, and not within `own_code`."""
     return torch.compiler.is_compiling() and not _own_code
 
 
 def ours_runs() -> bool:
-    """Tell whether a forward pass of ours runs that acts in plain code, too."""
+    """Tell whether a forward pass of ours that also runs in eager code should run: not within `own_code`."""
     return not _own_code
 
 
 def put_in(module: Any, ours: Any, **attributes: Any) -> None:
-    """Put our class before a module's class, and set attributes of ours."""
+    """Make a module's class a subclass of our class and its own, and set our attributes."""
     theirs: Any = type(module)
     module.__class__ = _joined(ours, theirs)
     for name, value in attributes.items():

@@ -1,6 +1,6 @@
-"""Attention whose queries, keys and values are one product, and whose norm of heads and RoPE are one kernel.
+"""Attention that computes queries, keys and values as one product, and norm of heads and RoPE in one kernel.
 
-The form is that of most families: projections `q_proj`, `k_proj` and `v_proj`, a norm of each query and key or none,
+Most model families have this form: projections `q_proj`, `k_proj` and `v_proj`, optional norms of queries and keys,
 RoPE that rotates the first half of a head with the second half, the attention function, `o_proj`.
 
 Dimensions: S tokens, H hidden, A heads of one kind, E head size.
@@ -23,7 +23,7 @@ from truestep.model.fast.rope import rotated
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values, each [1, A, S, E]
 
 RECORD = "truestep_record"
-_TOKENS = 5  # of the comparison with a module's own forward pass
+_TOKENS = 5  # in the comparison with a module's own forward pass
 
 
 class FusedAttention(torch.nn.Module):
@@ -33,16 +33,18 @@ class FusedAttention(torch.nn.Module):
     o_proj: torch.nn.Linear
     config: Any
     head_dim: int
-    constants: dict[str, Any]  # what the module passes to its attention function, such as the scale
-    head_norms: list[Any]  # of queries and of keys; empty without norms
-    norm_form: int | None  # of both norms, see `rms_norm.FORMS`; None: another, or without norms
+    constants: dict[str, Any]  # the options that the module passes to its attention function, such as the scale
+    head_norms: list[Any]  # norms of queries and of keys; empty without norms
+    norm_form: int | None  # the norms' index in `rms_norm.FORMS`; None: no norms, or no such form
     epsilons: list[float]
-    joins: bool  # the three products are plain ones without a bias, which can be joined
-    numbers: torch.Tensor | None  # of the three weights, if they add their own gradients, then of the norms, if they do
+    joins: bool  # the three products have no bias and can be joined
+    # keys of the weights in the table of gradient buffers: the three products', then the norms'; None: autograd
+    # computes gradients
+    numbers: torch.Tensor | None
 
     def forward(self, *given: Any, **named: Any) -> Any:
         ours = acts() and self.joins and not given and named.get("past_key_values") is None
-        ours = ours and named.get("position_embeddings") is not None  # some attend without RoPE
+        ours = ours and named.get("position_embeddings") is not None  # some modules have no RoPE
         if ours and not torch.is_grad_enabled():
             heads = self.sampled_heads(named["hidden_states"], *named["position_embeddings"])
             return self.attend(heads, **named)
@@ -88,7 +90,7 @@ class FusedAttention(torch.nn.Module):
         return self.plain_heads(products(x, numbers, *weights[:3])[:3], cosine, sine)
 
     def plain_heads(self, parts: Sequence[torch.Tensor], cosine: torch.Tensor, sine: torch.Tensor) -> Heads:
-        """Make queries, keys and values of the three products as the model's own code does."""
+        """Make queries, keys and values from the three products as the model's own code does."""
         made = [self.by_heads(part) for part in parts]
         for place, norm in enumerate(self.head_norms):
             made[place] = norm(made[place])
@@ -128,7 +130,7 @@ def fuse_attention(module: Any) -> None:
 
 @torch.no_grad()
 def _computes_the_same(module: Any) -> bool:
-    """Run a module's own forward pass and ours, with an attention function that records what it is given."""
+    """Compare a module's own forward pass with ours. The attention function `RECORD` records its arguments."""
     generator = torch.Generator().manual_seed(0)
     like = module.q_proj.weight
     x = torch.randn(1, _TOKENS, module.q_proj.in_features, generator=generator).to(like)
@@ -141,7 +143,7 @@ def _computes_the_same(module: Any) -> bool:
         *right, module.constants = theirs
         heads = module.plain_heads([layer(x) for layer in module.inner], *turns)
         found = module.attend(heads, **named, record=ours)
-    except Exception:  # another module with these names
+    except Exception:  # not an attention of this form, although it has these attributes
         return False
     known = all(value is None or isinstance(value, int | float | str) for value in module.constants.values())
     pairs = zip((*right, expected[0]), (*ours[:-1], found[0]), strict=True)

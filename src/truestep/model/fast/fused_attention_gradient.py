@@ -1,7 +1,8 @@
 """Queries, keys and values of hidden states, with the norm of heads and RoPE: one function with a fused backward pass.
 
 The forward pass is plain torch, which a compiled layer fuses. In the backward pass, kernels undo RoPE and the norm and
-write the gradients of queries, keys and values side by side, so that the products behind them are one.
+write the gradients of queries, keys and values side by side, so that the products before them need one backward
+product.
 
 Dimensions: S tokens, H hidden, A heads of one kind, E head size, N outputs of a product.
 """
@@ -29,16 +30,16 @@ _HEADS = (1, 1, 32), (900, 3, 128), (70, 16, 96)  # (tokens, heads, head size) i
 )
 @torch.no_grad()
 def heads_backward(
-    gradients: list[torch.Tensor],  # of queries, keys and values, each [1, A, S, E]
+    gradients: list[torch.Tensor],  # gradients of queries, keys and values, each [1, A, S, E]
     x: torch.Tensor,  # [1, S, H]
     rows: list[torch.Tensor],  # the products that make queries and keys, each [1, S, N]
-    weights: list[torch.Tensor],  # of queries, keys and values
+    weights: list[torch.Tensor],  # weights of the products for queries, keys and values
     norms: list[torch.Tensor],  # the weights of the norms of queries and of keys, each [E]
     cosine: torch.Tensor,  # [1, S, E]
     sine: torch.Tensor,
     epsilons: list[float],
     offset: float,
-    numbers: torch.Tensor,  # of `weights` and `norms`
+    numbers: torch.Tensor,  # keys of `weights` and `norms` in the table of gradient buffers
     call: int,
 ) -> torch.Tensor:  # [1, S, H]
     """Return the gradient of hidden states, and add the weights' gradients to their buffers."""
@@ -88,7 +89,8 @@ class _Heads(torch.autograd.Function):
         return torch.ops.truestep.heads_backward(*given), *(None for _ in range(5 + len(weights)))
 
 
-@torch.compiler.allow_in_graph  # not traced here; autograd traces the backward pass, with unique numbers
+# The forward pass is not traced; autograd traces the backward pass, where each call has a different number.
+@torch.compiler.allow_in_graph
 def heads_of(
     x: torch.Tensor,
     cosine: torch.Tensor,
@@ -99,7 +101,7 @@ def heads_of(
     *weights: torch.Tensor,
 ) -> Any:
     """Compute queries, keys and values, each [1, A, S, E]. `weights`: of the three products, then of the norms of
-    queries and keys; `numbers`: theirs."""
+    queries and keys. `numbers`: their keys in the table of gradient buffers."""
     return _Heads.apply(x, cosine, sine, numbers, epsilons, form, *weights)
 
 

@@ -13,8 +13,8 @@ from truestep.weights.layers import layers_of
 
 
 def fuse_layers(model: Any) -> None:
-    """Replace the attention and MLP modules that compute what ours compute. The model's weights must have values, and
-    its attention must be `RECORD`."""
+    """Replace attention and MLP modules if ours give the same results. The model's weights must not be unread, and its
+    attention function must be `RECORD`."""
     for layer in layers_of(model)[1]:
         for module in list(layer.modules()):
             fuse_attention(module)
@@ -28,8 +28,8 @@ def head_norms_of(model: Any) -> set[torch.nn.Module]:
 
 
 def settle_layers(model: Any) -> None:
-    """Keep products single if the model's cut has replaced their forward pass. Give the fused modules the numbers of
-    the weights that add their own gradients."""
+    """Switch joined products off where tensor parallelism has replaced a product's forward pass. Give the fused modules
+    the keys of the weights whose gradients are added to float32 buffers."""
     for module in model.modules():
         if isinstance(module, FusedAttention | FusedMLP):
             module.joins = module.joins and not any("forward" in vars(layer) for layer in module.inner)

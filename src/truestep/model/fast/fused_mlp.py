@@ -8,7 +8,7 @@ from truestep.model.fast.by_class import acts, is_product, put_in
 from truestep.model.fast.fused_products import products_of
 from truestep.model.fast.gradient_accumulation import AddingLinear, products
 
-_TOKENS = 5  # of the comparison with a module's own forward pass
+_TOKENS = 5  # in the comparison with a module's own forward pass
 
 
 class FusedMLP(torch.nn.Module):
@@ -16,8 +16,9 @@ class FusedMLP(torch.nn.Module):
     up_proj: torch.nn.Linear
     down_proj: torch.nn.Linear
     act_fn: Any
-    joins: bool  # the inner products are plain ones, which can be joined
-    numbers: torch.Tensor | None  # of the inner weights, if they add their own gradients
+    joins: bool  # the inner products can be joined
+    # keys of the inner weights in the table of gradient buffers; None: autograd computes gradients
+    numbers: torch.Tensor | None
 
     def forward(self, x: torch.Tensor, *given: Any, **named: Any) -> Any:
         if not acts() or not self.joins:
@@ -41,7 +42,7 @@ class FusedMLP(torch.nn.Module):
 
 @torch.no_grad()
 def fuse_mlp(module: Any) -> None:
-    """Replace a module's class if it is an MLP that computes what `FusedMLP` computes, bit for bit."""
+    """Replace a module's class if it is an MLP with the same results as `FusedMLP`, bit for bit."""
     inner: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
     if not all(is_product(layer) and layer.bias is None for layer in inner) or not hasattr(module, "act_fn"):
         return
@@ -50,7 +51,7 @@ def fuse_mlp(module: Any) -> None:
     x = torch.randn(1, _TOKENS, gate.in_features, generator=generator).to(gate.weight)
     try:
         found, expected = module.down_proj(module.act_fn(gate(x)) * up(x)), module(x)
-    except Exception:  # another module with these names
+    except Exception:  # not an MLP of this form, although it has these attributes
         return
     if isinstance(expected, torch.Tensor) and expected.any() and torch.equal(found, expected):
         put_in(module, FusedMLP, joins=True, numbers=None)

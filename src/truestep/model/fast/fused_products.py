@@ -54,8 +54,9 @@ def joined_product(a: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor
 def products_of(
     x: torch.Tensor, layers: Sequence[torch.nn.Linear]
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:  # [..., K] -> [R, N], each [..., N of a layer]
-    """Compute linear layers without a bias by one product. Return its rows if these are the layers' outputs, and the
-    output of each layer. The first products of the layers' adapters are fused, too."""
+    """Compute linear layers without a bias by one product. Return the product's rows, and each layer's output. The rows
+    are None if a layer has an adapter: they are then not the outputs. The first products of the layers' adapters are
+    fused, too."""
     adapted: list[Any] = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.switch.on]
     weights = [layer.weight for layer in layers] + [layer.lora_A.weight for layer in adapted]
     rows: torch.Tensor = torch.ops.truestep.joined_product(x.flatten(0, -2), weights)

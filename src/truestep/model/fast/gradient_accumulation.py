@@ -2,10 +2,11 @@
 
 No weight gradient is written in half precision and read again. A GPU's tensor cores accumulate in float32 anyway.
 Autograd does not see the weight. In the backward pass, an operator returns the input's gradient, and as a side effect
-adds the weight's gradient to its buffer, which it finds by the weight's number (`gradient_buffers`).
+adds the weight's gradient to its buffer, which it finds by the weight's number, its key in a table
+(`gradient_buffers`).
 
-The gradient of an input that several weights share is one product, too, of the outputs' gradients side by side: it sums
-in float32 and writes the result once.
+If several weights share an input, the input's gradient is also one product, with the outputs' gradients concatenated.
+It sums in float32 and writes the result once.
 
 Dimensions: N outputs, K inputs.
 """
@@ -96,15 +97,17 @@ class _Product(torch.autograd.Function):
         (x, weight, number), ours = saved.saved_tensors, torch.ops.truestep
         if not saved.splits:
             return ours.products_backward(gradient, x, [weight], number, next_call(), None), None, None, None
-        # Rows recomputed for the weight's gradient can be computed by a later kernel that reads the same values.
+        # With two operators, `x` recomputed for the weight's gradient can be computed later, in a kernel that reads the
+        # same values.
         rows = ours.rows_backward(gradient, [weight])
         return rows, None, None, ours.matrices_backward(gradient, x, number, next_call())
 
 
-@torch.compiler.allow_in_graph  # not traced here; autograd traces the backward pass, with unique numbers
+# The forward pass is not traced; autograd traces the backward pass, where each call has a different number.
+@torch.compiler.allow_in_graph
 def product(x: torch.Tensor, weight: torch.Tensor, number: torch.Tensor, inner: torch.Tensor | None = None) -> Any:
-    """Multiply by a weight that has a number. `inner`: the empty last result of `products`, if `x` is made of the
-    others. In the backward pass the weight's gradient is then added just before those of that call."""
+    """Multiply by a weight that has a number. `inner`: the empty last result of `products`, if `x` is computed from its
+    other results. In the backward pass, this weight's gradient is then added just before those of `products`."""
     return _Product.apply(x, weight, number, inner)
 
 

@@ -81,7 +81,7 @@ def norm_backward(
 
 
 def add_sum(number: torch.Tensor, parts: torch.Tensor) -> None:  # [], [P, K]
-    """Add the sum of partial gradients to the buffer of the weight that has a number."""
+    """Add the sum of partial gradients to the buffer of the weight with this number."""
     owner, parameter = entry(int(number))
     owner.add_sum(parameter, parts)
 
@@ -102,13 +102,14 @@ class _Norm(torch.autograd.Function):
         return operator(gradient, x, weight, *saved.constants, number, next_call()), None, None, None, None
 
 
-@torch.compiler.allow_in_graph  # not traced here; autograd traces the backward pass, with unique numbers
+# The forward pass is not traced; autograd traces the backward pass, where each call has a different number.
+@torch.compiler.allow_in_graph
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, form: int, number: torch.Tensor) -> Any:
     return _Norm.apply(x, weight, epsilon, form, number)
 
 
 class AddingNorm(torch.nn.Module):
-    """The class that is put before a norm's own, to replace its forward pass in training."""
+    """Our class, put before a norm's own class. It replaces the forward pass in training."""
 
     weight: torch.nn.Parameter
     own_form: tuple[float, int]
@@ -143,7 +144,7 @@ def form_of(module: torch.nn.Module) -> tuple[float, int] | None:
     if other or not isinstance(epsilon, float) or not alone or weight.ndim != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    # With small rows epsilon dominates, so that another epsilon, or another use of it, shows.
+    # In rows of small values epsilon dominates, so a different epsilon, or a different use of it, is found.
     sizes = torch.tensor([1.0, *(epsilon**0.5 * factor for factor in (0.3, 1.0, 3.0))])
     x = torch.randn(2, 4, len(weight), generator=generator) * sizes[:, None]
     random = torch.randn(len(weight), generator=generator)

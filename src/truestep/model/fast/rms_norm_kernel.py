@@ -16,8 +16,8 @@ import triton.language as tl
 
 from truestep.gpu.operators import on_device
 
-_NARROW = 256  # rows up to this width are handled several at a time, as heads
-_HALVES = 512  # elements of each half of its heads that a program holds at a time
+_NARROW = 256  # narrower rows are treated as heads: a program takes several at a time
+_HALVES = 512  # elements of each half of its heads that a program loads per iteration
 
 
 @triton.jit(do_not_specialize=["row_count"])

@@ -37,7 +37,7 @@ def adapter_source(adapter: AdapterConfig | None, seed: int, checkpoint: Path | 
 
 
 def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
-    """Attach a new or a stored adapter to a model, in place. Its values are read later."""
+    """Attach a new or a stored adapter to a model, in place. The adapter's weights stay unread."""
     settings = source.settings
     modules = None if settings is None else target_modules(model, settings.targets)
     if source.path is None:
@@ -61,8 +61,9 @@ def attach_adapter(model: Any, source: AdapterSource) -> Adapter:
 
 @contextmanager
 def adapters_called(model: Any) -> Iterator[None]:
-    """Refuse adapters on layers that the model does not call within the block: some code reads a layer's weight, and
-    the adapter would do nothing. Of layers of one name, such as experts, one call is enough."""
+    """Refuse an adapter on a layer that the model does not call within the block. Such a model reads the layer's weight
+    itself, so the adapter would do nothing. Among layers whose names differ only in numbers, such as experts, one call
+    is enough."""
     layers = {
         module: re.sub(r"\d+", "*", name) for name, module in model.named_modules() if isinstance(module, LoraLinear)
     }

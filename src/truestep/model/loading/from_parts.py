@@ -1,4 +1,4 @@
-"""Makes a model from its configuration, with unread weights that point to a checkpoint's parts."""
+"""Makes a model from its configuration, with unread weights that are read later from the files of a checkpoint."""
 
 from pathlib import Path
 from typing import Any

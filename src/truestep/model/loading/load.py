@@ -71,18 +71,18 @@ class LoadOptions:
     compiled: bool = False
     attending: str = "auto"  # auto, flash or torch
     trust_remote_code: bool = False
-    longest_document: int = 512  # length thresholds, such as a sliding window, are probed up to it
+    longest_document: int = 512  # probe documents longer than thresholds, such as a sliding window, up to this length
     ranks: Ranks = ALONE
     reshard_after_forward: bool = True
-    reduce_each: bool = False  # sharded gradients are reduced on each micro-batch
+    reduce_each: bool = False  # reduce sharded gradients after each micro-batch, not once per step
     stages_per_rank: int = 1
-    frozen: bool = False  # no weight has a gradient or a float32 master
-    freeze: Sequence[str] = ()  # the same for weights whose names match a pattern
-    masters_on_host: bool = False  # masters lie on the host, the weights that the model computes with on the device
+    frozen: bool = False  # weights have no gradients and no float32 masters
+    freeze: Sequence[str] = ()  # freeze the weights whose names match a pattern
+    masters_on_host: bool = False  # float32 masters are in host memory; compute weights are on the device
     adapter: AdapterSource | None = None  # if set, only the adapter is trained
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     offload_activations: bool = False  # inputs of recomputed layers are kept on the host
-    base: Policy | None = None  # of the same directory: its frozen weights are shared, and not read again
+    base: Policy | None = None  # a policy of the same directory; its frozen weights are shared, not read again
 
     @property
     def compute(self) -> torch.dtype:
@@ -112,16 +112,16 @@ class LoadOptions:
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device)
         if place.type == "cuda" and not torch.cuda.is_available():
             raise ModelError("model.device: cuda was asked for and there is no CUDA device")
-        return torch.empty(0, device=place).device  # has the GPU's index
+        return torch.empty(0, device=place).device  # a device with the GPU's index
 
     @property
     def rounds(self) -> bool:
-        """A CPU would sum the embedding's gradient in half precision."""
+        """True if embedding gradients would be summed in half precision, as torch does on a CPU."""
         return self.dtype != "float32" and self.place.type == "cpu"
 
     @property
     def whole(self) -> bool:
-        """This rank has whole weights of its layers."""
+        """True if this rank has its layers' whole weights, not slices or shards."""
         return self.ranks.tensor == self.ranks.shards == 1
 
 
@@ -200,13 +200,13 @@ def _freeze_routers(loading: Loading) -> None:
 
 
 def _attach(loading: Loading) -> None:
-    """Freeze the model's weights, and add an adapter's."""
+    """Freeze the model's weights, and add an adapter."""
     assert loading.options.adapter is not None
     loading.adapter = attach_adapter(loading.model, loading.options.adapter)
 
 
 def _prepare(loading: Loading) -> None:
-    """Make the model's outputs depend on weights and tokens alone, and read the head's settings."""
+    """Make the model's outputs depend only on weights and tokens, and read the head's settings."""
     put_in(loading.model)
     place_buffers(loading.model, loading.options.place)
     no_noise(loading.model)
@@ -219,7 +219,8 @@ def _recompute(loading: Loading) -> None:
 
 
 def _try(loading: Loading) -> None:
-    """Refuse weights that are not finite, put fused modules in, and probe, with all layers and some of the weights."""
+    """Refuse weights that are not finite, put fused modules in, and probe the model with all layers. Layers of one kind
+    share the weights of the first."""
     model = loading.model
     with progress.working("checking what it computes", "layers"), borrowed_weights(model, loading.options.place):
         loading.refuse(not_finite(model.named_parameters()))
@@ -257,7 +258,7 @@ def _freeze_all(loading: Loading) -> None:
 
 
 def _cut(loading: Loading) -> None:
-    """Cut the model to this rank's part."""
+    """Reduce the model to this rank's part: its experts, slices and stages."""
     model, ranks, place = loading.model, loading.options.ranks, loading.options.place
     pieces, group = pieces_of(model), ranks.group("tensor")
     if group is not None:
@@ -276,7 +277,7 @@ def _read_weights(loading: Loading) -> None:
     """Read this rank's part of the weights, whole or sharded."""
     model, options, pieces = loading.model, loading.options, loading.pieces
     ranks, place = options.ranks, options.place
-    size = 4 * sum(parameter.numel() for parameter in model.parameters())  # they are read in float32
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())  # bytes, since they are read in float32
     on_host = {"masters_on_host": options.masters_on_host}
     with progress.working("reading weights", "bytes read", size if ranks.shards == 1 else None):
         if ranks.shards > 1:
@@ -303,8 +304,8 @@ def _report_layers(loading: Loading) -> None:
 
 
 def _add_gradients(loading: Loading) -> None:
-    """Let norms, the embedding and linear layers of compiled layers add their gradients to float32 buffers, if weights
-    are whole. Then tell the fused modules which weights do."""
+    """Let the embedding, norms, and linear layers (if compiled) add their gradients to float32 buffers, if this rank
+    has whole weights. Then give the fused modules the keys of these buffers."""
     model, weights, options = loading.model, loading.weights, loading.options
     layers = layers_of(model)[1]
     adds = False
@@ -320,8 +321,9 @@ def _add_gradients(loading: Loading) -> None:
 
 
 def _norms_that_add(loading: Loading, layers: Sequence[torch.nn.Module]) -> Iterable[torch.nn.Module]:
-    """List the modules that may be norms with a fused backward pass. When the compiler recomputes, it fuses recomputing
-    a norm with its gradient, so layers' norms are left, but those of heads: their kernel's inputs are kept."""
+    """List the modules that may get the fused backward pass of norms. If the compiler recomputes activations, norms in
+    layers do not get it, because the compiler fuses a norm's recomputation with its gradient. Head norms do, because
+    their kernel's inputs are saved."""
     left: set[torch.nn.Module] = set()
     if loading.options.compiler_recomputes:
         left = {module for layer in layers for module in layer.modules()} - head_norms_of(loading.model)
@@ -342,7 +344,7 @@ class Pass(NamedTuple):
     when: Callable[[LoadOptions], bool] = lambda _: True
 
 
-# The order matters: a pass sees the model as those before it left it.
+# The order matters: each pass relies on what earlier passes did.
 PASSES: tuple[Pass, ...] = (
     Pass(_read),
     Pass(_check_experts, lambda options: options.ranks.expert > 1),
@@ -388,7 +390,8 @@ def _probe(loading: Loading) -> None:
 
 
 def _probe_rounded(loading: Loading) -> None:
-    """Probe the model in half precision with the chosen kernels. With `attending` auto, fall back to torch's."""
+    """Probe the model in half precision with the chosen kernels. If that fails with `attending` auto, use torch's
+    kernels."""
     model, options = loading.model, loading.options
     given = model, loading.probe, options.place, options.compute
     try:
@@ -408,9 +411,9 @@ def _head_settings(model: Any, settings: HeadSettings) -> HeadSettings:
     config = model.config
     plain_head(model)
     scale = 1.0
-    if getattr(config, "logits_scaling", None):  # Granite divides
+    if getattr(config, "logits_scaling", None):  # Granite divides logits
         scale = 1.0 / config.logits_scaling
-    elif getattr(config, "logit_scale", None):  # Cohere multiplies
+    elif getattr(config, "logit_scale", None):  # Cohere multiplies logits
         scale = config.logit_scale
     softcap = getattr(config, "final_logit_softcapping", None)
     return dataclasses.replace(settings, softcap=softcap, scale=scale)

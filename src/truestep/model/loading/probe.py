@@ -1,9 +1,10 @@
-"""Probes that refuse a model which would be trained wrongly. Every layer of the model runs (see `probe_weights`).
+"""Probes that refuse a model that would be trained wrongly. Every layer of the model runs (see `probe_weights`).
 
 In float32, packed documents must give the hidden states that transformers' own attention gives for each document alone,
-and our head must give the model's own logits. Some documents are longer than each threshold at which the model's code
-behaves differently (sliding window, rotary embedding). In half precision, which may use another attention kernel,
-packed documents may be at most `HALF_PRECISION_FACTOR` times as far from float32 as single documents.
+and our head must give the model's own logits. The documents include some that are longer than each threshold at which
+the model's code changes its behaviour (sliding window, rotary embedding). In half precision, another attention kernel
+may be used. The error of packed documents against float32 may then be at most `HALF_PRECISION_FACTOR` times the error
+of single documents.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from truestep.weights.errors import ModelError
 from truestep.weights.finite import largest
 
 FLOAT32_TOLERANCE = 1e-4
-# Packed and single documents round one value in two ways, so their errors must be about equal.
+# Packed and single documents have different rounding errors of about the same size.
 HALF_PRECISION_FACTOR = 1.5
 
 
@@ -85,7 +86,8 @@ def probe_float32(model: Any, head: HeadSettings, device: torch.device, longest:
 
 
 def _compare_packed(model: Any, documents: list[torch.Tensor], device: torch.device, alone: torch.Tensor) -> None:
-    """Compare packed documents with each alone. Where they differ, hand attention what the model's code may drop."""
+    """Compare packed documents with each document alone. If they differ, give attention the keyword arguments that the
+    model's code may have dropped, and compare again."""
     what = f"{type(model).__name__}: packed documents give other values"
     ways = handed.ways(model)
     while True:
@@ -113,8 +115,8 @@ def probe_context(model: Any, probe: Probe, device: torch.device, context: Conte
 
 @torch.no_grad()
 def probe_cut(model: Any, probe: Probe, device: torch.device, ranks: Ranks) -> None:
-    """Probe a float32 model whose layers are cut over tensor ranks, because its plan may be incomplete, or whose
-    experts are divided. All of these ranks call this."""
+    """Probe a float32 model whose layers are cut over tensor ranks (its plan may be incomplete) or whose experts are
+    divided. All of these ranks call this."""
     group, tokens = ranks.group("tensor"), len(probe.hidden)
     padding = torch.zeros(-tokens % ranks.tensor, dtype=torch.int64)
     documents = [*probe.documents, padding] if len(padding) else probe.documents
@@ -184,7 +186,7 @@ def _alone(model: Any, documents: list[torch.Tensor], device: torch.device) -> t
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest relative difference of any token: an average could hide a short wrong document."""
+    """Return the largest relative difference among tokens. An average could hide one short wrong document."""
     worst = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
     if not len(worst):
         return 0.0

@@ -1,4 +1,4 @@
-"""Fills a full model for the probes with few weights, because a rank may have no room for all of them.
+"""Gives a model's layers shared weights for the probes, because a rank may not have memory for all weights.
 
 A probe tests a model's code: attention masks, positions, cuts between layers. Every layer runs with its own settings
 and index. Layers whose weights have the same names and shapes share the values of the first of these layers.
@@ -19,7 +19,8 @@ from truestep.weights.lazy import read_parameters
 
 @contextmanager
 def borrowed_weights(model: Any, device: torch.device) -> Iterator[None]:
-    """Read an unread model's weights outside its layers, and one layer's weights per kind of layer, for the block."""
+    """Read an unread model's weights within the block: those outside its layers, and those of the first layer of each
+    kind. Other layers share the first one's."""
     _, layers = layers_of(model)
     firsts: dict[Any, torch.nn.Module] = {}
     lent: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -44,7 +45,7 @@ def _adding_a_part(part: float) -> Callable[..., Any]:
         before = arguments[0] if arguments else named.get("hidden_states")
         after = output[0] if isinstance(output, tuple) else output
         if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.shape == after.shape):
-            return output  # not a layer that maps hidden states to hidden states
+            return output  # not a layer from hidden states to hidden states
         damped = before + (after - before) * part
         return (damped, *output[1:]) if isinstance(output, tuple) else damped
 

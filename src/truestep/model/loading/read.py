@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _MOST_LAYERS = 10_000
 _LARGEST_SIZE = 2**40
-_HARMLESS = 2**24  # elements of a matrix that is allowed whatever the size of the weight files
+_HARMLESS = 2**24  # elements of a matrix that is always allowed, however small the weight files are
 _LARGEST_FILE = 256 * MIB  # limit for tokenizer files; Gemma 3's has 32 MiB
 
 
@@ -64,7 +64,7 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
     try:
         config = AutoConfig.from_pretrained(directory, **options)
         check_heads(HeadSizes.of(config).queries, ranks.context, ranks.tensor)
-        if ranks.tensor > 1:  # refused before anything is read
+        if ranks.tensor > 1:  # refuse before weights are read
             tensor_plan(config, ranks.tensor, divided=ranks.expert > 1)
         check_layers(config.get_text_config().num_hidden_layers, pipeline)
         if stored is not None:
@@ -80,7 +80,7 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
                 attn_implementation=attention.NAME,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
+                ignore_mismatched_sizes=True,  # mismatches are refused below, with the weight's name
                 **options,
             )
         _check_loading(directory, model, loading, warn=whole is None)
@@ -90,16 +90,17 @@ def read_directory(directory: Path, trust_remote_code: bool, ranks: Ranks, pipel
                 taken_from.check()
     except TruestepError:
         raise
-    except Exception as error:  # an odd config.json makes transformers raise any type, KeyError and TypeError too
+    # with a wrong config.json, transformers raises any type of error, KeyError and TypeError too
+    except Exception as error:
         raise ModelError(f"model.path: {directory} could not be loaded: {_reason(error, config)}") from error
     return model.eval(), _read_tokenizer(directory, options)
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """Say why a model could not be made: what it has that is not supported, if that is found, else the error."""
+    """Describe why a model could not be made: an unsupported feature if one is found, else the error."""
     from transformers import AutoModelForCausalLM
 
-    if error.args == (attention.NAME,):  # a KeyError of a table of attention classes
+    if error.args == (attention.NAME,):  # a KeyError from transformers' table of attention classes
         return f"{config.model_type} {attention.ITS_OWN}"
     try:
         with torch.device("meta"):
@@ -114,7 +115,7 @@ def _reason(error: Exception, config: Any) -> str:
 
 
 def plain_head(model: Any) -> None:
-    """Refuse a model that is not a body with a matrix behind it."""
+    """Refuse a model without a separate body, or whose head is not a plain matrix."""
     output = model.get_output_embeddings()
     if output is None or getattr(output, "bias", None) is not None:
         raise ModelError(f"{type(model).__name__} has no plain linear LM head without a bias")
@@ -126,7 +127,7 @@ def plain_head(model: Any) -> None:
 
 
 def _check_config(directory: Path) -> None:
-    """Refuse an invalid config.json, or one with absurd sizes: making that many layers would take hours."""
+    """Refuse a config.json that is invalid or has absurd sizes: making too many layers would take hours."""
     try:
         config = exact_object(read_settings(directory / "config.json"), lenient=True)
     except (OSError, LineError, TooLargeError) as error:
@@ -149,7 +150,7 @@ def _check_sizes(directory: Path, parts: Sequence[dict[str, Any]]) -> None:
     try:
         stored = sum(sum(tensor_sizes(file).values()) for file in files)
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        return  # a damaged header, which the loader names
+        return  # a damaged header; the loader reports it
     for part in parts:
         width = part.get("hidden_size")
         for name in ("vocab_size", "intermediate_size"):
@@ -194,5 +195,5 @@ def _read_tokenizer(directory: Path, options: dict[str, Any]) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, **options)
-    except Exception as error:  # the tokenizers library raises nothing narrower
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise ModelError(f"model.path: the tokenizer of {directory} could not be loaded: {printable(error)}") from error

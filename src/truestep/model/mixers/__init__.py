@@ -2,10 +2,10 @@
 
 attention         causal attention over packed documents by torch's kernels; chooses the implementation
 flash             attention over packed documents by FlashAttention 4
-paths             shared prefixes: the keys that segments with ancestors see (paths_kernel: sums over copies)
+paths             shared prefixes: the keys of segments with ancestors (paths_kernel: sums gradients over copies)
 context_parallel  context parallelism: a micro-batch's tokens divided over ranks
-recurrence        layers that keep a state: the interface, and how operations get into a model's code
-registered        the operations that truestep brings, by the names of functions
+recurrence        recurrent layers: the interface, and how our operations replace those in a model's code
+registered        truestep's own operations, by the names of the functions that they replace
 convolution       short causal convolutions
 delta_rule        the gated delta rule, with a decay for each head (Qwen) or each channel (KDA)
 state_space       Mamba-2 and Mamba-1

@@ -1,15 +1,15 @@
 """Causal attention over packed documents: no token sees another document.
 
-A segment that follows others (shared prefixes) attends to the tokens of its path (`paths`): its ancestors' and its own.
+With shared prefixes, a segment attends to the tokens of its path (`paths`): those of its ancestor segments and its own.
 
-Registered with transformers under two names, so that models' own code calls it. `FLASH` uses FlashAttention 4 (see
-`flash`); `choose` selects it where it works. `NAME` uses one of two implementations on torch:
+It is registered with transformers under two names, so that models' own code calls it. `FLASH` uses FlashAttention 4
+(see `flash`); `choose` selects it where it works. `NAME` uses one of two implementations on torch:
 
 - `varlen`: one fused kernel over all documents (GPU, half precision, no softcap; with sinks, without gradients);
 - `rows`: segments of similar length are the rows of a batch, called a bucket. Short rows are padded with the segment's
   last token. Attention is causal, so no real query sees the padding; outputs of padding are not read.
 
-A sink is one more score of each query head, without a value: it takes a share of the softmax.
+A sink is one more score per query head in the softmax, without a value.
 
 With context parallelism each rank computes a share of the heads for all tokens (see `context_parallel`).
 
@@ -37,7 +37,7 @@ from truestep.types import sent
 from truestep.weights.errors import ModelError
 
 NAME, FLASH = "truestep_packed", "truestep_packed_fast"  # not "flash": transformers loads kernels for such names
-# What is said of a model that never calls the attention that was set.
+# The end of an error message about a model that never calls the attention function that was set.
 ITS_OWN = "computes attention, if it has any, by code of its own and not by a function that transformers registers"
 _SCORES_BYTES = 256 * 2**20  # limit for the score matrices in memory at a time
 
@@ -48,7 +48,8 @@ class Bucket:
 
     queries: torch.Tensor  # [R, X] index into S
     keys: torch.Tensor  # [R, Y] index into the keys
-    places: torch.Tensor | None  # [R, X] each query's place among its row's keys; None: queries and keys are the same
+    # [R, X] each query's index among its row's keys; None: queries and keys are the same tokens
+    places: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class RowLayout:
     restore: torch.Tensor  # [S] index of each token in the concatenated rows of all buckets
 
 
-@dataclass  # not frozen: torch.compile looks into frozen dataclasses, and would recompile for each layout
+@dataclass  # not frozen: torch.compile guards on the values of frozen dataclasses, and would recompile for each layout
 class PackedLayout:
     """The positions of segments in a micro-batch, made once for all layers."""
 
@@ -67,7 +68,7 @@ class PackedLayout:
     longest: int  # the longest segment's length
     spans: tuple[tuple[int, int], ...]  # each segment's begin and end, on the host; for `rows`
     context: Context | None = None  # the ranks that share the tokens
-    paths: Paths | None = None  # what segments see before their own tokens; None: every segment is a whole sequence
+    paths: Paths | None = None  # the keys of segments with ancestors; None: every segment is a whole sequence
 
     @functools.cached_property
     def rows(self) -> RowLayout:
@@ -105,7 +106,7 @@ def _make_rows(spans: Sequence[Span], key_spans: Sequence[Span], device: torch.d
         order = [number for number in order if number not in taken]
         queries, real = _padded([spans[number] for number in members])
         keys, _ = _padded([key_spans[number] for number in members])
-        # The last of a row's queries is the last of its keys. Padding has the place of the token that it repeats.
+        # A row's last query is its last key. Padding has the index of the token that it repeats.
         behind = torch.tensor([key_spans[number][1] - key_spans[number][0] - spans[number][1] for number in members])
         places = queries + behind[:, None]
         restore[queries[real]] = torch.arange(offset, offset + queries.numel()).view_as(queries)[real]
@@ -120,7 +121,8 @@ def _length(span: Span) -> int:
 
 
 def _padded(spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:  # [R, X], [R, X] bool
-    """Return the positions of spans as rows that are padded with the last position, and which of them are real."""
+    """Return rows of positions, one span per row, padded with the span's last position; and which entries are not
+    padding."""
     first = torch.tensor([start for start, _ in spans])[:, None]
     last = torch.tensor([end - 1 for _, end in spans])[:, None]
     places = torch.arange(max(map(_length, spans)))
@@ -169,7 +171,7 @@ def packed_attention(
         output = flash.attend(q, k, v, *bounds, scale, sliding_window, softcap, s_aux, packed_layout.paths)
     elif is_fused(q.device, q.dtype, softcap, s_aux is not None):
         attend = functools.partial(_varlen, layout=packed_layout, scale=scale, window=sliding_window, sinks=s_aux)
-        # Recomputed in the backward pass, so that the copies of keys and values on the paths are not kept.
+        # The backward pass recomputes this, so that gathered copies of keys and values need not be kept.
         recomputes = packed_layout.paths is not None and torch.is_grad_enabled()
         output = checkpoint(attend, q, k, v, use_reentrant=False) if recomputes else attend(q, k, v)
     else:
@@ -206,7 +208,7 @@ def shapes_seen() -> Iterator[set[flash.Heads]]:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The attention implementation of a model."""
+    """The attention implementation of a model, and why FlashAttention 4 is not used."""
 
     name: str  # `NAME` or `FLASH`
     instead: str | None = None  # the reason why FlashAttention 4 is not used
@@ -249,7 +251,7 @@ def using(model: Any, name: str) -> Iterator[None]:
 
 
 def is_fused(device: torch.device, dtype: torch.dtype, softcap: float | None, sinks: bool = False) -> bool:
-    """Tell whether the fused kernel is used, which reads the documents' bounds from the device."""
+    """Tell whether the fused kernel is used. It reads the documents' bounds from the device."""
     if softcap is not None or device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     return not sinks or (not torch.is_grad_enabled() and _gives_logsumexp())
@@ -288,7 +290,7 @@ def _varlen(
 
 
 def _with_sinks(sinks: torch.Tensor | None, *given: Any, **options: Any) -> torch.Tensor:
-    """Call the fused kernel. With sinks, take their share of each softmax away from its result."""
+    """Call the fused kernel. With sinks, scale its output by the softmax share that is left beside them."""
     from torch.nn.attention import varlen
 
     attend: Any = varlen.varlen_attn  # its options differ between torch versions
@@ -315,8 +317,8 @@ def attend_to_past(
     window: int | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [X, Q, E]
-    """Attend from the last tokens of packed sequences to these and all before, by the fused kernel, without
-    gradients."""
+    """Attend from the last tokens of packed sequences to all tokens of the same sequence up to each, by the fused
+    kernel, without gradients."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = _known_options(varlen_attn)
@@ -411,7 +413,7 @@ def _dense(
     sinks: torch.Tensor | None,
     places: torch.Tensor | None,
 ) -> torch.Tensor:  # [R, Q, X, E], [R, K, Y, E], [R, K, Y, F] -> [R, Q, X, F]
-    """Attend in rows. `places` [R, X]: each query's place among the keys; None: the same in order."""
+    """Attend within rows. `places` [R, X]: each query's index among the keys; None: query i is at key i."""
     width, keys = q.shape[2], k.shape[2]
     if window is not None and window >= keys:
         window = None
@@ -433,7 +435,7 @@ def _dense(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:  # one more column, which has no value
+    if sinks is not None:  # a sink is one more column of scores, without a value
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)

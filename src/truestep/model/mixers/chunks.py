@@ -1,7 +1,7 @@
 """Packed documents as chunks of equal length, for operations that carry a state from chunk to chunk.
 
-What happens inside the chunks of all documents is computed at once. The state then passes through the chunks in steps:
-step i takes chunk i of every document that has one. A document's last chunk is padded behind.
+Work inside chunks is done for all chunks at once. The state then passes through the chunks in steps: step i takes chunk
+i of every document that has one. A document's last chunk is padded at its end.
 
 Dimensions: S tokens of D documents; N chunks of L tokens.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-_SHORTEST = 16  # chunks have at least so many tokens, however short the documents
+_SHORTEST = 16  # least number of tokens in a chunk, also for shorter documents
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class Chunks:
     real: torch.Tensor  # [N, L] True: a token; False: padding
     counts: tuple[int, ...]  # the number of chunks of each step
     order: torch.Tensor  # [D] the documents, those with the most chunks first
-    places: torch.Tensor  # [D] each document's place in `order`
+    places: torch.Tensor  # [D] each document's index in `order`
     restore: torch.Tensor  # [S] index of each token in the N * L tokens of all chunks
 
     def arrange(self, values: torch.Tensor, padding: float | None = None) -> torch.Tensor:
-        """Arrange tokens' values, [S, ...] -> [N, L, ...]. `padding`: the value of padding (None: any)."""
+        """Arrange tokens' values, [S, ...] -> [N, L, ...]. `padding`: the value at padding; None: padding repeats a
+        token's value."""
         rows = values.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
         if padding is None:
             return rows
@@ -42,7 +43,7 @@ class Chunks:
         self, states: torch.Tensor, advance: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Pass states [D, ...] through the documents' chunks. `advance` maps some chunks and the states before them to
-        an output for each of these chunks and the states behind. Return the outputs [N, ...] and final states."""
+        one output per chunk and the states after them. Return the outputs [N, ...] and final states."""
         states = states.index_select(0, self.order)
         outputs, ended, start = [], [], 0
         for count in self.counts:
@@ -58,7 +59,7 @@ class Chunks:
 
 @functools.lru_cache(maxsize=16)
 def make_chunks(spans: tuple[tuple[int, int], ...], most: int, device: torch.device) -> Chunks:
-    """Divide documents into chunks of `most` tokens, or fewer where all documents are shorter. `spans`: each document's
+    """Divide documents into chunks of `most` tokens, or fewer if all documents are shorter. `spans`: each document's
     begin and end; together they cover all tokens."""
     lengths = torch.tensor([end - start for start, end in spans])
     starts = torch.tensor([start for start, _ in spans])

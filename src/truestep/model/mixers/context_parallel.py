@@ -21,7 +21,8 @@ from truestep.weights.errors import ModelError
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that each have a contiguous run of a micro-batch's tokens. `rank` is this rank's index in the group."""
+    """The ranks that share a micro-batch's tokens; each has a contiguous part. `rank` is this rank's index in the
+    group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -89,8 +90,8 @@ class Context:
 
 @cache
 def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
-    """List the key-value heads to send to each rank, rank by rank, equally many to each. Where a rank's query heads
-    share key-value heads unevenly, a key-value head is sent once per query head."""
+    """List the key-value heads to send to each rank, in the order of ranks, equally many to each. If a rank's query
+    heads share key-value heads unevenly, a key-value head is sent once per query head."""
     check_heads(queries, size)
     share, group = queries // size, queries // keys
     each = [[head // group for head in range(rank * share, (rank + 1) * share)] for rank in range(size)]
@@ -100,7 +101,8 @@ def heads_needed(queries: int, keys: int, size: int) -> tuple[int, ...]:
 
 
 def check_heads(queries: int, size: int, tensor: int = 1) -> None:
-    """Refuse query heads that context ranks do not divide. `tensor_plan` refuses those that tensor ranks do not."""
+    """Refuse a number of query heads that the number of context ranks does not divide. `tensor_plan` does the same for
+    tensor ranks."""
     if queries % tensor == 0 and queries // tensor % size:
         left = f" of each of the {tensor} tensor ranks" if tensor > 1 else ""
         raise ModelError(
@@ -110,7 +112,7 @@ def check_heads(queries: int, size: int, tensor: int = 1) -> None:
 
 
 def check_share(what: str, count: int, size: int) -> None:
-    """Refuse heads or channels of a recurrent layer that context ranks do not divide."""
+    """Refuse a number of heads or channels of a recurrent layer that the number of context ranks does not divide."""
     if count % size:
         raise ModelError(f"parallel.context: {size} does not divide the {count} {what}: choose a divisor of {count}")
 

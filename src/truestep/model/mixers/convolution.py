@@ -1,7 +1,7 @@
-"""Short causal convolutions over packed documents, each channel by itself.
+"""Short causal convolutions over packed documents, with independent channels.
 
-The input is laid out with room for the tokens that a document's first outputs look back to: zeros, or the state. One
-convolution then runs over all documents, with the same kernel as over one.
+Before each document, the input gets the columns that its first outputs read: zeros, or the state. One convolution then
+runs over all documents, with the same kernel as for one document.
 
 Dimensions: C channels; W taps; S tokens of D documents; R sequences.
 """
@@ -73,8 +73,9 @@ def _convolve(call: Call, given: torch.Tensor) -> torch.Tensor:  # [R, C, T] -> 
 
 @functools.lru_cache(maxsize=16)
 def _layout(spans: Spans, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the index that puts `width` columns before each document (columns of all states stand behind the tokens),
-    each token's output in the convolution of the result, and the columns of the final states."""
+    """Return three indices. The first puts `width` columns of state before each document (the states' columns follow
+    the tokens in its source). The second gives each token's output in the convolution's result, the third the columns
+    of the final states."""
     tokens = spans[-1][1]
     index, outputs, last = [], [], []
     for document, (start, end) in enumerate(spans):

@@ -4,7 +4,7 @@ A head's state is a matrix S [K, V]. A token with key k, value v, decay exp(g) a
 
     S <- exp(g) S;   S <- S + beta k (v - k^T S)^T
 
-and reads q^T S. Inside a chunk the tokens' changes depend on each other by a triangular system, which is solved for all
+and reads q^T S. Within a chunk, the tokens' changes of the state solve a triangular system, which is solved for all
 chunks at once (Yang et al. 2024, arXiv:2412.06464; Kimi Team 2025, arXiv:2510.26692). States are float32.
 
 Dimensions: S tokens of D documents; R sequences; H value heads, G heads of queries and keys; K, V head sizes; N chunks
@@ -21,7 +21,7 @@ from truestep.model.mixers.chunks import make_chunks
 from truestep.model.mixers.context_parallel import Context
 from truestep.model.mixers.recurrence import Call, LayerState, Recurrence, Spans, exchange_heads
 
-_PER_HEAD, _PER_CHANNEL = 64, 16  # tokens of a chunk: with a decay per channel, pairs of tokens have K numbers
+_PER_HEAD, _PER_CHANNEL = 64, 16  # tokens per chunk; a decay per channel needs K numbers for each pair of tokens
 
 
 class DeltaRule(Recurrence):
@@ -45,7 +45,8 @@ class DeltaRule(Recurrence):
         chunks = make_chunks(spans, _PER_CHANNEL if g.ndim == q.ndim else _PER_HEAD, q.device)
         q, k, v = (chunks.arrange(tensor).transpose(1, 2) for tensor in (q, k, v))  # [N, H, L, size]
         g, beta = (chunks.arrange(tensor, 0.0).transpose(1, 2) for tensor in (g, beta))
-        # The log of the decay since the chunk's begin. In float64, because its gradient is a small difference of sums.
+        # The log of the decay since the start of the chunk. It is float64, because its gradient is a small difference
+        # of sums.
         behind = g.double().cumsum(2)  # [N, H, L] or [N, H, L, K]
         keys, reads = _between(q, k, behind)
         if behind.ndim < q.ndim:
@@ -68,7 +69,7 @@ class DeltaRule(Recurrence):
         return (output[None].to(call.query.dtype), None), final
 
     def step(self, call: Call, states: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        q, k, v, g, beta = _inputs(call)  # R sequences in the place of S tokens
+        q, k, v, g, beta = _inputs(call)  # R sequences take the place of S tokens
         states = states * (g if g.ndim == q.ndim else g[..., None]).exp()[..., None]
         change = (v - (states * k[..., None]).sum(-2)) * beta[..., None]
         states = states + k[..., None] * change[..., None, :]
@@ -85,7 +86,8 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _inputs(call: Call) -> tuple[torch.Tensor, ...]:
-    """Return queries, keys [S, H, K], values [S, H, V], log decays and rates in float32, without the batch."""
+    """Return queries and keys [S, H, K], values [S, H, V], log decays and rates in float32, without the batch
+    dimension."""
     given = (call.query, call.key, call.value, call.g, call.beta)
     q, k, v, g, beta = (tensor[0].to(_wide(tensor)) for tensor in given)
     if call.use_qk_l2norm_in_kernel:
@@ -97,8 +99,8 @@ def _inputs(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def _between(q: torch.Tensor, k: torch.Tensor, behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the products of a chunk's keys with its keys, and of its queries with its keys, each decayed by what lies
-    between the two tokens: [N, H, L, L], 0 where the second token comes later."""
+    """Return the products of a chunk's keys with its keys and of its queries with its keys, each times the decay
+    between the two tokens: [N, H, L, L]. They are 0 where the second token is later."""
     size = q.shape[2]
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     if behind.ndim < q.ndim:
@@ -114,8 +116,9 @@ def _between(q: torch.Tensor, k: torch.Tensor, behind: torch.Tensor) -> tuple[to
 def _solve(
     keys: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a chunk's tokens add to an empty state [N, H, L, V], and what a state before the chunk takes from
-    that, [N, H, L, K]. `before`: the decay since the chunk's begin, [N, H, L, 1 or K]."""
+    """Return the changes that a chunk's tokens make to an empty state, [N, H, L, V], and the matrix [N, H, L, K] whose
+    product with the state before the chunk is subtracted from them. `before`: the decay since the start of the chunk,
+    [N, H, L, 1 or K]."""
     rate = beta[..., None]
     right = torch.cat([v, k * before], dim=-1) * rate
     solved = torch.linalg.solve_triangular(keys * rate, right, upper=False, unitriangular=True)

@@ -20,8 +20,8 @@ from truestep.model.mixers.paths import Paths, make_paths, sum_paths
 
 PACKAGE = "flash-attn-4"
 _MODULE = "flash_attn.cute"
-_LENGTHS = (1, 190, 64, 700, 129, 2)  # lengths of the documents in the comparison with torch
-_PARENTS = (-1, -1, 1, 1, 3, 1)  # of them as segments, where some share a prefix
+_LENGTHS = (1, 190, 64, 700, 129, 2)  # document lengths in the comparison with torch
+_PARENTS = (-1, -1, 1, 1, 3, 1)  # each one's parent when they are segments with shared prefixes
 _FACTOR = 1.5  # allowed error, as a multiple of plain torch's rounding error in the same type
 
 
@@ -149,8 +149,8 @@ def _backward(context: Any, gradient: torch.Tensor | None, _: torch.Tensor | Non
 def take_sinks(
     output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [S, Q, F], [Q, S], [Q]
-    """Put sinks into the result of attention without them. With the logsumexp that has the sinks in it, a backward pass
-    without sinks gives the right gradients of queries, keys and values."""
+    """Add sinks to the result of attention without them. With the new logsumexp, which includes the sinks, the backward
+    pass without sinks gives the right gradients of queries, keys and values."""
     wide = sinks.to(logsumexp.dtype)[:, None]
     share = (logsumexp - wide).sigmoid().t()[..., None]
     return (output * share).to(output.dtype), torch.logaddexp(logsumexp, wide)
@@ -159,7 +159,8 @@ def take_sinks(
 def _gradient_of_sinks(
     gradient: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:  # [Q]
-    """A sink's share of a row is p, and the row's loss falls by p times the row's gradient along its output."""
+    """Return the sinks' gradient. In each row it is -p · (gradient · output), where p is the sink's share of the
+    softmax."""
     along = (gradient.float() * output.float()).sum(-1)  # [S, Q]
     share = (sinks.float() - logsumexp.t()).exp()
     return -(share * along).sum(0).to(sinks.dtype)
@@ -216,7 +217,7 @@ def version() -> str | None:
 
 
 def problem(shapes: tuple[Heads, ...], dtype: torch.dtype, place: torch.device) -> str | None:
-    """Return the reason why FlashAttention 4 cannot be used for these shapes on a device; None if it can."""
+    """Return why FlashAttention 4 cannot be used for these shapes on a device; None if it can."""
     if place.type != "cuda":
         return "it needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -236,13 +237,13 @@ def problem(shapes: tuple[Heads, ...], dtype: torch.dtype, place: torch.device) 
 def _compared(heads: Heads, dtype: torch.dtype, place: torch.device) -> str | None:
     try:
         return compare(heads, dtype, place, attend)
-    except Exception as error:  # the kernel compiler's errors have no common type
+    except Exception as error:  # the kernel compiler's errors have no common base class
         return f"it failed on this machine: {type(error).__name__}: {str(error)[:300]}"
 
 
 def compare(heads: Heads, dtype: torch.dtype, place: torch.device, kernel: Any) -> str | None:
-    """Compare a kernel with plain torch in float32, for whole documents and where these share prefixes. Describe a
-    result whose error is larger than that of plain torch in the kernel's type (by `_FACTOR`); None if there is none."""
+    """Compare a kernel with plain torch in float32, with separate documents and with shared prefixes. Describe a result
+    whose error exceeds `_FACTOR` times that of plain torch in the kernel's dtype; None if there is none."""
     return _compare(heads, dtype, place, kernel, ()) or _compare(heads, dtype, place, kernel, _PARENTS)
 
 

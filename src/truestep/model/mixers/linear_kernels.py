@@ -1,8 +1,8 @@
-"""Kernels of recurrent layers for GPUs, by the package flash-linear-attention (`fla-core`, optional: truestep[hybrid]).
+"""GPU kernels for recurrent layers, from the optional package flash-linear-attention (`fla-core`, truestep[hybrid]).
 
-They take packed documents by their cumulative lengths, in half precision, with states in float32. Each operation of a
-model is compared with plain torch in float32 on the machine before its kernel is used: values and gradients, packed and
-each document alone.
+They take packed documents as cumulative lengths, in half precision, with states in float32. Before a kernel is used,
+each operation of a model is compared on this machine with plain torch in float32: values and gradients, for packed
+documents and for each document alone.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from truestep.model.mixers.recurrence import Call, Recurrence, Spans
 from truestep.weights.errors import ModelError
 
 PACKAGE = "fla-core"
-_LENGTHS = (1, 190, 64, 700, 129, 2)  # lengths of the documents in the comparison
-# Relative errors of kernels in bfloat16 are about 4e-3; a wrong kernel's are far larger.
+_LENGTHS = (1, 190, 64, 700, 129, 2)  # document lengths in the comparison
+# Relative errors of correct kernels in bfloat16 are about 4e-3. Those of wrong kernels are much larger.
 _ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
-_FACTOR = 1.5  # the largest error of packed documents, as a multiple of that of each alone
+_FACTOR = 1.5  # limit of the error of packed documents, as a multiple of the error of single documents
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The operations of a model for which kernels are used, by the names of functions."""
+    """The operations that use kernels, by function name."""
 
     names: frozenset[str] = frozenset()
-    instead: Mapping[str, str] = dataclasses.field(default_factory=dict)  # why plain torch is used for the others
+    instead: Mapping[str, str] = dataclasses.field(default_factory=dict)  # why other operations use plain torch
 
     @property
     def story(self) -> str:
@@ -59,7 +59,8 @@ def convolve(
     from fla.modules.causal_conv1d import causal_conv1d
 
     if initial is not None:
-        initial = pad(initial, (1, 0))  # its states have as many columns as the convolution has taps
+        # the package's states have as many columns as the convolution has taps, one more than ours
+        initial = pad(initial, (1, 0))
     output, final = causal_conv1d(
         call.hidden_states.transpose(1, 2),
         call.weight,
@@ -93,14 +94,14 @@ def apply_delta_rule(
 
 def scan_heads(
     given: torch.Tensor,  # [T, H, P] inputs times steps
-    decay: torch.Tensor,  # [T, H] logarithms, float32
+    decay: torch.Tensor,  # [T, H] log decays, float32
     b: torch.Tensor,  # [T, G, N]
     c: torch.Tensor,  # [T, G, N]
     segments: torch.Tensor,
     spans: Spans,
     initial: torch.Tensor | None,  # [D, H, P, N]
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [T, H, P], [D, H, P, N]
-    """Compute Mamba-2's state: linear attention whose queries are C, keys B and values the inputs."""
+    """Compute Mamba-2's state-space scan as linear attention: queries are C, keys B, and values the inputs."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     each = given.shape[1] // b.shape[1]
@@ -121,13 +122,13 @@ def scan_heads(
 
 @functools.lru_cache(maxsize=16)
 def _on_host(spans: Spans) -> torch.Tensor:
-    """Return cumulative lengths. One tensor for one packing, because the package keeps what it prepares for a
-    tensor."""
+    """Return cumulative lengths. The cache returns the same tensor for the same packing, because the package caches its
+    preparations per tensor."""
     return torch.tensor([0, *(end for _, end in spans)], dtype=torch.int32)
 
 
 def choose(wanted: str, seen: Iterable[tuple[Recurrence, Call]], dtype: torch.dtype, place: torch.device) -> Kernels:
-    """Choose the operations for which kernels are used, of the calls that were seen. `wanted`: auto, flash or torch."""
+    """Choose kernels for the operations in the recorded calls. `wanted`: auto, flash or torch."""
     if wanted == "torch" or place.type != "cuda" or dtype not in _ALLOWED:
         return BY_TORCH
     names, instead = set(), {}
@@ -144,7 +145,7 @@ def choose(wanted: str, seen: Iterable[tuple[Recurrence, Call]], dtype: torch.dt
 
 
 def problem(recurrence: Recurrence, call: Call, dtype: torch.dtype, place: torch.device) -> str | None:
-    """Return the reason why the kernel cannot be used for calls like this one; None if it can."""
+    """Return why the kernel cannot be used for calls like this one; None if it can."""
     if place.type != "cuda":
         return "it needs a GPU"
     if dtype not in _ALLOWED:
@@ -159,7 +160,7 @@ def problem(recurrence: Recurrence, call: Call, dtype: torch.dtype, place: torch
             _compared[key] = compare(recurrence, call, dtype, place)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the kernel compiler's errors have no common type
+        except Exception as error:  # the kernel compiler's errors have no common base class
             _compared[key] = f"it failed on this machine: {type(error).__name__}: {str(error)[:300]}"
     return _compared[key]
 
@@ -168,7 +169,8 @@ _compared: dict[Any, str | None] = {}
 
 
 def compare(recurrence: Recurrence, call: Call, dtype: torch.dtype, place: torch.device) -> str | None:
-    """Compare the kernel with plain torch in float32. Describe a result that is too far off; None if there is none."""
+    """Compare the kernel with plain torch in float32. Describe a result whose error is too large; None if there is
+    none."""
     errors = measure(recurrence, call, dtype, place, _LENGTHS)
     for name, (packed, alone) in errors.items():
         if not packed <= _ALLOWED[dtype]:
@@ -181,8 +183,8 @@ def compare(recurrence: Recurrence, call: Call, dtype: torch.dtype, place: torch
 def measure(
     recurrence: Recurrence, call: Call, dtype: torch.dtype, place: torch.device, lengths: tuple[int, ...]
 ) -> dict[str, tuple[float, float]]:
-    """Return the relative errors of the kernel's values and gradients against plain torch in float32: of packed
-    documents, and of each document alone."""
+    """Return the relative errors of the kernel's values and gradients against plain torch in float32: for packed
+    documents, and for each document alone."""
     given = random_call(recurrence, call, sum(lengths), dtype, place)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     spans = tuple(zip([0, *ends[:-1]], ends, strict=True))
@@ -200,7 +202,8 @@ def measure(
 
 
 def random_call(recurrence: Recurrence, call: Call, tokens: int, dtype: torch.dtype, place: torch.device) -> Call:
-    """Make a call of random values like another one, for other tokens. What is computed in float32 stays so."""
+    """Make a call like another one, with random values and another number of tokens. Inputs that are computed in
+    float32 stay float32."""
     generator = torch.Generator().manual_seed(0)
     arguments = dict(call.arguments)
     for name, value in call.arguments.items():
@@ -228,8 +231,8 @@ def results(
     only: tuple[int, int] | None = None,
     kernels: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the output and all gradients of a call in float32 or wider. `wide`: compute in this type. `only`: compute
-    one document alone; the results are 0 at the others' tokens."""
+    """Return the output and all gradients of a call, in float32 or wider. `wide`: compute in this dtype. `only`:
+    compute one document alone; results are 0 at the tokens of other documents."""
     inputs = {
         name: value.to(wide or value.dtype).detach().clone().requires_grad_()
         for name, value in call.arguments.items()

@@ -1,8 +1,9 @@
-"""The keys that segments with ancestors see: the tokens of each segment's path, one after another.
+"""Attention with shared prefixes: copies keys and values to the path of each segment.
 
-Keys and values are copied to the paths, so that attention is one call of any kernel that takes more keys than queries:
-it counts positions from the end, so windows, soft caps and sinks hold as ever. A token of a shared segment has a copy
-in the path of each of its descendants, and its gradient is the sum over them, in float32.
+A segment's path is the tokens of its ancestors and its own, in order. With the keys and values of the paths, attention
+is one call of any kernel that allows more keys than queries. Such kernels count positions from the end, so windows,
+soft caps and sinks need no change. A token of a shared segment has one copy in the path of each descendant; its
+gradient is the sum over the copies, in float32.
 
 Dimensions: S tokens of the micro-batch, G segments, P tokens of all paths, C copies of segments in paths.
 """
@@ -28,8 +29,8 @@ class Paths:
     longest: int
     spans: tuple[Span, ...]  # each path's begin and end, on the host
     source: torch.Tensor  # [P] int64 index into S
-    # For the sum over copies: each token's segment, the segments' begins, and where the copies of each segment begin,
-    # which are `copies[first[segment]:first[segment + 1]]`.
+    # For the sum over copies: each token's segment, the first token of each segment, and the copies of each segment,
+    # `copies[first[segment]:first[segment + 1]]`.
     segment: torch.Tensor  # [S] int32
     starts: torch.Tensor  # [G] int32
     first: torch.Tensor  # [G + 1] int32
@@ -50,7 +51,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class Level:
-    """The segments with equally many ancestors. What recurs is computed a level at a time."""
+    """The segments with the same number of ancestors. Recurrent layers compute one level at a time."""
 
     tokens: torch.Tensor  # [tokens of the level] int64 index into S
     segments: torch.Tensor  # int32 cumulative lengths, on the model's device
@@ -60,7 +61,8 @@ class Level:
 
 
 def make_paths(spans: Sequence[Span], parents: Sequence[int], device: torch.device) -> Paths:
-    """Make the paths of segments, whose parents stand before them. A span without a parent's number is padding."""
+    """Make the paths of segments. A parent comes before its children; -1: no parent. A span without an entry in
+    `parents` is padding."""
     parents = [*parents, *[-1] * (len(spans) - len(parents))]
     paths: list[list[int]] = []
     for number, parent in enumerate(parents):
@@ -98,7 +100,7 @@ def _levels(
     spans: Sequence[Span], parents: Sequence[int], depths: Sequence[int], device: torch.device
 ) -> tuple[Level, ...]:
     levels = []
-    place: dict[int, int] = {}  # of a segment in its level
+    place: dict[int, int] = {}  # a segment's index in its level
     for depth in range(max(depths) + 1):
         members = [number for number, of in enumerate(depths) if of == depth]
         place |= {number: index for index, number in enumerate(members)}
@@ -151,7 +153,7 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor, list[torch.Tensor]], output: tor
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, list[None]]:
-    index = list(ctx.saved_tensors)  # read once: recomputed activations are there once
+    index = list(ctx.saved_tensors)  # read once: with activation checkpointing, saved tensors can be read only once
     return sum_paths(gradient.contiguous(), index), [None] * len(index)
 
 

@@ -15,7 +15,7 @@ _BLOCK = 1024  # columns per program
 def _sum_kernel(
     given_pointer,  # [P, width]
     total_pointer,  # [S, width]
-    segment_pointer,  # [S] int32, as the others
+    segment_pointer,  # [S] int32, as the next three
     starts_pointer,
     first_pointer,
     copies_pointer,
@@ -38,8 +38,8 @@ def _sum_kernel(
 def sum_on_gpu(
     gradient: torch.Tensor, segment: torch.Tensor, starts: torch.Tensor, first: torch.Tensor, copies: torch.Tensor
 ) -> torch.Tensor:  # [P, ...] -> [S, ...]
-    """Add up the copies of each token. `segment` is each token's segment, `starts` the segments' begins, and
-    `copies[first[segment]:first[segment + 1]]` the places where a segment's copies begin."""
+    """Sum the copies of each token. `segment` is each token's segment, `starts` the first token of each segment, and
+    `copies[first[segment]:first[segment + 1]]` the starts of a segment's copies in the paths."""
     gradient = gradient.contiguous()
     total = gradient.new_empty(len(segment), *gradient.shape[1:])
     if total.numel():

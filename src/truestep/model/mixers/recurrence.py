@@ -1,14 +1,14 @@
-"""Layers that keep a state: convolutions over time, gated delta rules, state-space models, and a user's own.
+"""Recurrent layers: convolutions over time, gated delta rules, state-space models, and a user's own.
 
-A transformers model calls such an operation by the name of a function in the module of its code. `register` says what
-takes a function's place. `put_in` gives each module of a model whose code names a registered function the same code
-with our functions in place of these; transformers' modules are not changed. Called with
+A transformers model calls such an operation as a function of the module that has its code. `register` names the
+function that an operation replaces. `put_in` looks for modules whose methods use a registered function, and gives them
+copies of these methods that call our operation. transformers' own code is not changed. An operation is called with one
+of
+- `packed_layout` (training): it runs on packed documents, which are independent of each other;
+- `paged` (the engine): `paged.step.recur(module, recurrence, call)` computes the output;
+- neither (one document without packing): the model's own plain function runs.
 
-- `packed_layout` (training): the operation runs on packed documents, none of which sees another;
-- `paged` (the engine): `paged.step.recur(module, recurrence, call)` gives the output;
-- neither (a document alone): the model's own plain function runs.
-
-Both are asked of `handed`, because some models do not pass them on to their layers.
+Both arguments come from `handed`, because some models do not pass them on to their layers.
 """
 
 import functools
@@ -33,7 +33,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class LayerState:
-    """What one sequence keeps of one operation of one layer: a tensor of fixed shape."""
+    """The state that one operation of one layer keeps for one sequence: a tensor of fixed shape."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,11 +41,11 @@ class LayerState:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model's function: its arguments by their names, which are also attributes. Example: `call.query`."""
+    """A call of a model's function. Its arguments are also attributes. Example: `call.query`."""
 
-    function: Callable[..., Any]  # the model's own, without kernels
-    arguments: Mapping[str, Any]  # with defaults, and without what the model hands on to every function
-    kernels: bool = False  # kernels may be used, not only plain torch
+    function: Callable[..., Any]  # the model's own plain function, without kernels
+    arguments: Mapping[str, Any]  # by name, with defaults, without the model's extra keyword arguments
+    kernels: bool = False  # whether kernels may be used, not only plain torch
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -53,7 +53,7 @@ class Call:
         except KeyError:
             raise AttributeError(f"{self.function.__name__} has no argument {name}") from None
 
-    def __getstate__(self) -> Any:  # without it, copying would ask `__getattr__` for fields that are not there yet
+    def __getstate__(self) -> Any:  # without this, copying would call `__getattr__` before the fields exist
         return self.__dict__
 
     def replaced(self, **named: Any) -> "Call":
@@ -61,18 +61,18 @@ class Call:
 
 
 class Recurrence(ABC):
-    """An operation that carries a state from token to token. Outputs have the form that the model's function returns.
+    """An operation that carries a state from token to token. Outputs have the form of the model's function.
 
     Tensors of a call have the layout of the model's function, for a batch of one: S tokens of D packed documents, or
     one token for each of R sequences.
     """
 
-    kernel: ClassVar[bool] = False  # there is a kernel for it (`linear_kernels`), which a call may ask for
+    kernel: ClassVar[bool] = False  # whether `linear_kernels` has a kernel for it
     tokens: ClassVar[
         Mapping[str, int]
-    ] = {}  # arguments that have a dimension of tokens, and which it is; read for its kernel and for shared prefixes
-    output_tokens: ClassVar[int] = 1  # the output's dimension of tokens
-    wide: ClassVar[Collection[str]] = ()  # arguments that stay float32 in half precision
+    ] = {}  # arguments with a dimension of tokens, and its index; for kernels and shared prefixes
+    output_tokens: ClassVar[int] = 1  # index of the output's dimension of tokens
+    wide: ClassVar[Collection[str]] = ()  # arguments that stay float32 if the model computes in half precision
 
     @abstractmethod
     def state(self, call: Call) -> LayerState:
@@ -92,8 +92,8 @@ class Recurrence(ABC):
         """Compute the next token of each of R sequences. Return the output and the new states, [R, *shape]."""
 
     def exchanged(self, call: Call, context: Context) -> tuple[Call, Callable[[Any], Any]]:
-        """Exchange this rank's tokens for all tokens of a share of the heads or channels. Return the call with these,
-        and a function that exchanges the output back."""
+        """Exchange this rank's tokens for all tokens of a share of the heads or channels. Return the new call, and a
+        function that exchanges the output back."""
         raise ModelError(
             f"parallel.context: {call.function.__name__} has no way to divide a document's tokens over ranks"
         )
@@ -103,14 +103,14 @@ _registered: dict[str, Recurrence | None] = {}
 
 
 def register(function_name: str, recurrence: Recurrence | None) -> None:
-    """Let an operation take the place of the functions of this name in models' code. None: the model's own function
-    stays, without the kernels that other packages put in its place."""
+    """Replace functions of this name in models' code by an operation. None: keep the model's own plain function, and
+    switch off kernels of other packages."""
     _registered[function_name] = recurrence
     _replaced_methods.cache_clear()
 
 
 class _Running(threading.local):
-    """The module that runs. The backward pass has threads of its own."""
+    """The module whose forward pass is running. It is per thread, because the backward pass has its own threads."""
 
     module: torch.nn.Module | None = None
 
@@ -118,12 +118,12 @@ class _Running(threading.local):
 _running = _Running()
 
 
-# Names in the code of layers that keep a state in transformers' caches.
+# Names that only the code of layers with a recurrent state in transformers' caches uses.
 _SIGNS = {"update_recurrent_state", "update_conv_state", "set_linear_cache", "recurrent_states"}
 
 
 def put_in(model: Any) -> None:
-    """Put the registered operations in a model. Refuse one with layers that keep a state and call none of them."""
+    """Put the registered operations in a model. Refuse a model with recurrent layers that call none of them."""
     found = False
     for name, module in model.named_modules():
         kind: Any = type(module)
@@ -144,7 +144,7 @@ def put_in(model: Any) -> None:
         hand_on(model)
 
 
-_KERNELS = "_recurrent_kernels"  # a module's attribute: the names of functions for which kernels are used
+_KERNELS = "_recurrent_kernels"  # a module's attribute: the function names that use kernels
 
 
 def use_kernels(model: Any, names: Collection[str]) -> None:
@@ -174,8 +174,8 @@ def recurrent_modules(model: Any) -> list[torch.nn.Module]:
 
 @functools.cache
 def _replaced_methods(kind: type) -> dict[str, types.FunctionType]:
-    """Return a class's methods that name registered functions, over globals that have ours. The modules of a class
-    share them, so that torch.compile compiles them once."""
+    """Return copies of a class's methods that use registered functions. The copies have other globals, with our
+    operations. All modules of a class share them, so that torch.compile compiles them once."""
     replaced = {}
     for method, function, names in _methods_of(kind):
         ours = {name: _in_place_of(_registered[name], function.__globals__[name]) for name in names}
@@ -208,8 +208,8 @@ def _operations(kind: type) -> Iterator[Recurrence]:
 
 
 def _in_place_of(recurrence: Recurrence | None, function: Any) -> Any:
-    """Return what takes a function's place. Compiled layers call it outside their graphs."""
-    plain = inspect.unwrap(function)  # without kernels of other packages
+    """Return the function that replaces a model's function. Compiled layers call it outside their graphs."""
+    plain = inspect.unwrap(function)  # the plain function, without other packages' kernels
     signature = inspect.signature(plain)
     rest = next((one.name for one in signature.parameters.values() if one.kind is one.VAR_KEYWORD), None)
 
@@ -237,8 +237,8 @@ def _in_place_of(recurrence: Recurrence | None, function: Any) -> Any:
 
 
 def exchange_heads(call: Call, context: Context, heads: Sequence[str], groups: Sequence[str]) -> Call:
-    """Exchange tokens for heads. `heads`: names of arguments [1, S, heads, ...]; `groups`: of [1, S, groups, ...], each
-    of which serves equally many heads."""
+    """Exchange tokens for heads. `heads`: names of arguments [1, S, heads, ...]. `groups`: names of arguments [1, S,
+    groups, ...]; each group serves equally many heads."""
     count, shared = (call.arguments[names[0]].shape[2] for names in (heads, groups))
     check_share("heads of a recurrent layer", count, context.size)
     needed = heads_needed(count, shared, context.size)
@@ -247,14 +247,15 @@ def exchange_heads(call: Call, context: Context, heads: Sequence[str], groups: S
         index = torch.tensor(needed, device=call.arguments[name].device)
         given[name] = call.arguments[name][0].index_select(1, index)
     exchanged: dict[str, Any] = {}
-    for kind in sorted({str(tensor.dtype) for tensor in given.values()}):  # tensors of one message have one type
+    # the tensors of one message need the same dtype
+    for kind in sorted({str(tensor.dtype) for tensor in given.values()}):
         names = [name for name, tensor in given.items() if str(tensor.dtype) == kind]
         exchanged |= zip(names, context.tokens_for_shares(*(given[name] for name in names)), strict=True)
     return call.replaced(**{name: tensor[None] for name, tensor in exchanged.items()})
 
 
 def run_packed(recurrence: Recurrence, call: Call, layout: Any) -> Any:
-    """Compute packed documents, which begin without a state. `layout`: a `PackedLayout`."""
+    """Compute packed documents, which start with a zero state. `layout`: a `PackedLayout`."""
     back: Callable[[Any], Any] | None = None
     if layout.context is not None:
         call, back = recurrence.exchanged(call, layout.context)
@@ -266,12 +267,12 @@ def run_packed(recurrence: Recurrence, call: Call, layout: Any) -> Any:
 
 
 def _along_paths(recurrence: Recurrence, call: Call, paths: Paths) -> Any:
-    """Compute segments by the number of their ancestors: each begins with its parent's final state."""
+    """Compute segments level by level. Each segment starts with its parent's final state."""
     outputs, final, form = [], None, None
     for level in paths.levels:
         initial = None
         if level.parents is not None:
-            # A state has a gradient from each child, and these are summed in float32.
+            # A state gets one gradient from each child. This conversion makes autograd sum them in float32.
             assert final is not None
             wide = final.to(torch.promote_types(final.dtype, torch.float32))
             initial = wide.index_select(0, level.parents).to(final.dtype)
@@ -287,8 +288,7 @@ def _along_paths(recurrence: Recurrence, call: Call, paths: Paths) -> Any:
 
 
 def cannot_share(model: Any) -> list[str]:
-    """Name the operations of a model through which no prefix can be shared: those that do not say in `tokens` which of
-    their arguments have a dimension of tokens."""
+    """Name the operations of a model that do not support shared prefixes: their `tokens` is empty."""
     operations = (each for module in model.modules() for each in _operations(type(module)))
     return sorted({type(operation).__name__ for operation in operations if not operation.tokens})
 

@@ -1,4 +1,4 @@
-"""The operations of recurrent layers that truestep brings, by the names of the functions in transformers' models."""
+"""truestep's own operations of recurrent layers, by the names of the functions in transformers' models."""
 
 from truestep.model.mixers.convolution import Convolution
 from truestep.model.mixers.delta_rule import DeltaRule
@@ -7,7 +7,8 @@ from truestep.model.mixers.state_space import Mamba1, Mamba2
 
 __all__ = ["put_in"]
 
-# None: a kernel that does the work of several functions in training mode, for which models have no plain code.
+# None: a fused kernel for training that replaces several functions. Models have no plain version of it, so it is
+# switched off.
 FUNCTIONS: dict[str, Recurrence | None] = {
     "causal_conv1d_fn": Convolution(),
     "torch_chunk_gated_delta_rule": DeltaRule(),

@@ -1,12 +1,12 @@
 """State-space models over packed documents: Mamba-2, whose heads have one decay each, and Mamba-1.
 
-A head of Mamba-2 has a state S [P, N]. A token with input x, step dt and vectors B, C changes it to
-`exp(dt A) S + dt x B^T` and gives `S C + D x`. Chunks are computed by matrix products (Dao and Gu 2024,
-arXiv:2405.21060). Mamba-1 has a decay for each number of its state; its tokens are computed one after another. States
-are float32, and a padded token has a step of 0.
+A head of Mamba-2 has a state S [P, N]. A token with input x, step dt and vectors B, C changes it to `exp(dt A) S + dt x
+B^T` and gives `S C + D x`. Chunks are computed by matrix products (Dao and Gu 2024, arXiv:2405.21060). Mamba-1 has a
+decay for each element of its state; its tokens are computed one after another. States are float32, and a padded token
+has a step of 0.
 
-Dimensions: T tokens of D documents; R sequences; H heads of size P in G groups, which share B and C; N numbers of a
-state for each input; L tokens of a chunk, and as many chunks as there are.
+Dimensions: T tokens of D documents; R sequences; H heads of size P in G groups, which share B and C; N elements of the
+state per input; L tokens of a chunk.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,8 @@ class Mamba2(Recurrence):
         dt = chunks.arrange(dt, 0.0).transpose(1, 2).unflatten(1, (groups, -1))  # [chunks, G, H/G, L]
         given = chunks.arrange(x).transpose(1, 2).unflatten(1, (groups, -1)) * dt[..., None]
         b, c = (chunks.arrange(tensor).transpose(1, 2)[:, :, None] for tensor in (b, c))  # [chunks, G, 1, L, N]
-        # The log of the decay since the chunk's begin. In float64, because its gradient is a small difference of sums.
+        # The log of the decay since the start of the chunk. It is float64, because its gradient is a small difference
+        # of sums.
         behind = (dt * call.A.to(dt.dtype).view(groups, -1, 1)).double().cumsum(-1)
         later = torch.ones(dt.shape[-1], dt.shape[-1], dtype=torch.bool, device=x.device).triu(1)
         decay = (behind[..., :, None] - behind[..., None, :]).to(x.dtype).masked_fill(later, -torch.inf).exp()
@@ -67,7 +68,7 @@ class Mamba2(Recurrence):
         return _with_input(call, output, x)[None], final.flatten(1, 2)
 
     def step(self, call: Call, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, dt, b, c = _inputs(call)  # R sequences in the place of T tokens
+        x, dt, b, c = _inputs(call)  # R sequences take the place of T tokens
         b, c = (tensor.repeat_interleave(x.shape[1] // tensor.shape[1], dim=1) for tensor in (b, c))
         added = (x * dt[..., None])[..., None] * b[..., None, :]
         states = states * (dt * call.A.to(dt.dtype)).exp()[..., None, None] + added
@@ -119,7 +120,7 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _inputs(call: Call) -> tuple[torch.Tensor, ...]:
-    """Return inputs [T, H, P], steps [T, H], B and C [T, G, N] in float32, without the batch."""
+    """Return inputs [T, H, P], steps [T, H], B and C [T, G, N] in float32, without the batch dimension."""
     x, dt, b, c = (tensor[0].to(_wide(tensor)) for tensor in (call.hidden_states, call.dt, call.B, call.C))
     if call.dt_bias is not None:
         dt = dt + call.dt_bias.to(dt.dtype)
@@ -130,7 +131,7 @@ def _inputs(call: Call) -> tuple[torch.Tensor, ...]:
 
 def _with_input(call: Call, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     output = output if call.D is None else output + call.D.to(x.dtype)[:, None] * x
-    return output.contiguous()  # Falcon-H1 views it
+    return output.contiguous()  # Falcon-H1 calls `view` on it
 
 
 def _share(values: torch.Tensor | None, heads: int, context: Context) -> torch.Tensor | None:
@@ -139,7 +140,7 @@ def _share(values: torch.Tensor | None, heads: int, context: Context) -> torch.T
 
 
 def _channels(call: Call) -> tuple[torch.Tensor, ...]:
-    """Return Mamba-1's inputs and steps [T, P], B and C [T, N] in float32, without the batch."""
+    """Return Mamba-1's inputs and steps [T, P], B and C [T, N] in float32, without the batch dimension."""
     given = (call.hidden_states, call.dt, call.B, call.C)
     x, dt, b, c = (tensor[0].transpose(0, 1).to(_wide(tensor)) for tensor in given)
     if call.delta_bias is not None:

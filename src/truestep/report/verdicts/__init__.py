@@ -1,7 +1,7 @@
-"""Verdicts on a run, from its metrics. A running run and its report use the same verdicts.
+"""Verdicts on a run, from its metrics. A run in progress and its report use the same verdicts.
 
-evidence          the metrics of a run as verdicts use them: trends, windows, held-out rewards
-state             the verdict on what the policy learns, exactly one
+evidence          the metrics of a run in the form that verdicts use: trends, windows, held-out rewards
+state             the one verdict on what the policy learns
 beside            further verdicts, such as slow rewards or cut-off completions
 watching          a sink that judges a run while it trains, and warns
 """
@@ -17,6 +17,6 @@ __all__ = ["Evidence", "Level", "Verdict", "judge"]
 
 def judge(evidence: Evidence) -> list[Verdict]:
     """Return the verdict on what the policy learns, followed by the other verdicts."""
-    with np.errstate(all="ignore"):  # metrics of any size may overflow here; then no verdict follows from them
+    with np.errstate(all="ignore"):  # metrics of any size may overflow here; then there is no verdict on them
         learns = state(evidence)
         return [learns, *beside(evidence, learns)]

@@ -1,4 +1,5 @@
-"""Verdicts in addition to the state of a run. A verdict that the state implies is left out."""
+"""Verdicts in addition to the verdict on what the policy learns (`state`). A verdict that `state` already implies is
+left out."""
 
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -9,15 +10,15 @@ from truestep.report.verdicts.evidence import FEWEST_STEPS, Evidence, Verdict, s
 from truestep.report.verdicts.state import CUT_OFF, zero_parts
 from truestep.text import printable
 
-_FEW = 0.01  # rejected fraction of completions: below it a note, else a warning
+_FEW = 0.01  # rejected fraction of completions; below it the verdict is a note, else a warning
 _FAR = 0.1  # nats per token between the policy and the sampler
 _CLIPPED = 0.3  # fraction of tokens whose ratio is clipped
-_SLOW, _SLOW_SECONDS = 0.5, 1.0  # waiting for rewards: fraction of a step's time, and seconds
-_REPEATS = 0.5  # last share of distinct completions, relative to the first
-_SILENT = 0.1  # last entropy, relative to the first
-_EMPTY, _NEARLY_ALL = 0.5, 0.8  # fraction of groups without advantages: above it a note, a warning
-_MANY_CUT = 0.3  # fraction of episodes that a limit cuts
-# What to do where a limit cuts many episodes, by the limit.
+_SLOW, _SLOW_SECONDS = 0.5, 1.0  # waiting for rewards: as a fraction of a step's time, and in seconds
+_REPEATS = 0.5  # the last share of distinct completions, divided by the first
+_SILENT = 0.1  # the last entropy, divided by the first
+_EMPTY, _NEARLY_ALL = 0.5, 0.8  # fraction of groups without advantages; above it: a note, a warning
+_MANY_CUT = 0.3  # fraction of episodes that a limit cuts off
+# The advice if a limit cuts off many episodes, by limit.
 _RAISE = {
     "max_turns": "Raise sampler.max_turns, or let the environment end its episodes sooner.",
     "max_episode_tokens": "Raise sampler.max_episode_tokens, or let the environment say less.",
@@ -25,9 +26,9 @@ _RAISE = {
     "episode_timeout": "Look at turn_time/environment and turn_time/drawing: make the slower one faster, or raise "
     "sampler.episode_timeout.",
 }
-# States that imply groups without advantages.
+# States that imply that groups have no advantages.
 _WITHOUT_DIFFERENCE = ("collapse", "constant reward", "too hard", "too easy", "lost", "rate", "entropy", "length")
-# States in which the reward rises, so that less exploration is no fault.
+# States in which the reward rises, so that less exploration is not a problem.
 _RISING = ("learned", "hacked")
 
 
@@ -69,7 +70,7 @@ def _rejected(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 def _best_is_past(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
     for one in evidence.held_out if state.level != "bad" else ():
         best, step = one.best
-        # 1.5 margins, because the best of many evaluations is high by chance.
+        # 1.5 margins, because the best of many evaluations is high partly by chance.
         if one.margin is not None and best - one.last > 1.5 * one.margin and best > one.first:
             yield Verdict(
                 "best is past",
@@ -124,7 +125,7 @@ def _cut_off(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
         return
     if cut is None or state.kind in ("length", "collapse", "rate", "entropy", "lost"):
         return
-    # Only if most were cut off from the start; growth is judged by the verdict "length".
+    # Only if most were cut off from the start. The verdict "length" judges growth.
     if min(cut, float(evidence.values("truncated_fraction")[: evidence.window].mean())) < CUT_OFF:
         return
     yield Verdict(
@@ -137,7 +138,7 @@ def _cut_off(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 
 
 def _cut_episodes(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
-    """Name the limit that cuts most episodes, where limits cut many."""
+    """Name the limit that cuts off most episodes, if limits cut off many."""
     shares = {limit: evidence.recent_mean(f"ended_by/{limit}") or 0.0 for limit in _RAISE}
     if sum(shares.values()) < _MANY_CUT or state.kind in ("collapse", "rate", "entropy", "lost"):
         return
@@ -171,7 +172,7 @@ def _empty_groups(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
         return
     yield Verdict(
         "groups without a difference",
-        "warning" if share > _NEARLY_ALL else "note",  # with hard prompts, half of the groups are usual
+        "warning" if share > _NEARLY_ALL else "note",  # with hard prompts, half of the groups usually have no advantage
         "Most groups teach nothing",
         f"in {evidence.since()} {format_percent(share)} of the groups have no advantage.",
         "The prompts are too easy or too hard: take others, or let data.zero_advantage: replace draw them.",

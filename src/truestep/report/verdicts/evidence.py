@@ -1,4 +1,4 @@
-"""The data of verdicts: the metrics of a run's steps and evaluations, with trends and windows."""
+"""The data that verdicts use: the metrics of a run's steps and evaluations, with trends and windows."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -11,17 +11,18 @@ import numpy as np
 from truestep.report.formats import format_number
 
 Level = Literal["bad", "warning", "note", "good"]
-# Maps a metric's name to the steps with a finite value, and the values.
+# A function from a metric's name to the steps at which it is finite, and its values there.
 Column = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
-FEWEST_STEPS = 3  # the fewest steps in the window of "the last steps"
-FEWEST_DOCUMENTS = 128  # the fewest documents in this window: three small steps without a reward prove little
-_LONGEST_WINDOW = 20  # the most steps in this window, unless they have too few documents
-_FIRST_STEPS = 5  # the most steps in "the first steps" of a trend
-_FEWEST_FOR_TREND = 6  # steps
-_CERTAIN = 3.0  # standard errors: a larger difference is not noise
-_SMALLEST_CHANGE = 0.02  # fraction of the range of rewards: a smaller change is ignored
-_HELD_OUT_MARGIN = 1.96  # standard errors: 95 %
+FEWEST_STEPS = 3  # the smallest number of steps in the window of "the last steps"
+# The smallest number of documents in this window: three small steps without a reward prove little.
+FEWEST_DOCUMENTS = 128
+_LONGEST_WINDOW = 20  # the largest number of steps in this window, unless these have too few documents
+_FIRST_STEPS = 5  # the largest number of "first steps" in a trend
+_FEWEST_FOR_TREND = 6  # in steps
+_CERTAIN = 3.0  # in standard errors; a larger difference is not noise
+_SMALLEST_CHANGE = 0.02  # fraction of the range of rewards; a smaller change is ignored
+_HELD_OUT_MARGIN = 1.96  # in standard errors, for 95 % confidence
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Trend:
 
     first: float
     last: float
-    rose: bool  # by more than noise
+    rose: bool  # rose by more than the noise
     fell: bool
-    spans: tuple[int, int]  # the numbers of steps whose means are `first` and `last`
+    spans: tuple[int, int]  # how many steps `first` and `last` are means over
 
     @property
     def text(self) -> str:
@@ -71,7 +72,7 @@ class HeldOut:
     first: float
     last: float
     prompts: float | None
-    margin: float | None  # a change within the margin may be chance; None if the spread of rewards is unknown
+    margin: float | None  # a change smaller than the margin may be chance; None if the spread of rewards is unknown
     best: tuple[float, float]  # the largest reward of all evaluations, and its step
 
     @property
@@ -89,16 +90,16 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The metrics of a run. Verdicts on metrics that the run does not log are left out."""
+    """The metrics of a run. If the run does not log a metric, there are no verdicts on it."""
 
     metric: Column
     evaluated: Column
-    names: Collection[str]  # of metrics
+    names: Collection[str]  # the names of the metrics
     rejected: Mapping[str, int] = field(default_factory=dict)  # numbers of rejected completions, by reason
     rejected_in: str = "rejected.jsonl"
-    pass_reward: float | None = None  # the smallest reward that passes, if the run declares one
-    updates: int = 1  # updates per batch: these steps have the same documents, and count as one observation
-    quote: Callable[[], str | None] = lambda: None  # returns the most common of the last kept completions
+    pass_reward: float | None = None  # the smallest reward that counts as passing, if the run declares one
+    updates: int = 1  # updates per batch; the steps of one batch have the same documents and count as one observation
+    quote: Callable[[], str | None] = lambda: None  # returns the most common completion among the last kept ones
 
     @cached_property
     def steps(self) -> np.ndarray:
@@ -109,7 +110,7 @@ class Evidence:
 
     @cached_property
     def window(self) -> int:
-        """The number of "the last steps"; 0 while the run has too few steps."""
+        """The number of steps in "the last steps"; 0 if the run does not have enough steps yet."""
         sizes = self.observations("num_documents")
         count = len(sizes)
         steps = min(_LONGEST_WINDOW, max(FEWEST_STEPS, count // 5))
@@ -136,7 +137,7 @@ class Evidence:
 
     @cached_property
     def range(self) -> tuple[float, float]:
-        """The smallest and the largest reward of any document so far, not the bounds of the reward function."""
+        """The smallest and the largest reward that a document got so far, not the bounds of the reward function."""
         rewards = self.values("reward")
         low, high = self.values("min_reward"), self.values("max_reward")
         ends = np.concatenate([rewards, low, high])
@@ -149,7 +150,7 @@ class Evidence:
         early = min(_FIRST_STEPS, len(values) // 3)
         late = min(self.window // self.updates or FEWEST_STEPS, len(values) // 3)
         first, last = _mean(values[:early]), _mean(values[-late:])
-        # The noise from step to step: the root of half the mean squared difference of neighbours.
+        # The noise from step to step: the square root of half the mean squared difference between neighbouring values.
         changes = values[1:] - values[:-1]
         scatter = math.sqrt(float(changes @ changes) / len(changes) / 2)
         margin = _CERTAIN * scatter * math.sqrt(1 / early + 1 / late)
@@ -179,7 +180,7 @@ class Evidence:
             prompts, spreads = (self.evaluated(key)[1] for key in ("num_prompts", f"{name}_reward_std"))
             count = float(prompts[-1]) if len(prompts) else None
             if len(spreads) != len(rewards) and min(self.range) >= 0 and max(self.range) <= 1:
-                spreads = np.sqrt(np.clip(rewards * (1 - rewards), 0, None))  # the most for rewards from 0 to 1
+                spreads = np.sqrt(np.clip(rewards * (1 - rewards), 0, None))  # the largest spread of rewards in [0, 1]
             margin = None
             if count and len(spreads) == len(rewards):
                 margin = _HELD_OUT_MARGIN * math.sqrt((spreads[0] ** 2 + spreads[-1] ** 2) / count)
@@ -206,7 +207,7 @@ def _mean(values: np.ndarray) -> float:
     """Return the mean of few values. NumPy's own mean takes several times as long."""
     try:
         return math.fsum(values.tolist()) / len(values)
-    except OverflowError:  # the sum has no float
+    except OverflowError:  # the sum is too large for a float
         return float(values.mean())
 
 

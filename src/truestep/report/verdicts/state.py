@@ -11,20 +11,20 @@ from truestep.report.formats import format_number
 from truestep.report.verdicts.evidence import Evidence, HeldOut, Trend, Verdict, short
 from truestep.text import printable
 
-# The share of the most common completion, over different prompts, from which the policy counts as collapsed.
+# If one completion has at least this share over different prompts, the policy has collapsed.
 COLLAPSED = 0.9
-# A change of entropy between two steps, as a factor and in nats, which only a much too large update causes.
+# A change of entropy between two steps, as a factor and in nats. Only a far too large update causes such a change.
 _JUMP, _SMALLEST_JUMP = 3.0, 0.3
-_LOST = 0.5  # last reward relative to an earlier one, below which the reward counts as lost
-_ENTROPY_GROWTH, _SMALLEST_GROWTH = 2.0, 0.5  # last entropy relative to the first, and their difference in nats
-_LENGTH_GROWTH = 1.5  # last completion length relative to the first, from which it counts as grown
+_LOST = 0.5  # if the last reward, divided by an earlier one, is below this, the reward is lost
+_ENTROPY_GROWTH, _SMALLEST_GROWTH = 2.0, 0.5  # the last entropy divided by the first, and their difference in nats
+_LENGTH_GROWTH = 1.5  # if the last completion length, divided by the first, is above this, the length has grown
 CUT_OFF = 0.5  # fraction of completions
 _EMPTY = 0.9  # fraction of groups without advantages
-_USUAL = 0.7  # fraction of earlier steps with a higher reward
-_RISE = 0.02  # relative rise of a held-out loss
+_USUAL = 0.7  # fraction of earlier steps that had a higher reward
+_RISE = 0.02  # relative rise of the held-out loss
 _ROUNDING = 1e-9
 _NEAR = 0.1  # fraction of the range of rewards
-# Names of parts of the reward that measure success, and of penalties, for which 0 is good.
+# Names of reward parts that measure success, and names of penalties, whose best value is 0.
 _SUCCESS = re.compile(r"correct|accura|right|solved|success|pass|exact", re.IGNORECASE)
 _PENALTY = re.compile(r"penal|cost|fine|length|repet|overlong|error|toxic|unsafe", re.IGNORECASE)
 
@@ -35,7 +35,7 @@ def state(evidence: Evidence) -> Verdict:
 
 
 def _broken(evidence: Evidence) -> Verdict | None:
-    """Find a step at which the entropy jumped and the reward fell for good."""
+    """Find a step at which the entropy jumped and after which the reward stayed low."""
     steps, entropies = evidence.metric("entropy")
     rewards = evidence.values("reward")
     if len(entropies) < 3 or len(rewards) != len(entropies):
@@ -111,8 +111,8 @@ def _hacked(evidence: Evidence) -> Verdict | None:
 
 
 def _wanted(evidence: Evidence, part: str) -> bool:
-    """Tell whether a part of the reward should be large: its name says success, or it is added to the reward and its
-    name says no penalty."""
+    """Tell whether a part of the reward should be large. It should if its name means success, or if it is added to the
+    reward and its name does not mean a penalty."""
     if _SUCCESS.search(part):
         return True
     return _adds_up(evidence) and not _PENALTY.search(part)
@@ -127,7 +127,7 @@ def _adds_up(evidence: Evidence) -> bool:
 
 
 def zero_parts(evidence: Evidence) -> list[str]:
-    """Return the parts of the reward that should be large and are 0 in all documents so far."""
+    """Return the parts of the reward that should be large but are 0 in all documents so far."""
     if not evidence.window or len(evidence.values("reward")) < evidence.window:
         return []
     means = {part: evidence.values(f"rewards/{part}") for part in evidence.parts}
@@ -140,7 +140,8 @@ def zero_parts(evidence: Evidence) -> list[str]:
 
 def _random(evidence: Evidence) -> Verdict | None:
     entropy = evidence.trend("entropy")
-    if entropy is None or not entropy.rose or "entropy_bonus_weight" in evidence.names:  # loss.entropy_target is set
+    # If loss.entropy_target is set, the rise of the entropy is intended. Otherwise it is judged here.
+    if entropy is None or not entropy.rose or "entropy_bonus_weight" in evidence.names:
         return None
     grew = entropy.last - entropy.first > _SMALLEST_GROWTH and entropy.last > _ENTROPY_GROWTH * entropy.first
     if not grew or (evidence.reward is not None and evidence.reward.rose):
@@ -178,7 +179,7 @@ def _longer(evidence: Evidence) -> Verdict | None:
 
 
 def _one_reward(evidence: Evidence) -> Verdict | None:
-    """Judge a run whose documents of the last steps all have the same reward."""
+    """Judge a run in which all documents of the last steps have the same reward."""
     low, high = evidence.recent("min_reward"), evidence.recent("max_reward")
     if not len(low) or len(low) != len(high) or low.min() != high.max():
         return None
@@ -193,7 +194,7 @@ def _one_reward(evidence: Evidence) -> Verdict | None:
     if value == largest:
         return _highest(evidence)
     earlier = evidence.values("max_reward")[: -evidence.window]
-    if not len(earlier) or float((earlier > value).mean()) < _USUAL:  # higher rewards were exceptions
+    if not len(earlier) or float((earlier > value).mean()) < _USUAL:  # higher rewards were rare
         return None
     return Verdict(
         "lost",
@@ -269,16 +270,16 @@ def find_fall(rewards: np.ndarray) -> tuple[int, float, int, float] | None:
     if best + window > len(rewards) - window or drop <= _NEAR * float(np.ptp(means)):
         return None
     last = rewards[-window:]
-    with np.errstate(over="ignore"):  # the variance of huge rewards overflows to inf, and no fall is found
+    with np.errstate(over="ignore"):  # the variance of very large rewards overflows to inf; then no fall is found
         spread = float(np.sqrt((rewards[best : best + window].var(ddof=1) + last.var(ddof=1)) / window))
-    # 4 spreads, because the best of many windows is two or three spreads high by chance.
+    # 4 spreads, because the best of many windows is two or three spreads too high by chance.
     if drop <= 4 * spread:
         return None
     return window, float(means[best]), best + window - 1, float(means[-1])
 
 
 def _highest(evidence: Evidence) -> Verdict | None:
-    """Judge a mean reward near the largest reward seen. The largest possible reward is not known."""
+    """Judge a mean reward near the largest reward seen so far. The largest possible reward is unknown."""
     empty, mean = evidence.recent_mean("zero_advantage_groups"), evidence.recent_mean("reward")
     smallest, largest = evidence.range
     near = largest - _NEAR * (largest - smallest)
@@ -298,7 +299,7 @@ def _highest(evidence: Evidence) -> Verdict | None:
 
 
 def _rare(evidence: Evidence) -> Verdict | None:
-    """Judge a mean reward near the smallest, with nearly all groups without advantages."""
+    """Judge a mean reward near the smallest reward, if nearly all groups have no advantages."""
     empty, mean = evidence.recent_mean("zero_advantage_groups"), evidence.recent_mean("reward")
     smallest, largest = evidence.range
     if empty is None or mean is None or empty < _EMPTY or mean > smallest + _NEAR * (largest - smallest):
@@ -347,7 +348,7 @@ def _unchanged(evidence: Evidence) -> Verdict | None:
 
 
 def _supervised(evidence: Evidence) -> Verdict | None:
-    """Judge the held-out loss, and the training loss if the run logs no reward or advantage."""
+    """Judge the held-out loss. Judge the training loss too if the run logs no reward and no advantage."""
     losses = evidence.evaluated("loss")[1]
     trend = evidence.trend("loss") if not {"reward", "advantage"} & set(evidence.names) else None
     if len(losses) >= 2:

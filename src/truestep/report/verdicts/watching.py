@@ -1,4 +1,5 @@
-"""A sink that judges a run while it trains. It prints a warning once, and again only if it has gone and come back."""
+"""A sink that judges a run while it trains. It prints each warning once, and again only if the problem has gone and
+come back."""
 
 import math
 from array import array
@@ -14,13 +15,14 @@ from truestep.report.verdicts import judge
 from truestep.report.verdicts.evidence import Evidence, Verdict
 from truestep.text import printable
 
-_GONE = 10  # steps without a verdict after which it counts as gone
-_EACH, _OFTEN = 10, 2.0  # each of the first steps is judged, then one in two seconds; a judgement takes a millisecond
-LONGEST_QUOTE = 60  # characters of a quoted completion
+_GONE = 10  # a verdict counts as gone after this many steps without it
+# The first 10 steps are judged one by one, later ones at most every two seconds. A judgement takes a millisecond.
+_EACH, _OFTEN = 10, 2.0
+LONGEST_QUOTE = 60  # the most characters of a quoted completion
 
 
 class Lines:
-    """The numbers of lines with a step, a column per name, in the order of the lines."""
+    """The numbers of lines that have a step, in one column per name, in the order of the lines."""
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self._columns: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))  # step, value, step, value, ...
@@ -29,7 +31,8 @@ class Lines:
             self._read(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line. Its numbers are read when a column is asked for: many lines at once take less time than each."""
+        """Add a line. Its numbers are read later, when a column is needed, because it is faster to read many lines at
+        once."""
         self._new.append(line)
 
     def _read_new(self) -> None:
@@ -89,11 +92,11 @@ class Watching:
         self._rejected_in, self._pass_reward, self._updates = rejected_in, pass_reward, updates
         self._steps, self._evaluations, self._rejected = Lines(steps), Lines(evaluations), Reasons()
         self._completions: list[object] = []
-        # The kinds of verdicts that were printed -> the last step at which each held.
+        # Maps the kinds of verdicts that were printed to the last step at which each held.
         self._standing = {str(warning.get("kind")): math.inf for warning in warnings}
         self._count = 0  # steps since the start
         self._unjudged = 0.0  # seconds of the steps since the last judgement
-        self._fault: str | None = None  # the error of a judgement, printed once
+        self._fault: str | None = None  # the error message of a failed judgement, which is printed once
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._steps.add(line)

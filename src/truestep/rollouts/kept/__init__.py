@@ -1,9 +1,9 @@
-"""A run's rollouts as it keeps them: samples in Parquet files for people to read, and whole records.
+"""The rollouts that a run keeps: samples in Parquet files for people to read, and complete records.
 
 recorder          the observer that keeps some documents of each step; its failures never stop the run
 rows              the row of a kept document
-conversation      a document of several turns as blocks
-reader            the text of tokens
+conversation      converts a document of several turns to blocks
+reader            converts tokens to text
 files             writing, rolling back and thinning out the Parquet files
-keeper            the observer that keeps whole records of every document; records: their files
+keeper            the observer that keeps complete records of all documents; records: their files
 """

@@ -1,4 +1,5 @@
-"""A document of several turns as blocks, in order: spans of one sequence and one turn that are all labels, or none."""
+"""Converts a document of several turns to blocks. A block is a span of tokens within one sequence and one turn; either
+all of them are labels, or none."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,11 +11,12 @@ from truestep.rollouts.kept.reader import CUT, Reader
 from truestep.types import Rollout
 
 MOST_BLOCKS = 512
-_SHARE_OF_PAST = 8  # a later sequence begins with the past, of which the last eighth of `longest` is kept
+_SHARE_OF_PAST = 8  # a later sequence begins with the past; only the last `longest` / 8 characters of it are kept
 
 
 def blocks_of(document: Rollout, reader: Reader) -> list[dict[str, Any]]:
-    """Return the blocks as rows. All texts together have at most twice the reader's length; what is beyond is cut."""
+    """Return the blocks as rows. All texts together have at most twice the reader's length; longer texts are
+    cut off."""
     blocks: list[dict[str, Any]] = []
     facts, room, seen = _facts(document), 2 * reader.longest, -1
     for start, end, turn, sequence in _spans(document)[:MOST_BLOCKS]:
@@ -56,7 +58,7 @@ def _spans(document: Rollout) -> list[tuple[int, int, int | None, int]]:
 
 
 def _facts(document: Rollout) -> dict[int, TurnFacts]:
-    """Return what metadata say of the policy's turns, by the index of the turn."""
+    """Return the metadata's facts about the policy's turns, by the turn's index."""
     found = facts_of(document.metadata).turns
     own = [index for index, turn in enumerate(document.turns) if document.loss_mask[turn.start : turn.end].any()]
     return dict(zip(own, found, strict=True)) if len(own) == len(found) else {}
@@ -75,7 +77,8 @@ def _known(facts: TurnFacts | None) -> dict[str, Any]:
 
 
 def _text(reader: Reader, ids: np.ndarray, most: int, past: bool) -> str:
-    """Return the text of a block with its special tokens, in at most `most` characters; of the past, its end."""
+    """Return the text of a block with its special tokens, in at most `most` characters. For the past, return the end of
+    the text."""
     if most < 1:
         return CUT
     if past:

@@ -31,7 +31,7 @@ def columns() -> Any:
             ("completion", arrow.string()),
             ("reward", arrow.float64()),
             ("rewards", arrow.map_(arrow.string(), arrow.float64())),
-            # The user's fields; for a field of labels, the mean.
+            # The user's fields. For a field of labels, the mean over the labels.
             ("fields", arrow.map_(arrow.string(), arrow.float64())),
             ("advantage", arrow.float64()),
             ("length", arrow.int64()),
@@ -115,7 +115,7 @@ def roll_back(folder: Path, step: int) -> list[str]:
     """Remove the rows of steps after `step`. Returns an error message for each file where this failed."""
     faults = []
     for file in folder.glob(".*.partial") if folder.is_dir() else ():
-        faults += _removed(file)  # left by a kill
+        faults += _removed(file)  # left by a killed process
     for file in list_files(folder):
         first, last = steps_of(file) or (0, 0)
         if first <= step < last:  # the run resumes from an older checkpoint, inside this file's steps

@@ -1,4 +1,4 @@
-"""The observer that keeps whole records of each step's documents. Its failures never stop the run."""
+"""The observer that keeps complete records of each step's documents. Its failures never stop the run."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +20,7 @@ class RecordKeeper(Observer):
         self._say, self._writes = say, writes
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="records") if writes else None
         self._last: Future[None] | None = None
-        self._told = False  # of records that had to go
+        self._told = False  # True after the warning that records were removed
         self._said: set[str] = set()  # kinds of failures
 
     def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
@@ -74,5 +74,5 @@ class RecordKeeper(Observer):
 
 
 def as_kept(document: Rollout) -> Rollout:
-    """Return a document without what the trainer chooses or computes anew at every update."""
+    """Return a document without the fields that the trainer computes again at every update."""
     return replace(document, chosen=None, recomputed_logprobs=None)

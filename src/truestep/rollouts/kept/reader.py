@@ -1,4 +1,4 @@
-"""The text of tokens, in limited length: of many at once, and of each alone."""
+"""Converts tokens to text of limited length: many tokens at once, or each token alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +50,8 @@ class Reader:
         return pieces
 
     def _piece(self, token: int) -> str:
-        """Return a token's text in the middle of a text: at the start, tokenizers drop a leading space."""
+        """Return a token's text as it is in the middle of a text. At the start of a text, tokenizers drop a leading
+        space."""
         if token not in self._alone:
             alone = self.decode([token], False)
             self._alone[token] = self.decode([token, token], False)[len(alone) :] if _UNFINISHED not in alone else alone

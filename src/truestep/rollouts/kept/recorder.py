@@ -39,8 +39,8 @@ class RolloutRecorder(Observer):
         self._say, self._writes = say, writes and documents > 0
         self._said: set[str] = set()
         self.latest: Sequence[dict[str, Any]] = ()  # rows of the last step
-        self._rows: list[dict[str, Any]] = []  # not written yet
-        self._rejected: list[Rejected] = []  # of the current step
+        self._rows: list[dict[str, Any]] = []  # rows that are not written yet
+        self._rejected: list[Rejected] = []  # records rejected in the current step
         self._unsynced: list[Path] = []
         self._flushed = time.monotonic()
         self._bytes: int | None = None  # total size of all files; None: unknown

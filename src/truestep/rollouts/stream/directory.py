@@ -37,7 +37,7 @@ class DirectoryTransport:
         self._files: dict[str, WatchedFile] = {}
         self._acknowledged: set[tuple[Any, ...]] = set()  # marks of acknowledged files, as tuples
         self._outbox: deque[dict[str, Any]] = deque()
-        self._sizes_before: dict[str, int] = {}  # at the previous scan
+        self._sizes_before: dict[str, int] = {}  # sizes of the files at the previous scan
         self._unreadable: dict[str, str] = {}  # error by file name; reported once, and the file is retried
         self._interrupted = threading.Event()
         self._lock = threading.Lock()  # guards `_files`: one thread reads them, another acknowledges them

@@ -16,7 +16,7 @@ class GivenTransport:
         self.ended = False
         self._function, self._make = function, make
         self._records: Iterator[Any] | None = None
-        self._number = 0  # of the next record
+        self._number = 0  # the number of the next record
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
         """Return one message, without waiting for the function to make more records."""

@@ -63,7 +63,7 @@ class SeenIds:
     def __init__(self, path: Path):
         self._path = path
         self._digests = _Digests()
-        self._hash = blake2b(digest_size=_DIGEST)  # of the written bytes of the file
+        self._hash = blake2b(digest_size=_DIGEST)  # hash of the written bytes of the file
         self._written = 0  # bytes
         self._waiting = bytearray()  # digests that are not yet written
         self._file: BinaryIO | None = None

@@ -27,7 +27,7 @@ _PLACE_BYTES = 256  # estimated size of a group's member, without its document
 @dataclass(frozen=True)
 class _Member:
     rollout: Rollout
-    file: str  # of its message
+    file: str  # the file of its message
     line: int
 
     @property
@@ -68,7 +68,7 @@ class Intake:
         self._checks = checks
         self._grouped = checks.needs.advantages and as_rule(checks.needs.advantage_rule).from_rewards
         self._groups: dict[str, _Group] = {}  # open groups, oldest first
-        self._open_bytes = 0  # of records in open groups and documents
+        self._open_bytes = 0  # estimated bytes of the records in open groups and documents
         self._group_timeout = math.inf if group_timeout is None else group_timeout
         self._clock = 0.0
         self._ids = ids
@@ -84,7 +84,7 @@ class Intake:
         self.expire(clock)
         if isinstance(outcome, Rollout):
             problem = self._joiner.name_problem(outcome, self._ids.__contains__)
-            if problem is not None:  # such a record is no member of a group, as a repeated one is not
+            if problem is not None:  # such a record is not a member of a group, just as a repeated one is not
                 self._reject(message.where, message.file, message.line, BadRecord(problem, id=outcome.id))
                 return
         if isinstance(outcome, BadRecord):
@@ -108,7 +108,7 @@ class Intake:
             self._reject(message.where, message.file, message.line, error)
 
     def _to_document(self, name: str, add: Callable[[], Unfinished | None]) -> None:
-        """Add a record to its document, and place the document if it is complete."""
+        """Add a record to its document, and put the document into its group if it is complete."""
         before = self._size_of(name)
         complete = add()
         self._open_bytes += (self._size_of(name) if complete is None else complete.size) - before
@@ -120,7 +120,7 @@ class Intake:
         return 0 if document is None else document.size
 
     def _join(self, name: str, document: Unfinished) -> None:
-        """Place a document of several sequences in its group, or reject it."""
+        """Put a document of several sequences into its group, or reject it."""
         self._open_bytes -= document.size
         self._ids.add(_closed(name))
         last: list[_Member] = [member for _, member in document.members]
@@ -229,7 +229,7 @@ class Intake:
 
     @property
     def in_open_documents(self) -> tuple[int, int]:
-        """The numbers of records of documents that are not complete, and of these documents."""
+        """The number of records of incomplete documents, and the number of these documents."""
         unfinished = self._joiner.open.values()
         return sum(document.come for document in unfinished), len(unfinished)
 
@@ -238,7 +238,7 @@ class Intake:
             "unfinished": {name: _unfinished_line(one, self._clock) for name, one in self._joiner.open.items()},
             "ready": [document_line(rollout) for rollout in self.ready],
             "open": {group_id: group.state(self._clock) for group_id, group in self._groups.items()},
-            # Not yet in the ledger: a run that stops while it waits has not taken them from here.
+            # If the run stops while it waits for documents, these are not in the ledger yet.
             "put_aside": [[one.id, one.reason, one.group_id] for one in self.put_aside],
             "ids": self._ids.state(),
         }
@@ -284,7 +284,7 @@ def _unfinished_line(document: Unfinished, clock: float) -> dict[str, Any]:
 
 
 def _read_unfinished(state: dict[str, Any], declared: Sequence[Field]) -> Unfinished:
-    """Read an unfinished document. Its records get the defaults of fields that were declared since."""
+    """Read an unfinished document. Its records get the defaults of fields that were declared after the checkpoint."""
     read = map(_read_member, state["members"])
     members = [replace(one, rollout=with_defaults(one.rollout, declared)) for one in read]
     return Unfinished(
@@ -300,5 +300,5 @@ def _read_unfinished(state: dict[str, Any], declared: Sequence[Field]) -> Unfini
 
 
 def _closed(name: str) -> str:
-    """Return the entry among the ids for a document of several sequences that was complete or given up."""
+    """Return the id that records that a document of several sequences was completed or given up."""
     return f"document_id {name}"

@@ -1,6 +1,6 @@
 """A thread that reads and parses messages ahead of the run, so that a step finds its documents ready.
 
-The run's place in the stream moves only when a message is taken from here: a restart reads all others again.
+The run's place in the stream moves only when a message is taken from here. A restart reads all later messages again.
 """
 
 import threading
@@ -17,7 +17,7 @@ from truestep.types import Rollout
 MOST_MESSAGES, MOST_BYTES = 4096, 256 * 2**20  # limits of messages read ahead and not yet taken
 _LOOK = 0.25  # seconds that a fetch waits at most
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts after a `TransportError`
-_MOST_AT_ONCE, _FEW_BYTES = 64, 4 * 2**20  # messages per fetch; above `_FEW_BYTES` fewer are asked for
+_MOST_AT_ONCE, _FEW_BYTES = 64, 4 * 2**20  # messages per fetch; fewer if they are larger than `_FEW_BYTES` together
 _LAST_LOOK = 2.0  # seconds that `close` waits for a fetch to return before it interrupts the fetch
 _LAST_WAIT = 10.0  # seconds that `close` then waits for the thread
 

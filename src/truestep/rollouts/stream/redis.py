@@ -30,11 +30,11 @@ except ImportError as error:
 
 _RECORD, _EVENT, _END = b"record", b"event", b"end"
 _SERVER_SILENT = 10.0  # socket timeout in seconds
-_PATIENCE = 20.0  # seconds for a complete reply, since a slow server never hits the socket timeout
+_PATIENCE = 20.0  # seconds for a complete reply, because a server that sends slowly never reaches the socket timeout
 _PAGE = 500
 _REPLY = 2 * RECORD  # largest reply in bytes
-# Lua scripts that return only the ids of entries, which may be of any size: the id of the next entry, and those of the
-# given ids whose entries were deleted.
+# Lua scripts that return only ids, because entries may be of any size. `_NEXT` returns the id of the next entry, and
+# `_GONE` those of the given ids whose entries were deleted.
 _NEXT = "return redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', 1)[1][1]"
 _GONE = """local gone = {}
 for _, id in ipairs(ARGV) do

@@ -1,7 +1,8 @@
 """The source of streamed documents. Each document is trained on once, whichever process is killed and restarted.
 
-A checkpoint holds the run's place in the stream, and the documents before that place that were not yet taken. Messages
-are acknowledged when a checkpoint that holds them is complete. Later messages are delivered again after a restart.
+A checkpoint holds the run's place in the stream, and the documents that were already read from the stream but not yet
+used in a step. Messages are acknowledged when a checkpoint that holds them is complete. Later messages are delivered
+again after a restart.
 """
 
 import copy

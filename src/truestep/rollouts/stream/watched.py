@@ -38,7 +38,7 @@ class Read:
 
     lines: int = 0
     size: int = 0  # bytes
-    digest: str | None = None  # of these bytes; None in checkpoints of older versions
+    digest: str | None = None  # digest of these bytes; None in checkpoints of older versions
 
 
 class WatchedFile:
@@ -46,7 +46,7 @@ class WatchedFile:
         self.read = read
         self.seen: Seen | None = None  # metadata at the last comparison
         self.unfinished = False  # the last line has no line break
-        self._hash = _new_hash()  # of the bytes that were read
+        self._hash = _new_hash()  # hash of the bytes that were read
         self._tail = b""  # digest of the last `_TAIL` bytes that were read
         self._since = 0.0  # time when `seen` last changed
         self._settled = False  # compared from its beginning after it was unchanged for `_LEFT_ALONE` seconds

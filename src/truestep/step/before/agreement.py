@@ -1,7 +1,7 @@
-"""The verdict on a sampler's log-probs: are they those of the policy, as near as the run's numerics can tell?
+"""The verdict on a sampler's log-probs: do they agree with the policy's, within the run's numerical tolerance?
 
-Each test has a bound on its chance to accuse an honest sampler, `ALPHA` for all tests of a step together
-(docs/sampling.md has the table). Everything is a function of sums that all ranks have, so all come to the same verdict.
+Each test bounds the probability of a false alarm. For all tests of a step together it is at most `ALPHA`
+(docs/sampling.md has the table). The verdict depends only on sums that all ranks have, so all ranks get the same one.
 """
 
 import math
@@ -15,11 +15,11 @@ from truestep.losses.agreement import COLUMN, COLUMNS, LEVELS
 from truestep.types import Rollout
 
 ALPHA = 1e-12
-_KEPT = 0.9  # of a server's evidence, from a step to the next
-_SELECTED = 3.0  # nats: an older document may have been chosen for its reward or its length
-_MOST_IN_ALL = 1.02  # that probabilities may add up to
-_ENTROPY_SLACK = 0.02  # of the entropy: draws of another arithmetic may be more likely by so much
-_TAIL = 12.0  # nats behind the uniform probability; what is less likely adds next to nothing to a variance
+_KEPT = 0.9  # weight of a server's evidence from earlier steps, per step
+_SELECTED = 3.0  # nats; allowance for older documents that were selected by reward or length
+_MOST_IN_ALL = 1.02  # largest accepted sum of the probabilities of different tokens
+_ENTROPY_SLACK = 0.02  # as a share of the entropy: numerical differences may make draws more likely by this much
+_TAIL = 12.0  # nats below the uniform probability; less likely tokens contribute almost nothing to a variance
 _ENDLESS = 1e6
 _BETS = ("up", "down", "older_up")
 _HERE = "the sampler"
@@ -30,12 +30,12 @@ _RATES = np.array([rate for _, rate in LEVELS])
 
 @dataclass(frozen=True)
 class Fault:
-    """A sampler whose tokens are not draws of the policy with the log-probs that it names."""
+    """A sampler whose log-probs are not the policy's, or whose tokens were not drawn by them."""
 
     server: str
-    places: tuple[int, ...]  # of its documents in the plan, those that show the fault most first
+    places: tuple[int, ...]  # indices of its documents in the plan, those with the most evidence first
     problem: str
-    of_draws: bool = False  # its log-probs are right, and its draws are not
+    of_draws: bool = False  # True: its log-probs are right, but its draws are not
 
 
 def server_of(document: Rollout) -> str:
@@ -44,16 +44,17 @@ def server_of(document: Rollout) -> str:
 
 @dataclass
 class Judge:
-    tolerance: float  # nats, of sampler.tolerance
+    tolerance: float  # nats; from sampler.tolerance
     vocabulary_size: int
-    draws: bool = True  # completions are not chosen by what was drawn, so their probabilities can be judged
-    served: bool = True  # by servers, which documents name; False: all are drawn in this process
-    _running: dict[str, list[float]] = field(default_factory=dict)  # a server's sums, older ones counting less
+    draws: bool = True  # whether draws can be judged: completions were not selected by their content
+    served: bool = True  # True: servers drew the completions, and documents name them; False: this process did
+    # running sums by server, with weight `_KEPT` per step
+    _running: dict[str, list[float]] = field(default_factory=dict)
 
     def find(self, documents: Sequence[Rollout], table: np.ndarray) -> Fault | None:
-        """Judge a step's documents, whose sums `table` [D, COLUMNS] has."""
+        """Judge a step's documents, given their sums `table` [D, COLUMNS]."""
         step = table.sum(0)
-        if not np.isfinite(step).all():  # NaN: the gradient's check says so
+        if not np.isfinite(step).all():  # the check of the gradient reports NaN
             table = np.nan_to_num(table, nan=0.0, posinf=_ENDLESS, neginf=-_ENDLESS)
             step = table.sum(0)
         if step[COLUMN["older"]]:
@@ -77,12 +78,12 @@ class Judge:
         self,
         server: str,
         places: Sequence[int],
-        rows: np.ndarray,  # of its documents
+        rows: np.ndarray,  # the rows of its documents
         step: list[float],  # the sums of `rows`
         bound: float,
         agree: bool,
     ) -> Fault | None:
-        """Judge a server's documents. `agree`: no document has evidence against its log-probs."""
+        """Judge a server's documents. `agree`: no document has any evidence against its log-probs."""
         total = self._remember(server, step)
         if not agree or _any_shown(total):
             evidence = self._evidence(np.vstack([rows, step, total]))
@@ -97,7 +98,8 @@ class Judge:
         return None
 
     def _remember(self, server: str, step: Sequence[float]) -> list[float]:
-        """Add a step's sums to those of the server's earlier steps. A bet that was lost is not owed."""
+        """Add a step's sums to those of the server's earlier steps. Negative sums of bets from earlier steps count as
+        0."""
         before = self._running.get(server, [0.0] * len(COLUMNS))
         for name in _BETS:
             before[COLUMN[name]] = max(before[COLUMN[name]], 0.0)
@@ -105,7 +107,8 @@ class Judge:
         return self._running[server]
 
     def _evidence(self, rows: np.ndarray) -> np.ndarray:  # [R, COLUMNS] -> [R, tests], in nats
-        """Compute the evidence against the log-probs of documents, or of servers: of each level, then of each bet."""
+        """Compute the evidence against the log-probs, per row (a document or a server): one value per level, then one
+        per bet."""
         beyond, bets = rows[:, _BEYOND], rows[:, [COLUMN[name] for name in _BETS]]
         return np.hstack([_poisson(beyond, rows[:, COLUMN["standing"], None] * _RATES), bets])
 
@@ -120,10 +123,10 @@ class Judge:
         return f"over {standing:.0f} tokens, the policy's probabilities over its own do not average to 1"
 
     def _draws_evidence(self, row: Sequence[float]) -> float:
-        """Compute the evidence that tokens were drawn too likely, by Freedman's inequality.
+        """Compute the evidence that tokens were drawn with too high probabilities, by Freedman's inequality.
 
-        log p(token) + entropy has mean 0 and is at most the entropy. A distribution of entropy H over V tokens has a
-        variance of log p of at most (log V + c) H, and less than 0.01 more.
+        log p(token) + entropy has mean 0 and is at most the entropy. For a distribution of entropy H over V tokens, the
+        variance of log p is at most (log V + c) H + 0.01.
         """
         standing, entropy = row[COLUMN["standing"]], row[COLUMN["entropy"]]
         excess = row[COLUMN["surprise"]] - _ENTROPY_SLACK * entropy
@@ -132,13 +135,14 @@ class Judge:
         return float(excess**2 / (2 * (variance + largest * excess / 3))) if excess > 0 else 0.0
 
     def _repeated(self, documents: Sequence[Rollout], table: np.ndarray, bound: float) -> Fault | None:
-        """Find a completion that came so often as its probability excludes, for whichever prompts.
+        """Find a completion that occurs more often than its probability allows, whatever the prompts.
 
-        That n of N draws agree on something of probability u or less has a probability of at most C(N, n) u^(n-1).
+        If n of N draws are the same completion, and its probability is at most u, then this has a probability of at
+        most C(N, n) u^(n-1).
         """
         labels = table[:, COLUMN["standing"]] + table[:, COLUMN["older"]]
         own = (table[:, COLUMN["logprobs"]] + self.tolerance * labels).tolist()
-        alike: dict[bytes, list[int]] = defaultdict(list)  # places by completion
+        alike: dict[bytes, list[int]] = defaultdict(list)  # indices of documents, by completion
         for place, (document, count) in enumerate(zip(documents, labels.tolist(), strict=True)):
             if count:
                 alike[document.completion].append(place)
@@ -149,7 +153,8 @@ class Judge:
             likeliest = max([own[place] for place in places])
             if (1 - len(places)) * likeliest <= bound or _too_often(len(places), drawn, likeliest) <= bound:
                 continue
-            # The weights that drew older tokens are gone: their sampler's word counts where it is higher.
+            # The weights that drew older tokens no longer exist. If their sampler's log-prob is higher than the
+            # policy's, it counts.
             older = [documents[place] for place in places if table[place, COLUMN["older"]]]
             likeliest = max([likeliest, *(float(at_labels(document, "logprobs").sum()) for document in older)])
             if _too_often(len(places), drawn, likeliest) > bound:
@@ -159,8 +164,8 @@ class Judge:
         return None
 
     def _contradicting(self, documents: Sequence[Rollout], table: np.ndarray) -> Fault | None:
-        """Find log-probs of older tokens that cannot be those of any weights: where the completions of one prompt part,
-        the probabilities of their next tokens add up to more than 1."""
+        """Find log-probs of older tokens that no weights can have. At the first difference between completions of one
+        prompt, the probabilities of their next tokens must not add up to more than 1."""
         groups: dict[tuple[str, str], list[int]] = defaultdict(list)
         for place in np.flatnonzero(table[:, COLUMN["older"]]).tolist():
             document = documents[place]
@@ -169,7 +174,9 @@ class Judge:
         for (server, _), places in groups.items():
             total = _total_where_they_part([documents[place] for place in places])
             if total > _MOST_IN_ALL * math.exp(5 * self.tolerance):
-                problem = f"the probabilities that it names for different tokens behind one text add up to {total:.3g}"
+                problem = (
+                    f"the probabilities that it reports for different tokens after the same text add up to {total:.3g}"
+                )
                 return Fault(server, tuple(places), problem)
         return None
 
@@ -185,7 +192,8 @@ def at_labels(document: Rollout, name: str) -> np.ndarray:
 
 
 def _total_where_they_part(documents: Sequence[Rollout]) -> float:
-    """Add up the probabilities of the different tokens at the first place where completions of one prompt differ."""
+    """Return the sum of the probabilities of the different tokens at the first position where completions of one prompt
+    differ."""
     if len(documents) < 2:
         return 0.0
     length = min(document.num_labels for document in documents)
@@ -194,17 +202,18 @@ def _total_where_they_part(documents: Sequence[Rollout]) -> float:
     if not apart.any():
         return 0.0
     place = int(apart.argmax())
-    named: dict[tuple[int, bytes], dict[int, float]] = defaultdict(dict)  # by version and the text before
+    # probability by token, by version and preceding text
+    named: dict[tuple[int, bytes], dict[int, float]] = defaultdict(dict)
     for document, token in zip(documents, tokens[:, place].tolist(), strict=True):
         version = int(at_labels(document, "model_version")[place])
-        # What stands between the labels may differ: what a tool answered.
+        # Text between the labels may differ, such as a tool's answer.
         before = document.input_ids[: np.flatnonzero(document.loss_mask)[place]].tobytes()
         named[version, before][token] = math.exp(at_labels(document, "logprobs")[place])
     return max(sum(probabilities.values()) for probabilities in named.values())
 
 
 def _less_the_choice(rows: np.ndarray) -> np.ndarray:
-    """Take off the bets of older documents what their choice may have added."""
+    """Subtract what selection may have added to the bets of older documents."""
     rows = rows.copy()
     rows[rows[:, COLUMN["older"]] > 0, COLUMN["older_up"]] -= _SELECTED
     return rows
@@ -220,7 +229,7 @@ def _too_sure(row: Sequence[float]) -> str:
 
 
 def _poisson(count: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Bound minus the logarithm of the probability of so many events, of which `mean` are expected at most."""
+    """Return a lower bound of -log P(at least `count` events), if at most `mean` events are expected."""
     bound = np.zeros_like(count)
     more = count > mean
     count, mean = count[more], mean[more]
@@ -230,7 +239,8 @@ def _poisson(count: np.ndarray, mean: np.ndarray) -> np.ndarray:
 
 
 def _too_often(count: int, drawn: int, likeliest: float) -> float:
-    """Bound minus the logarithm of the probability that `count` of `drawn` completions agree on one that is no
-    likelier."""
-    ways = math.lgamma(drawn + 1) - math.lgamma(count + 1) - math.lgamma(drawn - count + 1)  # the logarithm
+    """Return a lower bound of -log P(`count` of `drawn` completions are equal), if the completion's log-prob is at most
+    `likeliest`."""
+    # the logarithm of the binomial coefficient
+    ways = math.lgamma(drawn + 1) - math.lgamma(count + 1) - math.lgamma(drawn - count + 1)
     return -ways - (count - 1) * likeliest

@@ -18,7 +18,7 @@ class Annotator:
     """A base for annotators. Every rank has them, and calls them in the same order."""
 
     fields: tuple[Field, ...] = ()  # fields added once for all updates on the same documents; kept in checkpoints
-    part: str | None = None  # of the step's time, under which it is counted
+    part: str | None = None  # name under which its time is reported in the step's times
     needs_scores = False  # `computed` needs the scores of all documents
 
     def annotate(self, plan: StepPlan) -> StepPlan:
@@ -31,7 +31,7 @@ class Annotator:
 
 
 class ReferenceLogprobs(Annotator):
-    """The log-probs of a reference: one forward pass of weights that are not trained, packed and cut as the step is."""
+    """The log-probs of a reference: one forward pass of frozen weights, with the step's packing and layout."""
 
     fields = ("reference_logprobs",)
     part = "reference"
@@ -46,13 +46,13 @@ class ReferenceLogprobs(Annotator):
             return plan
         with self._at_use():
             scores = score_documents(self.runner, plan)
-        self.runner.stopwatch.drain()  # nobody reads the parts of this time
+        self.runner.stopwatch.drain()  # nobody reads these times
         return replace(plan, documents=with_logprobs(plan.documents, "reference_logprobs", scores))
 
 
 class OwnLogprobs(Annotator):
-    """The trainer's own log-probs before the first update, for the updates after it. They cost nothing: the forward
-    pass of the first update is of the weights before it."""
+    """The trainer's own log-probs before the first update, for later updates on the same documents. They cost nothing,
+    because the first update's forward pass computes them."""
 
     fields = ("recomputed_logprobs",)
     needs_scores = True
@@ -62,7 +62,7 @@ class OwnLogprobs(Annotator):
 
 
 class ChosenLabels(Annotator):
-    """The labels that the loss chooses, anew at every update."""
+    """The labels that the loss chooses, for each update."""
 
     def __init__(self, chooser: Chooser):
         self._chooser = chooser
@@ -72,7 +72,7 @@ class ChosenLabels(Annotator):
 
 
 class Annotators:
-    """The annotators of a run, and the documents of the step in hand with what they gave them."""
+    """The annotators of a run, and the annotated documents of the current step."""
 
     def __init__(self, annotators: Sequence[Annotator] = ()):
         self.all = list(annotators)
@@ -83,11 +83,11 @@ class Annotators:
         return any(annotator.needs_scores for annotator in self.all)
 
     def fill(self, field: str) -> bool:
-        """Tell whether one of them fills in this field."""
+        """Tell whether an annotator adds this field."""
         return any(field in annotator.fields for annotator in self.all)
 
     def annotate(self, plan: StepPlan, times: StepTimes | None = None) -> StepPlan:
-        """Have each annotator fill the plan in. The time of each is added to `times`."""
+        """Let each annotator add its fields to the plan. Its time is added to `times`."""
         if plan.repeated and self._documents:
             plan = replace(plan, documents=self._documents)
         for annotator in self.all:
@@ -97,7 +97,7 @@ class Annotators:
         return plan
 
     def computed(self, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
-        """Have them learn from the passes of an update that is the first on its documents."""
+        """Give the annotators the results of the first update's passes on its documents."""
         if plan.repeated:
             return
         for annotator in self.all:
@@ -105,7 +105,7 @@ class Annotators:
         self._documents = tuple(plan.documents)
 
     def carried(self, documents: Sequence[Rollout]) -> Sequence[Rollout]:
-        """Give documents that a checkpoint carries to further updates on them what was filled in once."""
+        """Add the fields that were computed once to documents in a checkpoint, for further updates on them."""
         if len(documents) != len(self._documents):
             return documents
         names = [name for annotator in self.all for name in annotator.fields]

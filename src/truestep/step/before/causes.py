@@ -8,18 +8,19 @@ from truestep.step.before.agreement import Fault
 from truestep.text import printable
 from truestep.types import Rollout
 
-_EXPLAINS = 0.1  # the part of the gap that a cause may leave
-_MOST_NAMED = 3  # documents
-_MOST_OTHERS = 16  # documents whose log-probs are tried in the place of a document's own
+_EXPLAINS = 0.1  # a cause is accepted if it reduces the gap to less than this share
+_MOST_NAMED = 3  # most documents that are listed by id
+_MOST_OTHERS = 16  # most documents whose log-probs are compared with those of other documents
 
 
 def explain(
     fault: Fault,
-    documents: Sequence[Rollout],  # the accused ones, the worst first
-    logprobs: Sequence[np.ndarray],  # of each document's labels, by the policy; empty where log-probs are right
+    documents: Sequence[Rollout],  # the accused documents, the worst first
+    # the policy's log-probs of each document's labels; empty if the log-probs are right
+    logprobs: Sequence[np.ndarray],
     tolerance: float,
 ) -> str:
-    """Word a fault: the server, its documents, the size of the gap and what is likely."""
+    """Describe a fault: the server, its documents, the size of the gap and the likely cause."""
     named = ", ".join(printable(document.id) for document in documents[:_MOST_NAMED])
     more = len(documents) - _MOST_NAMED
     who = f"{printable(fault.server)}: {fault.problem} (documents {named}{f' and {more} more' if more > 0 else ''})"
@@ -43,17 +44,14 @@ def _given(document: Rollout) -> np.ndarray:
 
 
 def likely_cause(given: Sequence[np.ndarray], own: Sequence[np.ndarray]) -> str:
-    """Find what the given log-probs are, if it is something simple."""
+    """Find a simple relation between the given log-probs and the policy's, if there is one."""
     before = _mean_gap(zip(given, own, strict=True))
     for words, pairs in _tries(given, own):
         if _mean_gap(pairs) < _EXPLAINS * before:
             return f"They are {words}"
     below = np.concatenate([their - our for their, our in zip(given, own, strict=True)])
     if (below > -1e-3).all():
-        return (
-            "They are all too high, as those of a distribution that top_p, top_k or min_p has cut, or of a lower "
-            "temperature"
-        )
+        return "They are all too high, as after truncation by top_p, top_k or min_p, or at a lower temperature"
     return (
         "They may be of another temperature, of older weights, of another prompt or of another arithmetic: "
         "`truestep parity` looks for the cause"

@@ -1,7 +1,8 @@
-"""The check of a sampler's tokens before the update that is made from them, and of its answers in an evaluation.
+"""The check of a sampler's tokens before an update on them, and of its answers in an evaluation.
 
-Tokens of the standing weights are compared in the step's own first pass. Where completions are trained on by later
-weights, a share of them is scored while the weights stand that drew them, and judged with the step that trains on them.
+Tokens drawn by the current weights are compared in the step's own first pass. If completions are trained on by later
+weights, a share of them is scored as soon as they arrive, while the weights that drew them are current. The result is
+judged together with the step that trains on them.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +20,18 @@ from truestep.step.plan.plan import StepRule, plan_exactly
 from truestep.text import discard
 from truestep.types import Rollout, StepPlan
 
-_MOST_EXPLAINED = 64  # documents that are scored again to say what is wrong with them
-_MOST_ANSWERS = 64  # of an evaluation that are scored
-_EVERY = 8  # steps; those of sampling in process that are compared, and as many first ones
+_MOST_EXPLAINED = 64  # most documents that are scored again to explain a fault
+_MOST_ANSWERS = 64  # most answers of an evaluation that are scored
+_EVERY = 8  # with sampling in process, the first 8 steps and every 8th step are compared
 
 
 class SamplerError(TruestepError):
-    """Answers of an evaluation that are not the policy's."""
+    """Raised if answers in an evaluation are not the policy's."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A completion's comparison, made while the weights stood that drew it."""
+    """The comparison of a completion with the weights that drew it."""
 
     version: int
     row: np.ndarray
@@ -39,14 +40,15 @@ class _Held:
 
 @dataclass
 class SamplerCheck:
-    """Every rank has one, and all come to the same verdict."""
+    """Compares samplers' log-probs with the policy's. Every rank has one, and all get the same verdict."""
 
     runner: StepRunner
     rule: StepRule
     judge: Judge
     max_staleness: int = 0
-    arrived: Callable[[], Sequence[Rollout]] | None = None  # a share of the completions since the last call
-    warn: Callable[[str], None] | None = None  # it is told of a fault once; None: a fault ends the run
+    # returns a share of the completions that arrived since the last call
+    arrived: Callable[[], Sequence[Rollout]] | None = None
+    warn: Callable[[str], None] | None = None  # called once with a fault's description; None: a fault ends the run
     _held: dict[str, _Held] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,16 +59,18 @@ class SamplerCheck:
             custom_metrics={},
             keep_scores=True,
             exact=False,
-            stopwatch=Stopwatch(self.runner.policy.device),  # no part of the step's own passes
+            # a separate one, so that the step's own times do not change
+            stopwatch=Stopwatch(self.runner.policy.device),
         )
 
     def due(self, step: int) -> bool:
-        """Tell whether a step's documents are compared. Every step's are if a server drew them. A fault of sampling in
-        process is one of the engine: it is in all steps, and only warns."""
+        """Tell whether a step's documents are compared. With servers, every step's are. With sampling in process, a
+        fault is in the engine and in all steps, so some steps suffice; it only causes a warning."""
         return self.warn is None or step <= _EVERY or step % _EVERY == 0
 
     def before_update(self, plan: StepPlan, accumulated: Accumulated) -> str | None:
-        """Compare a step's documents with the policy; say what is wrong. `accumulated` is of the step's own pass."""
+        """Compare a step's documents with the policy, and describe the fault. `accumulated`: the results of the step's
+        own pass."""
         if self.arrived is not None:
             self._hold(self.arrived(), plan.documents_seen)
         # Repeated documents were compared before the first update on them.
@@ -80,7 +84,8 @@ class SamplerCheck:
         return None if fault is None else self._said(fault, plan.documents, plan.documents_seen)
 
     def answers(self, documents: Sequence[Rollout], documents_seen: int) -> None:
-        """Compare answers of an evaluation, which the weights that stand have drawn; an error where they are wrong."""
+        """Compare answers of an evaluation, drawn by the current weights. Raise an error if they are not the
+        policy's."""
         if not documents:
             return
         some = documents[:: -(-len(documents) // _MOST_ANSWERS)]
@@ -92,14 +97,14 @@ class SamplerCheck:
             raise SamplerError(f"evaluation: {text}")
 
     def _hold(self, arrived: Sequence[Rollout], documents_seen: int) -> None:
-        """Score what arrived while its weights stand, for the step that trains on it. Whether a server still had its
-        weights then is known by that step: it takes nothing else."""
+        """Score completions that the current weights drew, for the step that trains on them. That step takes a
+        completion only if the server had these weights."""
         new = [rollout for rollout in arrived if (at_labels(rollout, "model_version") == documents_seen).any()]
         if new:
             scored = self._score(new, documents_seen)
             assert scored.compared is not None
             for rollout, row, score in zip(new, scored.compared, scored.scores, strict=True):
-                row[COLUMN["older"] :] = 0.0  # tokens of the standing weights alone
+                row[COLUMN["older"] :] = 0.0  # keep only the sums for tokens of the current weights
                 self._held[rollout.id] = _Held(documents_seen, row, score.logprobs)
         oldest = documents_seen - self.max_staleness
         self._held = {name: held for name, held in self._held.items() if held.version >= oldest}
@@ -107,7 +112,7 @@ class SamplerCheck:
     def _score(self, documents: Sequence[Rollout], documents_seen: int) -> Accumulated:
         plain = [replace(document, advantages=None, difference=None) for document in documents]
         scored = self.runner.accumulate(plan_exactly(plain, self.rule, documents_seen), backward=False)
-        self.runner.stopwatch.drain()  # nobody reads the parts of this time
+        self.runner.stopwatch.drain()  # nobody reads these times
         return scored
 
     def _said(self, fault: Fault, documents: Sequence[Rollout], documents_seen: int) -> str | None:

@@ -1,7 +1,7 @@
-"""The labels that `loss.clip_cov` and `loss.kl_cov` choose: from the whole step's documents, before its first pass.
+"""The labels that `loss.clip_cov` and `loss.kl_cov` choose from all of a step's documents, before the first pass.
 
-The covariance of a label is (logπ_sampler - its mean) · (A - its mean), with means over the step's labels. All of it is
-in the documents, so every layout chooses the same labels.
+The covariance of a label is (logπ_sampler - its mean) · (A - its mean), with means over the step's labels. It depends
+only on the documents, so every layout chooses the same labels.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ class Chooser:
         return _with_chosen(documents, chosen)
 
     def _draws(self, documents: Sequence[Rollout], labels: np.ndarray, documents_seen: int) -> list[bytes]:
-        """Draw a number for each of some labels. It follows from the step, the record's id and the position alone."""
+        """Return random sort keys for labels. A key depends only on the seed, the step, the record's id and the
+        position."""
         sequences = sequences_of(documents)
         owner = np.repeat(np.arange(len(sequences)), [sequence.num_labels for sequence in sequences])
         position = np.concatenate([np.flatnonzero(sequence.loss_mask) for sequence in sequences])

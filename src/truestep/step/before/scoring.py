@@ -1,4 +1,4 @@
-"""Log-probs of a plan's documents from forward passes alone, and documents that are given them."""
+"""Log-probs of a plan's documents from forward passes only, and documents with such log-probs as a field."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,13 +13,13 @@ Field = Literal["recomputed_logprobs", "reference_logprobs"]
 
 
 def score_documents(runner: StepRunner, plan: StepPlan) -> tuple[DocumentScore, ...]:
-    """Run the forward passes of a plan, without metrics or gradients; on every rank, all documents' scores."""
+    """Run only the forward passes of a plan. Return the scores of all documents, on every rank."""
     scoring = replace(runner, keep_scores=True, metrics_level=None, custom_metrics={})
     return scoring.accumulate(plan, backward=False).scores
 
 
 def with_logprobs(documents: Sequence[Rollout], name: Field, scores: Sequence[DocumentScore]) -> tuple[Rollout, ...]:
-    """Give each document the log-probs of its labels under a field's name."""
+    """Set a field of each document to the log-probs of its labels."""
 
     def at_labels(document: Rollout, logprobs: np.ndarray) -> np.ndarray:
         values = np.zeros(document.num_tokens, np.float32)

@@ -1,6 +1,6 @@
 """Metrics of a step's episodes: turns, why they ended, tool calls, and the time of turns and tools.
 
-They are about documents that have turns; without one nothing is measured. Every rank has all documents of the step.
+They cover documents with turns; there are none without such documents. Every rank has all documents of the step.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ def policy_turns(document: Rollout) -> int:
 
 
 def _of_turns(episodes: Sequence[EpisodeFacts]) -> dict[str, Metric]:
-    """Measure calls and times, given the episodes whose turns are known."""
+    """Compute metrics of tool calls and times. Each episode has facts about its turns."""
     if not episodes:
         return {}
     turns = [turn for episode in episodes for turn in episode.turns]
@@ -52,8 +52,8 @@ def _of_turns(episodes: Sequence[EpisodeFacts]) -> dict[str, Metric]:
 
 
 def _by_tool(turns: Sequence[TurnFacts], offered: Collection[str]) -> dict[str, list[ToolUse]]:
-    """Return the uses of each tool that is offered or called. Beyond `MOST_TOOLS` names, those with the fewest calls
-    count together."""
+    """Return the uses of each tool that is offered or called. If there are more than `MOST_TOOLS` names, those with the
+    fewest calls are combined."""
     calls = Counter(dict.fromkeys(offered, 0))
     for turn in turns:
         calls.update({name: use.calls for name, use in turn.tools.items()})

@@ -1,7 +1,8 @@
-"""Exact log-probs of a step's documents: bitwise the sampler's if the weights are still the same (see `model.exact`).
+"""Exact log-probs of a step's documents: bitwise equal to the sampler's if the weights are still the same (see
+`model.exact`).
 
-In losses and metrics they replace the log-probs of the step's forward pass. The rest of the gradient's computation
-uses the forward pass.
+In losses and metrics they replace the log-probs of the step's forward pass. Gradients are still computed through the
+forward pass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,14 @@ from truestep.model.exact import documents_hidden, exactly
 from truestep.model.policy import Policy
 from truestep.types import Rollout, sent
 
-_LOGITS_BYTES = 512 * 2**20  # of raw logits that exist at a time
+_LOGITS_BYTES = 512 * 2**20  # limit for raw logits in memory at a time
 
 
 @torch.no_grad()
 def score_exactly(
     policy: Policy, documents: Sequence[Rollout], micro_batches: Iterable[Sequence[int]]
 ) -> dict[int, torch.Tensor]:
-    """Compute the log-probs of the labels of each micro-batch's documents, by their indices into `documents`. Every
+    """Compute the log-probs of the labels of each micro-batch's documents. Return them by the documents' indices. Every
     rank must call this, with its own micro-batches."""
     found: dict[int, torch.Tensor] = {}
     with policy.weights.gathered(), exactly(policy.model):

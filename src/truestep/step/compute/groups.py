@@ -13,12 +13,12 @@ from truestep.metrics.types import Max, Mean, Metric, Min
 from truestep.rollouts.selection import has_advantage
 from truestep.types import Rollout
 
-ROUNDING = 1e-9  # relative to the largest reward: smaller differences from the mean count as rounding errors
+ROUNDING = 1e-9  # share of the largest reward; smaller differences from the mean count as rounding errors
 
 
 def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
-    """Compute the share of groups without an advantage, the mean share of distinct completions and the mean standard
-    deviation of rewards in a group, and the share of the most common completion."""
+    """Compute the share of groups without an advantage, the mean share of distinct completions in a group, the mean
+    standard deviation of rewards in a group, and the share of the most common completion."""
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for document in documents:
         if document.group_id is not None:
@@ -39,8 +39,8 @@ def measure_groups(documents: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def _most_common(groups: Sequence[Sequence[Rollout]]) -> Mean:
-    """Compute the share of documents with the most common completion. Empty with a single prompt, which a good policy
-    may always answer alike."""
+    """Compute the share of documents with the most common completion. It is empty with a single prompt, because a good
+    policy may always give that prompt the same answer."""
     prompts = {members[0].input_ids[~members[0].loss_mask].tobytes() for members in groups}
     if len(prompts) < 2:
         return Mean(0.0, 0.0)

@@ -1,8 +1,8 @@
 """The labels of a micro-batch, divided evenly among the ranks that share its tokens (context parallelism).
 
 Labels are not spread evenly over tokens, since prompts have none. If each rank kept the labels of its own tokens, ranks
-would wait for one another in the head. Instead each gets an equal share of the labels, in order: the hidden states that
-predict them are exchanged between ranks, and their gradients are sent back.
+with few labels would wait for ranks with many. Instead each rank's head gets an equal share of the labels, in order.
+The hidden states that predict them are exchanged between ranks, and their gradients are sent back.
 
 Dimensions: C ranks, S tokens of the micro-batch, T its labels, D its documents, H hidden.
 """
@@ -22,23 +22,24 @@ from truestep.types import PackedBatch, PackedLabels, PackedTokens, RowStatistic
 class TokenRuns:
     """How many labels of each document a share has."""
 
-    lead: int  # of the document that begins in an earlier rank's share; 0: none
-    whole: tuple[int, ...]  # of each document that lies in this share alone
-    tail: int  # of the document that continues in a later rank's share; 0: none
+    lead: int  # labels of the document that begins in an earlier rank's share; 0: none
+    whole: tuple[int, ...]  # labels of each document that is entirely in this share
+    tail: int  # labels of the document that continues in a later rank's share; 0: none
 
 
 @dataclass(frozen=True)
 class LabelShare:
-    """The labels that this rank's head computes: all of the micro-batch's without context parallelism."""
+    """The labels that this rank's head computes. Without context parallelism these are all labels of the
+    micro-batch."""
 
     num_labels: int  # T
-    own: slice  # of T: this share
-    predicted: torch.Tensor | None = None  # of T: labels predicted from this rank's tokens
+    own: slice  # this rank's share of T
+    predicted: torch.Tensor | None = None  # indices into T: the labels predicted from this rank's tokens
     first_token: int = 0
     send: tuple[int, ...] = ()  # rows to send to each rank
     receive: tuple[int, ...] = ()  # rows to receive from each rank
-    # The place of each label of this share among the rows received; None: they are in order. Rows are not where
-    # documents share a prefix, whose rows stand before all that follow it.
+    # The index of each label of this share among the received rows; None: the rows are already in order. They are not
+    # if documents share a prefix, because the rows of a prefix come before those of all its continuations.
     order: torch.Tensor | None = None
     context: Context | None = None
 
@@ -70,7 +71,7 @@ class LabelShare:
         return replace(self, predicted=predicted, order=order)
 
     def rows(self, hidden: torch.Tensor, label_rows: torch.Tensor) -> torch.Tensor:
-        """Exchange the hidden states of this rank's tokens for those that predict its share; differentiable."""
+        """Exchange the hidden states of this rank's tokens for those that predict its share. Differentiable."""
         if self.context is None or self.predicted is None:
             return hidden.index_select(0, label_rows)
         own = hidden.index_select(0, label_rows.index_select(0, self.predicted) - self.first_token)
@@ -114,7 +115,7 @@ class MicroBatch:
     """A micro-batch on this rank's device, and this rank's share of its labels."""
 
     members: tuple[int, ...]  # indices into the plan's sequences
-    label_counts: tuple[int, ...]  # of each of those sequences
+    label_counts: tuple[int, ...]  # number of labels of each of these sequences
     tokens: PackedTokens
     labels: PackedLabels
     weight: torch.Tensor  # [T] float64: one over the denominator of each label

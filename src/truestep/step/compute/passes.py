@@ -21,7 +21,8 @@ from truestep.step.compute.label_shares import MicroBatch
 from truestep.step.compute.schedule import Pass, PipelineSchedule, make_schedule
 from truestep.weights.protocol import StagePass
 
-# Takes a micro-batch and the hidden states of this rank's labels; returns their gradient (None without backward pass).
+# Takes a micro-batch and the hidden states for this rank's labels. Returns their gradient, or None without a backward
+# pass.
 Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor | None]
 
 
@@ -30,8 +31,8 @@ class _Activations:
     """The tensors of a forward pass that the backward pass needs."""
 
     input: torch.Tensor | None  # [S, H], an autograd leaf; None in the first stage
-    output: torch.Tensor  # [S, H]; [T, H] in the last stage
-    gradient: torch.Tensor | None  # of the output, in the last stage
+    output: torch.Tensor  # [S, H]; in the last stage, the hidden states for the labels [T, H]
+    gradient: torch.Tensor | None  # gradient of the output, in the last stage
 
 
 class Passes:
@@ -59,11 +60,12 @@ class Passes:
         self._wires = _Wires(policy.weights.ranks, self._schedule, self._like)
         self._batches: dict[int, MicroBatch] = {}
         self._activations: dict[tuple[int, int], _Activations] = {}
-        self._tokens: dict[int, OwnTokens] = {}  # by micro-batch
+        self._tokens: dict[int, OwnTokens] = {}  # this rank's tokens, by micro-batch
 
     def run(self) -> None:
         name = "training" if self._backward else "scoring"
-        last = self._stages[0] if self._backward else self._stages[-1]  # the stage of a micro-batch's last pass here
+        # the stage of a micro-batch's last pass on this rank
+        last = self._stages[0] if self._backward else self._stages[-1]
         with marks.layers_report(), progress.working(name, "micro-batches", self._micro_batches):
             passes = self._schedule.ranks[self._rank]
             for current in passes:
@@ -111,8 +113,8 @@ class Passes:
         gradient = forward.gradient if received is None else received
         assert gradient is not None
         self._policy.weights.before_backward(self._describe(current))
-        if forward.output.requires_grad:  # False if all weights up to here are frozen
-            # Even with zero rows: all ranks must take part in the collectives of every weight.
+        if forward.output.requires_grad:  # False if all weights up to this stage are frozen
+            # This also runs with zero rows: all ranks must take part in the collectives of every weight.
             with self._routing(current):
                 forward.output.backward(gradient.to(forward.output.dtype))
         if current.stage == self._stages[0]:
@@ -122,8 +124,8 @@ class Passes:
             self._wires.send(current.following, forward.input.grad)
 
     def _routing(self, current: Pass) -> AbstractContextManager[None]:
-        """Return a context in which routers count the micro-batch's tokens. A backward pass may compute layers again,
-        and counts none."""
+        """Return a context in which routers count the micro-batch's tokens. A backward pass may recompute layers; it
+        counts nothing."""
         routing = self._policy.routing
         if routing is None:
             return nullcontext()
@@ -135,7 +137,8 @@ class Passes:
         return self._batches[number]
 
     def _like(self, receiving: Pass) -> torch.Tensor:
-        """Allocate the input of a pass from another stage. Every stage packs the micro-batch, so the size is known."""
+        """Allocate the input of a pass that another stage sends. Every stage packs the micro-batch, so the size is
+        known."""
         if not receiving.forward:
             return torch.empty_like(self._activations[receiving.stage, receiving.micro_batch].output)
         policy, stages = self._policy, self._policy.stages
@@ -164,11 +167,11 @@ class _Wires:
     def __init__(self, ranks: Ranks, schedule: PipelineSchedule, like: Callable[[Pass], torch.Tensor]):
         self._ranks, self._schedule, self._like = ranks, schedule, like
         self._expected: dict[tuple[int, bool], Iterator[Pass]] = {}
-        self._received: dict[Pass, torch.Tensor] = {}  # inputs received early
+        self._received: dict[Pass, torch.Tensor] = {}  # inputs that were received before they were needed
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def receive(self, current: Pass) -> torch.Tensor:
-        """Return the input of a pass. Inputs that its sender sent earlier are received first, and kept."""
+        """Return the input of a pass. Inputs that the sender sent before it are received first, and kept."""
         sender = self._schedule.pipeline.rank_of(current.source)
         key = (sender, current.forward)
         if key not in self._expected:

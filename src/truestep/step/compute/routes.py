@@ -1,4 +1,4 @@
-"""What routers choose in a step: the terms of its loss that are theirs, and metrics of loads and of replay."""
+"""Router loss terms of a step, and metrics of expert loads and routing replay."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,8 @@ from truestep.types import ROUTES, Rollout, StepTotals
 
 
 def terms_of(routing: Routing, objective: Objective, totals: StepTotals, counts: Counts) -> RouterTerms:
-    """Return the terms of a step. `counts`: its choices of experts, if they are balanced by a term."""
+    """Return the router terms of a step. `counts`: how often each expert is chosen in the step, if there is a balance
+    term."""
     settings, divisor = routing.settings, objective.gradient_divisor
     balance = settings.strength if settings.balance == "loss" else 0.0
     return RouterTerms(
@@ -28,14 +29,14 @@ def terms_of(routing: Routing, objective: Objective, totals: StepTotals, counts:
 
 
 def summed(parts: Sequence[Counts]) -> Counts:
-    """Add up what each rank has counted."""
+    """Add up the counts of all ranks."""
     nothing: Counts = {}
     return reduce(together, parts, nothing)
 
 
 def recorded_counts(routing: Routing, sequences: Sequence[Rollout], members: Iterable[int]) -> Counts | None:
-    """Count the choices that records name, of the sequences of this rank. None: a sequence of the step does not name
-    those of all tokens but its last, which no sampler is fed."""
+    """Count the experts in the records of this rank's sequences. None: a sequence of the step lacks experts for some
+    token. The last token needs none, because no sampler computes it."""
     if not routing.replays or not all(map(is_replayed, sequences)):
         return None
     counts = {name: np.zeros(experts, np.int64) for name, experts in routing.experts.items()}
@@ -48,13 +49,13 @@ def recorded_counts(routing: Routing, sequences: Sequence[Rollout], members: Ite
 
 
 def is_replayed(sequence: Rollout) -> bool:
-    """Tell whether a record names the experts of all tokens but the last."""
+    """Tell whether a record has experts for all tokens except the last."""
     values, tokens = sequence.value(ROUTES), sequence.num_tokens - 1
     return tokens == 0 or (values is not None and len(values) >= tokens and bool((values[:tokens, 0, 0] >= 0).all()))
 
 
 def measure_routes(routing: Routing, level: str) -> dict[str, Metric]:
-    """Return this rank's parts of the terms and of the metrics of loads."""
+    """Return this rank's parts of the router terms and of the metrics of loads."""
     metrics: dict[str, Metric] = {}
     if routing.terms is not None:
         balance, z_loss = routing.values()
@@ -77,12 +78,13 @@ def measure_routes(routing: Routing, level: str) -> dict[str, Metric]:
 
 
 def number_of(layer: str) -> str:
-    """Return the number of a layer by the name of its experts."""
+    """Return a layer's number, from the name of its experts' module."""
     return next(iter(re.findall(r"\.(\d+)\.", layer)), layer)
 
 
 def _measure_replay(routing: Routing, counts: Counts) -> dict[str, Metric]:
-    """Compare what layers replay with what they compute, and with what their routers would have chosen."""
+    """Compare the number of replayed tokens with all computed tokens, and the replayed experts with the routers' own
+    choices."""
     if routing.shape is None:
         return {}
     chosen = routing.shape.chosen

@@ -44,9 +44,9 @@ class Accumulated:
     """The results of a plan, reduced over all ranks. The gradient itself is in the policy's float32 buffers."""
 
     metrics: dict[str, Metric]
-    scores: tuple[DocumentScore, ...]  # of the documents whose scores are kept, in the plan's order
+    scores: tuple[DocumentScore, ...]  # scores of the documents whose scores are kept, in the plan's order
     compared: np.ndarray | None = None  # [documents, COLUMNS] float64, from `compare`; None: not compared
-    # How often the policy's routers chose each expert in the step, by layer; None: no router is counted.
+    # How often the policy's routers chose each expert in the step, by layer; None: `balance: bias` is off.
     loads: Counts | None = None
 
     def line(self) -> dict[str, Any]:
@@ -74,20 +74,23 @@ class StepRunner:
     pad_to_multiple: int = 1
     breadth_first: int = 1  # micro-batches per gather of the weights
     custom_metrics: Mapping[str, Measure] = field(default_factory=dict)  # the user's, by import path
-    keep_scores: bool | Collection[int] = False  # of all documents, or of those with these indices in the plan
-    skip_zero_advantage: bool = False  # no backward pass for micro-batches in which no label has an advantage
+    # keep the scores of all documents (True), or of those with these indices in the plan
+    keep_scores: bool | Collection[int] = False
+    skip_zero_advantage: bool = False  # skip the backward pass of micro-batches in which no label has an advantage
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    exact: bool = False  # compute log-probs that are bitwise the sampler's
-    compares: float | None = None  # compare the sampler's log-probs with the policy's, with this tolerance in nats
-    fields: tuple[Field, ...] = ()  # the user's, packed like the built-in ones
+    exact: bool = False  # compute log-probs that are bitwise equal to the sampler's
+    # tolerance in nats for comparing the sampler's log-probs with the policy's; None: no comparison
+    compares: float | None = None
+    fields: tuple[Field, ...] = ()  # the user's own fields, packed like the built-in ones
 
     def steered(self, metrics: Mapping[str, Metric]) -> "StepRunner":
-        """Return the runner for the next step: with an entropy target, the entropy moves the weight of the bonus."""
+        """Return the runner for the next step. With an entropy target, the measured entropy changes the weight of the
+        entropy bonus."""
         entropy = metrics.get("entropy")
         return replace(self, objective=self.objective.steered(None if entropy is None else entropy.value()))
 
     def with_entropy_bonus(self, weight: float | None) -> "StepRunner":
-        """Return the runner with the bonus weight from a checkpoint, if an entropy target moves this weight."""
+        """Return the runner with the bonus weight from a checkpoint, if an entropy target controls this weight."""
         if weight is None or self.objective.steered_weight is None:
             return self
         return replace(self, objective=replace(self.objective, entropy_bonus=weight))
@@ -116,9 +119,9 @@ class StepRunner:
         first: bool = True,
         last: bool = True,
     ) -> Accumulated:
-        """Run the plan. Reduce its metrics and `extra_metrics` of each rank over all ranks; with `backward`, compute
-        the whole gradient. All ranks must call this, since each has a part of the weights. A plan that is not the
-        `first` of its step adds to the gradient; before the `last` one the gradient is not reduced over the ranks."""
+        """Run the plan. Reduce its metrics and each rank's `extra_metrics` over all ranks. With `backward`, compute the
+        whole gradient. All ranks must call this, since each has a part of the weights. A plan that is not the `first`
+        of its step adds to the gradient. The gradient is reduced over ranks only after the `last` plan."""
         sums, runs = self._accumulate(plan, backward, first, last)
         parts = self._ranks.gather((sums.metrics | on_host(extra_metrics or {}), sums.scores, sums.compared))
         routing, loads = self.policy.routing, None
@@ -166,7 +169,7 @@ class StepRunner:
             count, group = len(numbers), self.breadth_first
             passes = Passes(self.policy, count, packed, head, backward=backward, group=group, stopwatch=self.stopwatch)
             passes.run()
-            # Metrics synchronise with the device, so they come after all passes: the device never idles between two.
+            # Metrics need host-device syncs, so they come after all passes: the device never idles between two passes.
             with beside.run():
                 for micro_batch, statistics in scored if self.reports_metrics else ():
                     self._measure(sums, micro_batch, plan, statistics)
@@ -200,10 +203,10 @@ class StepRunner:
             self.policy.weights.reduce()
 
     def _begin(self, plan: StepPlan, micro_batches: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int]]:
-        """Divide the micro-batches of a step: those that have a loss, and those whose choices of experts alone count.
-        Tell the policy's routers which step begins."""
+        """Divide the micro-batches of a step into those with a loss, and those that are run only to count routers'
+        choices. Start a new step in the policy's routers."""
         numbers, routing = range(len(micro_batches)), self.policy.routing
-        # A micro-batch without labels on any rank has no loss of labels and no gradient of it.
+        # A micro-batch without labels on any rank contributes no label loss and no gradient of it.
         computed = [number for number in numbers if _any_label(plan, plan.at_once(number))]
         if routing is None:
             return computed, []
@@ -218,8 +221,8 @@ class StepRunner:
         return every, []
 
     def _choices(self, plan: StepPlan, own: Sequence[tuple[int, ...]], every: Sequence[int]) -> Counts:
-        """Count the step's choices of experts, on every rank those of all ranks: those that records name, if all do,
-        else by a forward pass of the micro-batches `every`."""
+        """Count how often each expert is chosen in the step, over all ranks. Counts come from the records if all have
+        experts, else from a forward pass of the micro-batches `every`."""
         routing = self.policy.routing
         assert routing is not None
         recorded = recorded_counts(routing, plan.sequences, itertools.chain.from_iterable(own))
@@ -274,7 +277,7 @@ class StepRunner:
         self, micro_batch: MicroBatch, totals: StepTotals, rows: torch.Tensor, backward: bool
     ) -> tuple[RowStatistics, torch.Tensor | None]:
         """Compute the statistics of all labels of the micro-batch, and the gradient of the hidden states that predict
-        this rank's share of them (None without `backward`)."""
+        this rank's share of the labels. The gradient is None without `backward`."""
         share, objective = micro_batch.share, self.objective
 
         def loss(chunk: slice, statistics: RowStatistics) -> Coefficients:
@@ -309,7 +312,7 @@ def _compare(
 
 
 def _table(plan: StepPlan, compared: Sequence[tuple[Sequence[int], np.ndarray]]) -> np.ndarray:
-    """Add up the rows of sequences by document: [documents, COLUMNS]."""
+    """Sum the rows of each document's sequences: [documents, COLUMNS]."""
     table = np.zeros((len(plan.documents), len(COLUMNS)))
     for members, rows in compared:
         if plan.sequences is plan.documents:
@@ -344,14 +347,14 @@ def _scores(
 
 
 def _wanted(plan: StepPlan, keep_scores: bool | Collection[int]) -> bool | Collection[int]:
-    """Return the places of the sequences of the documents whose scores are kept."""
+    """Return the indices of the sequences that belong to documents whose scores are kept."""
     if isinstance(keep_scores, bool) or plan.sequences is plan.documents:
         return keep_scores
     return {place for place, document in enumerate(plan.document_of) if document in keep_scores}
 
 
 def _of_documents(plan: StepPlan, scores: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> tuple[DocumentScore, ...]:
-    """Return the documents' scores, given those of sequences: a document has its sequences' one after another."""
+    """Return the documents' scores, each the concatenation of its sequences' scores."""
     found: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for place in sorted(scores):
         found.setdefault(plan.document_of[place], []).append(scores[place])

@@ -2,11 +2,11 @@
 
 A rank starts with forward passes until its first backward pass can arrive, then alternates one forward and one backward
 pass, and ends with the remaining backward passes. With one stage per rank this is 1F1B. With several it is interleaved
-1F1B: a group of as many micro-batches as ranks goes through the rank's first stage, then through its second, and so on;
-then comes the next group.
+1F1B: a group of micro-batches, one per rank, goes through the rank's first stage, then through its second, and so on;
+then the next group starts.
 
-The number of micro-batches need not be a multiple of the ranks: the schedule of the next multiple is used, without the
-passes of micro-batches that do not exist. No pass depends on another micro-batch, so these can be left out.
+The number of micro-batches need not be a multiple of the ranks: the schedule for the next multiple is used, and passes
+of micro-batches that do not exist are left out. This is possible because no pass depends on another micro-batch.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from truestep.ranks.pipeline import Pipeline
 
-# The number of micro-batches varies from step to step, within a small range.
+# number of cached schedules: the number of micro-batches varies a little from step to step
 _REMEMBERED = 64
 
 
@@ -29,7 +29,7 @@ class Pass:
 
     @property
     def following(self) -> "Pass":
-        """The pass that takes this one's output. After the last pass, its stage is outside the pipeline."""
+        """The pass that takes this pass's output. For the last pass, its stage is outside the pipeline."""
         return Pass(self.stage + 1 if self.forward else self.stage - 1, self.micro_batch, self.forward)
 
     @property
@@ -54,7 +54,8 @@ class PipelineSchedule:
 
 
 def most_alive(pipeline: Pipeline, rank: int) -> int:
-    """Return the most activations that a rank holds at a time, each of one micro-batch in one of its stages."""
+    """Return the largest number of activations that a rank holds at a time. Each belongs to one micro-batch in one
+    stage."""
     if pipeline.per_rank == 1:
         return pipeline.ranks - rank
     return 2 * (pipeline.ranks - rank - 1) + (pipeline.per_rank - 1) * pipeline.ranks + 1
@@ -78,7 +79,8 @@ def _passes(pipeline: Pipeline, rank: int, micro_batches: int, backward: bool) -
 
 
 def _in_order(pipeline: Pipeline, rank: int, micro_batches: int, forward: bool) -> "Iterator[Pass]":
-    """Yield a rank's forward or backward passes in order, including those that fill up the last group."""
+    """Yield a rank's forward or backward passes in order. They include passes of micro-batches that do not exist, which
+    complete the last group."""
     stages = pipeline.stages_of(rank)
     for first in range(0, micro_batches, pipeline.ranks):
         for stage in stages if forward else reversed(stages):

@@ -1,4 +1,4 @@
-"""The plans of a run, compared across ranks, and made during the previous step where the source permits it.
+"""The plans of a run. Each is compared across ranks, and made during the previous step if the source permits it.
 
 A checkpoint is written when the next step's plan has already been taken from the source. So each plan carries the
 queue's state right after the plan was taken.
@@ -25,7 +25,7 @@ class Planned:
     state: Callable[[], dict[str, Any]]  # returns the queue's state right after this plan was taken
     carried: Sequence[Rollout]
     dropped: int
-    taken: Taken  # from the source, for this plan
+    taken: Taken  # the documents taken from the source for this plan
 
 
 class PlansAhead:

@@ -1,7 +1,7 @@
-"""The choice of the documents of each step, made on the host from the documents' order alone.
+"""Chooses the documents of each step, on the host, from their order.
 
-exact    the next `docs_per_step` documents, then packed: the set depends on no budget
-packed   the next micro-batches, packed in order, until a rule says stop: their set depends on the budget
+exact    the next `docs_per_step` documents, packed afterwards: the set does not depend on the token budget
+packed   the next micro-batches, packed in order until a rule says stop: the set depends on the token budget
 """
 
 import math
@@ -21,24 +21,27 @@ from truestep.types import Rollout, ShareMode, Sharing, StepPlan, StepTotals, se
 
 @dataclass(frozen=True)
 class StepRule:
-    """The options of `schedule` and `data` that decide what a step is."""
+    """The options of `schedule` and `data` that define a step."""
 
-    docs_per_step: int  # 0: a fixed number of micro-batches
+    docs_per_step: int  # 0: the number of micro-batches is fixed instead
     keep_overshoot: bool
     depth_first_micro_batches: int
     breadth_first_micro_batches: int
     tokens_per_microbatch: int
     ranks: int = 1
-    advantage_std_floor: float = STANDARD_DEVIATION_FLOOR  # where advantages are scaled over the step
-    skip_zero_advantage: bool = False  # documents without an advantage have micro-batches of their own
-    even_length: float = math.inf  # at which a document's attention costs as much as its matrix products
+    # smallest standard deviation that divides advantages, if they are scaled over the step
+    advantage_std_floor: float = STANDARD_DEVIATION_FLOOR
+    skip_zero_advantage: bool = False  # put documents without an advantage into separate micro-batches
+    even_length: float = math.inf  # length at which a document's attention costs as much as its matrix products
     share: ShareMode = "off"
-    busy: float = 0.0  # tokens of a micro-batch below which a GPU waits for its host: there auto shares no prefix
-    alike: tuple[str, ...] = ()  # fields of tokens that must be the same where a prefix is shared
+    # tokens; below this, a micro-batch leaves the GPU waiting for its host, so `auto` shares no prefix
+    busy: float = 0.0
+    alike: tuple[str, ...] = ()  # per-token fields that must be equal in a shared prefix
 
     @property
     def least_saved(self) -> int:
-        """The tokens that a shared segment must save. In auto not a few, so that documents do not fall into crumbs."""
+        """Fewest tokens that a shared segment must save. `auto` needs more, so that documents are not cut into very
+        short segments."""
         return 64 if self.share == "auto" else 1
 
     @property
@@ -47,7 +50,7 @@ class StepRule:
         return self.ranks * self.breadth_first_micro_batches
 
     def cost(self, length: int) -> float:
-        """Estimate the cost of a document, in tokens of a short one."""
+        """Estimate the cost of a document, in units of one token of a short document."""
         return length * (1 + length / self.even_length)
 
     @property
@@ -72,13 +75,14 @@ def make_plan(
     sharing: Sharing | None = None,
 ) -> StepPlan:
     packed = tuple(tuple(members) for members in micro_batches)
-    # Every rank has all documents of the step here, so a scale over the step is the same on each.
+    # Every rank has all documents of the step here, so scaling over the step gives the same result on each.
     scaled = scale_over_step(documents, advantage_std_floor)
     return StepPlan(tuple(scaled), packed, totals_of(scaled), documents_seen, ranks, sharing=sharing)
 
 
 def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
-    """Pack these documents into few micro-batches of near equal cost; ranks run those of like cost side by side."""
+    """Pack these documents into few micro-batches of about equal cost. Ranks run micro-batches of similar cost at the
+    same time."""
     sequences = sequences_of(documents)
     bins, shares = _packed(sequences, rule)
     sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch, rule.alike) if shares else None
@@ -101,14 +105,15 @@ def _packed(sequences: Sequence[Rollout], rule: StepRule) -> tuple[list[list[int
 
 
 def _busy(sequences: Sequence[Rollout], rule: StepRule) -> bool:
-    """Tell whether micro-batches of sequences alone keep the device busy, so that fewer tokens save time."""
+    """Tell whether micro-batches without shared prefixes keep the device busy. Only then do fewer tokens save time."""
     cost = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
     tokens = sum(sequence.num_tokens for sequence in sequences)
     return cost >= rule.busy * max(rule.multiple, tokens / rule.tokens_per_microbatch)
 
 
 def _limits(ids: Sequence[np.ndarray], rule: StepRule) -> list[int]:
-    """Return the sizes of trees to try. Where there are few trees, parts of them keep all ranks busy."""
+    """Return the limits for the size of a tree to try. With few trees, smaller limits divide them, to keep all ranks
+    busy."""
     longest = max(map(len, ids), default=1)
     each = -(-sum(map(len, ids)) // rule.multiple)
     smaller = (max(longest, min(rule.tokens_per_microbatch, each // parts)) for parts in (1, 2, 4))
@@ -116,7 +121,8 @@ def _limits(ids: Sequence[np.ndarray], rule: StepRule) -> list[int]:
 
 
 def _balanced(sequences: Sequence[Rollout], items: Sequence[Item], rule: StepRule) -> tuple[list[list[int]], float]:
-    """Pack items into micro-batches. Return these, and the cost of the step on its slowest ranks."""
+    """Pack items into micro-batches. Return these, and the step's cost: the sum over rounds of the slowest rank's
+    cost."""
     bins, slowest = [], 0.0
     idle = [
         rule.skip_zero_advantage and not any(has_advantage(sequences[index]) for index in item.members)
@@ -133,8 +139,8 @@ def _balanced(sequences: Sequence[Rollout], items: Sequence[Item], rule: StepRul
 
 
 def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
-    """Pack these documents in order, and add empty micro-batches up to the multiple. Shared prefixes do not change
-    which documents a micro-batch has."""
+    """Pack these documents in order, and add empty micro-batches up to a multiple of `rule.multiple`. Shared prefixes
+    do not change the documents of a micro-batch."""
     sequences = sequences_of(documents)
     bins = fill_in_order([sequence.num_tokens for sequence in sequences], rule.tokens_per_microbatch)
     sharing: Sharing | None = Sharing(rule.least_saved, alike=rule.alike)
@@ -145,7 +151,7 @@ def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: in
 
 
 def _pays(sequences: Sequence[Rollout], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:
-    """Tell whether shared prefixes save time."""
+    """Tell whether sharing prefixes saves time."""
     if not _busy(sequences, rule):
         return False
     alone = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
@@ -163,12 +169,13 @@ def count_packed(documents: Sequence[Sequence[int]], rule: StepRule) -> tuple[in
     """Fill micro-batches in order, from the first of `documents`, until the rule's count is reached.
 
     `documents` are the lengths of each document's sequences. Returns the numbers of documents and of micro-batches, and
-    whether they are final: a step is only known to be full when the next document does not fit whole. A step ends
-    before a document, not within one. Where that leaves no multiple of micro-batches, empty ones are added later.
+    whether they are final. A step is full when the next document no longer fits, so that document must be known. A
+    document is never divided between steps. Empty micro-batches are added later if the number is no multiple.
     """
     micro_batches, room = 1, rule.tokens_per_microbatch
     for index, lengths in enumerate(documents):
-        more, left = 0, room  # of micro-batches that this document would add
+        # number of micro-batches that this document would add, and the tokens left in the last one
+        more, left = 0, room
         for length in lengths:
             if length > left:
                 more += 1
@@ -182,12 +189,12 @@ def count_packed(documents: Sequence[Sequence[int]], rule: StepRule) -> tuple[in
 
 
 def may_end(micro_batches: int, documents: int, rule: StepRule) -> bool:
-    """Tell whether the step may end here, where its last micro-batch is full or the data ends."""
+    """Tell whether the step may end after these documents, if its last micro-batch is full or the data ends."""
     return micro_batches % rule.multiple == 0 and _reached(micro_batches, documents, rule)
 
 
 def _reached(micro_batches: int, documents: int, rule: StepRule) -> bool:
-    """Tell whether a step has as many documents, or micro-batches, as the rule asks for."""
+    """Tell whether a step has enough documents, or enough micro-batches, for the rule."""
     if rule.docs_per_step:
         return documents >= rule.docs_per_step
     return micro_batches >= rule.depth_first_micro_batches * rule.multiple

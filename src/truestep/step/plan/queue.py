@@ -1,4 +1,4 @@
-"""The queue of plans made from a source. A plan depends on the state of the queue and of its source alone."""
+"""The queue of plans made from a source. A plan depends only on the state of the queue and of its source."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,10 +16,10 @@ class PlanQueue:
         self._source, self._rule = source, rule
         self._updates_per_batch, self._drop_last = updates_per_batch, drop_last
         self._repeats_left = 0
-        self._documents: list[Rollout] = []  # of the plan that is being repeated
+        self._documents: list[Rollout] = []  # the documents of the plan that is being repeated
         self.documents_seen = 0
         self.dropped: list[Rollout] = []
-        self.taken = Taken()  # from the source for the last plan; no documents if the plan repeats
+        self.taken = Taken()  # what the last plan took from the source; no documents if the plan is a repeat
 
     def next_plan(self) -> StepPlan | None:
         """Make the next step's plan; None at the end of the data."""
@@ -69,13 +69,14 @@ class PlanQueue:
                 break
             # Peek a few at a time: the source may send more documents only after this step's weights are published.
             wanted += 1 if self._rule.docs_per_step else 1 + wanted // 8
-        # Documents left out stay in the source: they belong to the next step if the files grow.
+        # Documents that are left out stay in the source: they belong to the next step if the files grow.
         if not complete and self._ends_before(waiting):
             return None
         return source.take(count, self.documents_seen)
 
     def _ends_before(self, documents: Sequence[Rollout]) -> bool:
-        """Tell whether the data ends without a step from the remaining documents; note dropped ones."""
+        """Tell whether the data ends here, with too few documents for another step. Keep a list of dropped
+        documents."""
         if documents and self._drop_last:
             self.dropped = list(documents)
         return not documents or self._drop_last
@@ -91,7 +92,7 @@ class PlanQueue:
 
     @property
     def carried(self) -> list[Rollout]:
-        """The documents of a plan with repeats left, kept in checkpoints."""
+        """The documents of a plan that will be repeated; they are kept in checkpoints."""
         return self._documents if self._repeats_left else []
 
     def restore(self, state: dict[str, Any], carried: list[Rollout]) -> None:

@@ -1,6 +1,6 @@
-"""Items of a plan: sequences that are computed together because they share a prefix.
+"""Items of a plan: sequences in one micro-batch, because they share a prefix.
 
-A tree that is longer than a limit is divided, and each part computes what it begins with again.
+A tree of sequences that exceeds a limit is divided into parts. Each part computes the common prefix again.
 """
 
 from collections.abc import Sequence
@@ -11,36 +11,36 @@ import numpy as np
 from truestep.rollouts.packing import first_fit_decreasing
 from truestep.rollouts.prefixes import PATH_COST, Forest, find_segments
 
-# A prefix ties sequences to one micro-batch only if sharing it saves so much of their tokens. What saves less, as the
-# first words of a chat template do, is shared where sequences meet anyway.
+# Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens. A
+# shorter prefix, such as the start of a chat template, is shared only if its sequences are in one micro-batch anyway.
 _TIES = 0.05
 
 
 @dataclass(frozen=True)
 class Item:
-    """Sequences of one micro-batch."""
+    """Sequences that must be in one micro-batch."""
 
     members: tuple[int, ...]
-    tokens: int  # that are computed
-    cost: float  # in tokens of a short document
+    tokens: int  # number of computed tokens
+    cost: float  # in units of one token of a short document
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some sequences below one segment."""
+    """Some of the sequences that continue one segment."""
 
     members: tuple[int, ...]
-    tokens: int  # without those of the segment and its ancestors
+    tokens: int  # computed tokens, without those of the segment and its ancestors
     cost: float
 
 
 def find_ties(sequences: Sequence[np.ndarray], least: int) -> Forest:
-    """Find the segments that tie sequences to one micro-batch. `least`: the tokens that a segment must save."""
+    """Find the segments that keep sequences in one micro-batch. `least`: the fewest tokens that a segment must save."""
     return find_segments(sequences, least, _TIES)
 
 
 def make_items(forest: Forest, limit: int, even_length: float) -> list[Item]:
-    """Divide sequences into items of at most `limit` tokens, which no sequence may exceed."""
+    """Divide sequences into items of at most `limit` tokens. No single sequence may exceed the limit."""
     return _Divider(forest, limit, even_length).items()
 
 
@@ -50,14 +50,14 @@ class _Divider:
         self._items: list[Item] = []
 
     def items(self) -> list[Item]:
-        """Go through the segments from the leaves on. What remains below each segment is carried to its parent; what
-        does not fit a micro-batch with the segment's path becomes items."""
+        """Go through the segments, children before parents. Pass the parts of each segment on to its parent. Parts that
+        cannot be joined within the limit stay separate, and each part of a root becomes an item."""
         segments = self._forest.segments
         waiting: list[list[_Part]] = [[] for _ in segments]  # the parts below each segment
         ending: list[list[int]] = [[] for _ in segments]
         for sequence, last in enumerate(self._forest.last):
             ending[last].append(sequence)
-        for number in reversed(range(len(segments))):  # parents stand before their children
+        for number in reversed(range(len(segments))):  # parents come before their children
             segment = segments[number]
             own = segment.length * (1 + (segment.start + segment.stop) / self._even_length) + PATH_COST * segment.start
             if ending[number]:
@@ -72,7 +72,8 @@ class _Divider:
         return self._items
 
     def _joined(self, parts: list[_Part], path: int, cost: float) -> list[_Part]:
-        """Join parts below a segment whose path has `path` tokens, into as few as fit."""
+        """Join the parts of a segment into as few as fit the limit. `path`: the tokens of the segment and its
+        ancestors."""
         if path + sum(part.tokens for part in parts) <= self._limit:
             bins = [list(range(len(parts)))]
         else:

@@ -33,10 +33,10 @@ def find_cause(runner: StepRunner, plan: StepPlan, clip: float | None) -> str:
 
 
 def find_useless(runner: StepRunner, plan: StepPlan, clip: float | None) -> list[int]:
-    """Return the indices of at most `MOST_NAMED` documents whose own gradient is unusable.
+    """Return the indices of documents whose own gradient is unusable, at most `MOST_NAMED` of them.
 
-    The search halves the documents, so that a single bad one costs about two steps. If only the sum of gradients is too
-    large, no document is found.
+    It is a binary search, so a single bad document costs about two steps. If only the sum of gradients is too large, no
+    document is found.
     """
     found: list[int] = []
     waiting = [tuple(range(len(plan.documents)))]
@@ -75,7 +75,7 @@ def _plain(document: Rollout, score: DocumentScore) -> Rollout:
 
 
 def only(plan: StepPlan, some: Sequence[int]) -> StepPlan:
-    """Return the plan with some of its documents only, but with the same totals and number of micro-batches."""
+    """Return the plan with only some of its documents, but the same totals and number of micro-batches."""
     wanted = {index: number for number, index in enumerate(some)}
     kept = [number for number, document in enumerate(plan.document_of) if document in wanted]
     kept.sort(key=lambda number: (wanted[plan.document_of[number]], number))

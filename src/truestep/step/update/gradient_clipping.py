@@ -9,10 +9,10 @@ from truestep.ranks.axes import WEIGHT_PARTS
 from truestep.weights.finite import LARGEST
 from truestep.weights.protocol import Weights
 
-# Runs of this length are summed in float32, and the runs in float64. A CPU's float32 sum of all numbers would be off by
-# percents, and a float64 sum would copy the tensor to twice its size.
+# Squares of this many numbers are summed in float32, and these sums in float64. A CPU's float32 sum of all squares
+# would be wrong by percents. Converting all numbers to float64 would need twice the tensor's memory.
 _RUN = 64
-# Norms between which float32 squares neither underflow nor overflow enough to matter.
+# For norms between these, float32 squares do not underflow or overflow enough to matter.
 _SMALLEST = 1e-9
 _LARGEST = 1e18
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -24,10 +24,9 @@ def gradient_norm(
     weights: Weights, meanwhile: Callable[[], None] = lambda: None, squares: dict[str, torch.Tensor] | None = None
 ) -> float:
     """Compute the norm over the gradients of all weights, each counted once, after `gradient_divisor`, before clipping.
-
-    The host waits for the device once; `meanwhile` runs just before. If squares may leave the range of float32, the
-    norm is computed again in float64: on all ranks together, since all see the same norm. `squares` gets the square of
-    the norm of each gradient's part that this rank counts."""
+    There is one host-device sync; `meanwhile` is called just before it. If squares may leave the range of float32, the
+    norm is computed again in float64. All ranks do so together, since they have the same norm. `squares` is filled with
+    the squared norm of each gradient shard that this rank counts."""
     ranks = weights.ranks
     counted = {
         name: gradient.reshape(-1)
@@ -56,8 +55,9 @@ def _norm(
 
 
 def _squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:  # [gradients, 1 or 2] float64
-    """Sum the squares of flat gradients: runs in float32; sums of runs, and the remainder, in float64. On a GPU, one
-    kernel for all gradients is accurate enough: each thread adds few numbers, and threads are added as a tree."""
+    """Sum the squares of flat gradients: `_RUN` squares in float32; these sums and the remainder in float64. On a GPU,
+    one kernel for all gradients is accurate enough: each thread adds few numbers, and the threads' sums are added as a
+    tree."""
     if gradients[0].device.type == "cuda":
         return torch.stack(torch._foreach_norm(list(gradients))).double().square()[:, None]
     sums = [part.double().square().sum() for gradient in gradients for part in _runs(gradient)]
@@ -80,8 +80,8 @@ def clip_scale(norm: float, threshold: float | None) -> float:
 
 
 def usable(norm: float, threshold: float | None) -> bool:
-    """Return whether an optimizer can use a gradient of this norm after clipping: squares of its numbers, which second
-    moments hold, and the clipping factor must be in the range of float32."""
+    """Return whether an optimizer can use a gradient of this norm after clipping. Squares of its elements, which the
+    second moments hold, and the clipping factor must be in the range of float32."""
     scale = clip_scale(norm, threshold)
     return norm * scale <= LARGEST and scale >= _SMALLEST_SCALE
 

@@ -20,16 +20,16 @@ from truestep.weights.finite import named_by_all, not_finite, some
 from truestep.weights.protocol import Weights
 from truestep.weights.tensor_parts import NUMBER, STATE, TensorPart, Tensors, own_box, written_here
 
-# The rank's parts of the float32 weights by name, under `matrices` and `vectors`.
+# This rank's parts of the float32 weights by name, under the keys `matrices` and `vectors`.
 Groups = dict[str, dict[str, torch.nn.Parameter]]
 
 
 class OptimizerError(TruestepError):
-    """An optimizer that cannot be used, or the state of another optimizer."""
+    """Raised for an optimizer that cannot be used, or for the state of another optimizer."""
 
 
 class StateError(TruestepError):
-    """Optimizer state from which no run can go on."""
+    """Raised for optimizer state with which no run can continue."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class LearningRate:
             return self.peak * step / self.warmup_steps
         if self.schedule == "constant" or self.steps is None:
             return self.peak
-        # 0 at the first step after warm-up, which has the peak; 1 only after the last step, so that no update has the
-        # minimum, which may be 0.
+        # Progress is 0 at the first step after warm-up, which has the peak rate. It would be 1 only after the last
+        # step, so no update has the minimum rate, which may be 0.
         progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         remaining = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.minimum + (self.peak - self.minimum) * remaining
@@ -62,8 +62,8 @@ def grouped(weights: Mapping[str, torch.nn.Parameter]) -> Groups:
 
 
 def kernels_serve(weights: Weights, *, eight_bits: bool = False) -> bool:
-    """Return whether the AdamW kernel, and with `eight_bits` the 8-bit one, can be used on every rank: ranks with the
-    same weights must update them alike. Every rank must call this, even one without trained weights."""
+    """Return whether the AdamW kernel (with `eight_bits`, also the 8-bit one) can be used on every rank. Ranks with the
+    same weights must update them in the same way. Every rank must call this, even one without trained weights."""
     kinds = (adamw.kernel_serves, eight_bits_.kernel_serves) if eight_bits else (adamw.kernel_serves,)
     here = not weights.master or all(serves(weights.device, weights.dtype) for serves in kinds)
     return all(weights.ranks.gather(here))
@@ -146,12 +146,10 @@ def _numbers(optimizer: torch.optim.Optimizer) -> list[set[tuple[str, Any]]]:
 
 
 def set_adamw(optimizer: torch.optim.Optimizer, options: AdamWOptions) -> None:
-    """Let AdamW's next updates have these options. Vectors have no weight decay."""
+    """Set AdamW's options for its next updates. Vectors have no weight decay."""
     groups = optimizer.param_groups if isinstance(optimizer, ByWeight) else []
     if not groups or not all(isinstance(group["rule"], AdamW) for group in groups):
-        raise OptimizerError(
-            "the betas, epsilon and weight decay of an update are those of optimizer.type: adamw alone"
-        )
+        raise OptimizerError("betas, epsilon and weight decay of an update can be set only with optimizer.type: adamw")
     for group in groups:
         rule = replace(group["rule"], options=options)
         group["rule"] = rule if any(weight.ndim >= 2 for weight in group["params"]) else rule.without_decay()
@@ -171,8 +169,8 @@ def forget_prepared(optimizer: torch.optim.Optimizer) -> None:
 
 
 def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: float, scale: float = 1.0) -> None:
-    """Update the master weights by their gradients times `scale`, and round them into the model's weights. Gradients
-    may be overwritten."""
+    """Update the master weights by their gradients times `scale`, and round them into the weights that the model
+    computes with. Gradients may be overwritten."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if isinstance(optimizer, ByWeight):
@@ -185,9 +183,10 @@ def update(optimizer: torch.optim.Optimizer, weights: Weights, learning_rate: fl
     marks.mark("updates", weights.device)
 
 
-# The optimizer's state of this rank's part of a weight in a checkpoint, by kind: tensors like the part, and numbers.
+# The optimizer's state for this rank's part of a weight in a checkpoint, by kind: tensors in the shape of the part, and
+# numbers.
 State = dict[str, torch.Tensor]
-_PYTHON = ":number"  # suffix of a Python number, in contrast to a tensor without dimensions
+_PYTHON = ":number"  # suffix of Python numbers; tensors without dimensions have none
 
 
 def _kept_states(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str, State]:
@@ -211,7 +210,7 @@ def _kept_states(optimizer: torch.optim.Optimizer, weights: Weights) -> dict[str
 
 
 def _fits(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> bool:
-    """Return whether a tensor is sharded like its weight. Only in built-in optimizers may the last dimension differ."""
+    """Return whether a tensor is sharded like its weight. In built-in optimizers the last dimension may differ."""
     if value.shape == master.shape:
         return True
     return isinstance(optimizer, ByWeight) and value.ndim > 1 and value.shape[:-1] == master.shape[:-1]
@@ -238,7 +237,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, weights: Weights) -> Itera
 def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensors: Tensors) -> None:
     """Load this rank's part of the state that `optimizer_parts` wrote, under this or another layout."""
     restored: dict[str, dict[str, Any]] = {}
-    for key in tensors.keys():  # noqa: SIM118 - it is no dictionary
+    for key in tensors.keys():  # noqa: SIM118 - not a dictionary
         name, _, kind = key.removeprefix(STATE).rpartition(".")
         if not key.startswith(STATE) or name not in weights.master:
             continue
@@ -248,7 +247,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
         elif shape or not weights.pieces[name].shape:
             part = tensors.read(key, own_box(weights, name, shape))
             state[kind] = part if isinstance(optimizer, ByWeight) else part.to(master.device)
-        else:  # a number: a fused optimizer keeps it beside the weights, and others on the host
+        else:  # a number: fused optimizers keep it on the weights' device, others on the host
             number = tensors.read(key, NUMBER)
             state[kind] = number.to(master.device if optimizer.defaults.get("fused") else "cpu")
     for name, state in restored.items():
@@ -264,7 +263,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: Weights, tensor
 
 
 def _check_kinds(wanted: Mapping[str, tuple[torch.dtype, torch.Size]], state: Mapping[str, Any], name: str) -> None:
-    """Raise if the state is another optimizer's."""
+    """Raise if the state belongs to another kind of optimizer."""
     found = {kind: (value.dtype, value.shape) for kind, value in state.items() if isinstance(value, torch.Tensor)}
     found.pop(STEP, None)
     if found != dict(wanted):

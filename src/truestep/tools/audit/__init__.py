@@ -1,11 +1,11 @@
-"""Audits other trainers' dumps of rollouts, and says what is wrong with which token.
+"""Audits dumps of rollouts by other trainers, and says which tokens are wrong, and how.
 
 run               reads the dumps and runs the checks
-opening           opens files; every decoder has a ceiling
+opening           opens files; every decoder has a size limit
 formats           a reader for each trainer's format, in a table
-samples           the one record model, as columns
-checks            the tests behind the findings
+samples           the common record model of all formats, as columns
+checks            the tests that make findings
 table             the table of findings
-model             scores some tokens, and attributes a gap as parity does
+model             scores some tokens, and finds the cause of a gap as `parity` does
 report            the findings in a terminal and as a page
 """

@@ -1,4 +1,4 @@
-"""What a check finds, and what a check is."""
+"""The types of checks and of their findings."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ Confidence = Literal["high", "medium"]  # high: the exit code is 1
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a check found: the first place, what is there, and how many samples are concerned."""
+    """What a check found: the first place, a description, and the number of samples."""
 
     sample: int
     text: str
     count: int
     position: int | None = None
     confidence: Confidence = "high"
-    name: str | None = None  # of another finding than the check's own, where one check tells several apart
+    # the name of the finding, if it is not the check's own; some checks distinguish several findings
+    name: str | None = None
 
 
 def sure(certain: bool) -> Confidence:
@@ -30,11 +31,11 @@ def sure(certain: bool) -> Confidence:
 class Check:
     name: str
     title: str
-    compares: str  # what with what
+    compares: str  # which values are compared
     threshold: str
     advice: str
-    run: Callable[[Dump], Iterator[Evidence]] | None  # None: other checks, or a model, give this finding
-    explains: tuple[str, ...] = ()  # findings that follow from this one and are not shown beside it
+    run: Callable[[Dump], Iterator[Evidence]] | None  # None: the finding comes from other checks, or from a model
+    explains: tuple[str, ...] = ()  # findings that are consequences of this one, and are not shown with it
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Finding:
     file: str
     line: int
     sample: str
-    position: int | None  # of the token in its sample
+    position: int | None  # the token's index in its sample
     token: int | None
     evidence: str
     advice: str
-    count: int  # samples
+    count: int  # number of samples
 
     @property
     def where(self) -> str:

@@ -1,4 +1,4 @@
-"""Scores some of a dump's tokens with a model, and attributes a gap as `parity` does."""
+"""Scores some of a dump's tokens with a model, and finds the cause of a gap as `parity` does."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,12 @@ from truestep.tools.parity.gap import NOISE
 from truestep.tools.parity.scores import TEMPERATURES, score
 from truestep.types import ROUTES, Rollout
 
-TOKENS, WIDE, LONGEST = 20_000, 1_500, 4_096  # scored; those with every cause tried; of one sample
+# most tokens to score; most labels for which every cause is tried; most tokens of one sample
+TOKENS, WIDE, LONGEST = 20_000, 1_500, 4_096
 _BUDGET = 4_096  # tokens of a micro-batch
-EXPLAINS, SOME, LARGE = 0.5, 1e-3, 0.1  # of a gap; nats
-_FINDINGS = {  # by parity's name of a cause
+# share of a gap that a cause must explain; smallest gap to report and smallest gap of high confidence, in nats
+EXPLAINS, SOME, LARGE = 0.5, 1e-3, 0.1
+_FINDINGS = {  # keys are `parity`'s names of causes
     "temperature": "logprob-temperature",
     "top-p": "logprob-truncated",
     "top-k": "logprob-truncated",
@@ -44,7 +46,7 @@ _CHEAP = ("temperature", "top-p", "top-k", "token ids shifted", "token ids re-to
 
 
 class Scorer:
-    """A model, and what it says of a dump."""
+    """Scores a dump with a model."""
 
     def __init__(self, path: Path) -> None:
         model: dict[str, Any] = {"path": str(path), "dtype": "float32", "head": {"fp32_lm_head": True}}
@@ -60,12 +62,12 @@ class Scorer:
         self.policy: Policy = make_policy(self._config, ALONE)
 
     def known(self, dump: Dump) -> Dump:
-        """Return the dump with the model's end tokens and the size of its vocabulary."""
+        """Return the dump with the model's end tokens and vocabulary size."""
         return replace(dump, end_tokens=stop_ids(self.policy), vocabulary_size=self.policy.vocabulary_size)
 
     def score(self, dump: Dump) -> tuple[Dump, list[Evidence], int]:
-        """Score a sample of the tokens. Return the dump with the model's log-probs, what explains a gap, and the number
-        of labels scored."""
+        """Score some of the tokens. Return the dump with the model's log-probs, the causes that explain a gap, and the
+        number of scored labels."""
         chosen = choose(dump, self.policy.vocabulary_size)
         if not chosen:
             return dump, [], 0
@@ -105,7 +107,7 @@ class Scorer:
         )  # fmt: skip
 
     def _fitted(self, trial: Trial, samples: Sequence[Sample]) -> float | None:
-        """Return the temperature that log-probs fit, where the dump does not say it and it is another than 1."""
+        """Return the temperature at which the model's log-probs fit, if it is not 1 and the dump does not name one."""
         if any(one.temperature is not None for one in samples):
             return None
         tried = {one.gap: one.switch for one in trial.temperatures()}
@@ -151,7 +153,7 @@ def _explained(tried: Tried, base: Tried) -> float:
 
 
 def _label(trial: Trial, number: int) -> tuple[int, int]:
-    """Return the document and the position of a label."""
+    """Return the index of a label's document, and the label's position in it."""
     for index, document in enumerate(trial.documents):
         if number < document.num_labels:
             return index, int(np.flatnonzero(document.loss_mask)[number])
@@ -160,7 +162,7 @@ def _label(trial: Trial, number: int) -> tuple[int, int]:
 
 
 def choose(dump: Dump, vocabulary_size: int) -> list[int]:
-    """Return samples with labels and log-probs, drawn without order, of about `TOKENS` tokens."""
+    """Choose random samples with labels and log-probs, of about `TOKENS` tokens together."""
     chosen, left = [], TOKENS
     for index in np.random.default_rng(0).permutation(len(dump.samples)):
         one = dump.samples[index]
@@ -176,7 +178,7 @@ def choose(dump: Dump, vocabulary_size: int) -> list[int]:
 
 
 def _with(one: Sample, document: Rollout, values: np.ndarray, entropy: np.ndarray | None) -> Sample:
-    """Return a sample with the model's log-probs in place of the trainer's."""
+    """Return a sample with the model's log-probs as those of the trainer."""
     assert one.ids is not None
     places = np.flatnonzero(document.loss_mask)
     trainer, entropies = np.full(len(one.ids), np.nan), np.full(len(one.ids), np.nan)

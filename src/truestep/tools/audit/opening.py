@@ -1,4 +1,4 @@
-"""Opens foreign files and yields their records. Every decoder has a ceiling, and no pickle runs code."""
+"""Opens untrusted files and yields their records. Every decoder has a size limit, and no pickle can run code."""
 
 import os
 import re
@@ -20,16 +20,16 @@ from truestep.rollouts.pages import batches, checked_groups
 from truestep.text import printable
 
 _MOST_FILES = 10_000
-_MOST_JSON = 1024 * bounded.MIB  # bytes of a JSON file that is one value
+_MOST_JSON = 1024 * bounded.MIB  # bytes of a JSON file that is a single value
 
 
 class UnreadableError(TruestepError):
-    """Input that cannot be audited: exit code 2."""
+    """Raised for input that cannot be audited: exit code 2."""
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files of the paths; of a directory, those that could be dumps, in the order of the numbers in their
-    names."""
+    """Return the files of the paths. For a directory, these are the files with a known suffix, ordered by the numbers
+    in their names."""
     found: dict[str, Path] = {}
     for path in paths:
         if path.is_dir():
@@ -52,7 +52,8 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line or row from 1, record). A file that is one value gives one record, or those of its list."""
+    """Yield (line or row from 1, record). A file with a single JSON value gives one record, or if it is a list, its
+    items."""
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise UnreadableError(f"{path} has an unknown suffix: expected {', '.join(READERS)}")
@@ -93,7 +94,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_torch(path: Path) -> Iterator[tuple[int, Any]]:
-    """Read a file of torch.save. Only tensors, numbers, texts, lists, dicts and NumPy's arrays are unpickled."""
+    """Read a file of torch.save. Only tensors, numbers, strings, lists, dicts and NumPy arrays are unpickled."""
     import torch
 
     try:
@@ -108,7 +109,7 @@ def _read_torch(path: Path) -> Iterator[tuple[int, Any]]:
         raise ValueError("it is no archive of torch.save") from error
     except ValueError:
         raise
-    except Exception as error:  # pickle.UnpicklingError, and what a damaged archive makes torch raise
+    except Exception as error:  # pickle.UnpicklingError, or any error that torch raises for a damaged archive
         named = re.search(r"GLOBAL ([\w.]+)|type ([\w.]+)", str(error))
         what = next(filter(None, named.groups()), "") if named else ""
         reason = f"its pickle asks for {what}" if what else printable(str(error).splitlines()[0])
@@ -121,7 +122,7 @@ def _numpy_globals() -> list[Any]:
     reconstruct: Any = np.zeros(0).__reduce__()[0]
     dtypes = [type(np.dtype(kind)) for kind in ("bool", "u1", "i1", "i2", "u2", "i4", "i8", "f2", "f4", "f8")]
     scalar: Any = np.float64(0).__reduce__()[0]
-    # What older versions of NumPy wrote names the same functions by another module.
+    # Files of older NumPy versions name another module for the same functions.
     old = [(function, f"numpy.core.multiarray.{function.__name__}") for function in (reconstruct, scalar)]
     return [reconstruct, scalar, np.ndarray, np.dtype, *dtypes, *old]
 

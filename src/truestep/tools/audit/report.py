@@ -48,7 +48,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def page(result: Audit, title: str = "Audit of rollouts") -> str:
-    """Return the findings as HTML that loads nothing and runs nothing."""
+    """Return the findings as HTML without scripts or external resources."""
     sections = "".join(map(_section, result.findings)) or '<p class="good">No finding.</p>\n'
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return (

@@ -14,7 +14,7 @@ from truestep.tools.audit.table import find
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` found, the surest first."""
+    """What `audit` found, with findings of high confidence first."""
 
     findings: tuple[Finding, ...]
     files: int
@@ -31,7 +31,7 @@ class Audit:
 
 
 def audit(files: Sequence[Path], *, model: Path | None = None, source: str = "auto") -> Audit:
-    """Audit the dumps in files and directories. Raises `UnreadableError` for what is none."""
+    """Audit the dumps in files and directories. Raise `UnreadableError` for a file that is not a dump."""
     progress.phase("reading the dumps")
     found = find_files(files)
     dump = Dump(tuple(read_samples(found, source)))

@@ -1,6 +1,6 @@
-"""What a dump of rollouts holds, as columns: one record model for all formats.
+"""The contents of a dump of rollouts as columns: one record model for all formats.
 
-Dimensions: N samples, T tokens of all samples, one after another; a sample has L of them.
+Dimensions: N samples, T tokens of all samples, concatenated; L tokens of one sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,38 +10,39 @@ from typing import Any
 
 import numpy as np
 
-NONE = np.iinfo(np.int64).min  # a whole number that a sample lacks
+NONE = np.iinfo(np.int64).min  # marks a missing integer
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sequence of a dump. A field that the dump lacks is None; values off the mask are as the dump has them."""
+    """One sequence of a dump. A field that the dump lacks is None. Values outside the mask are unchanged."""
 
     file: str
     line: int
     id: str = ""
     ids: np.ndarray | None = None  # [L] int64
     mask: np.ndarray | None = None  # [L] bool: the labels
-    logprobs: np.ndarray | None = None  # [L] float64, the sampler's; NaN: none is recorded
-    trainer: np.ndarray | None = None  # [L] float64, the trainer's; NaN: none
-    entropy: np.ndarray | None = None  # [L] float64, of the trainer's distribution
+    logprobs: np.ndarray | None = None  # [L] float64, the sampler's; NaN: not recorded
+    trainer: np.ndarray | None = None  # [L] float64, the trainer's; NaN: not recorded
+    entropy: np.ndarray | None = None  # [L] float64, entropy of the trainer's distribution
     advantages: np.ndarray | None = None  # [L] float64
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     group: str | None = None
     step: int | None = None
-    version: int | None = None  # of the weights that drew it
-    staleness: float | None = None  # steps, or documents, by which these weights were old
+    version: int | None = None  # version of the weights that drew the sample
+    staleness: float | None = None  # age of these weights, in steps or documents
     truncated: bool | None = None
     temperature: float | None = None
     routes: np.ndarray | None = None  # [rows, layers, k]
     prompt: str | None = None
     completion: str | None = None
-    answer: str | None = None  # what the reward compares the completion with
-    mean_entropy: float | None = None  # over the labels, where there is none per token
-    conversation: str | None = None  # turns of one conversation, in order
-    lengths: tuple[int, int] | None = None  # of prompt and completion, where there are no tokens
-    misfits: tuple[tuple[str, int, int], ...] = ()  # a list's name, its length, and the length that it should have
+    answer: str | None = None  # the expected answer, if the reward compares the completion with one
+    mean_entropy: float | None = None  # mean over the labels, if there is no entropy per token
+    conversation: str | None = None  # the same for all turns of a conversation, which are in order
+    lengths: tuple[int, int] | None = None  # lengths of prompt and completion, if there are no tokens
+    # for each list of a wrong length: its name, its length, and the expected length
+    misfits: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class Dump:
     """The samples of all files, and their columns."""
 
     samples: Sequence[Sample]
-    end_tokens: frozenset[int] = frozenset()  # of the model, if one is given
+    end_tokens: frozenset[int] = frozenset()  # the model's, if a model is given
     vocabulary_size: int | None = None
 
     @cached_property
@@ -98,7 +99,7 @@ class Dump:
         return found
 
     @cached_property
-    def labels(self) -> np.ndarray:  # places among all tokens
+    def labels(self) -> np.ndarray:  # indices of labels among all tokens
         return np.flatnonzero(self.mask)
 
     @cached_property
@@ -115,7 +116,7 @@ class Dump:
         return span(self.mask, self)
 
     @cached_property
-    def gap(self) -> np.ndarray:  # log-ratios at labels, trainer's less sampler's; NaN: one of them is missing
+    def gap(self) -> np.ndarray:  # log-ratios at labels, trainer minus sampler; NaN: one is missing
         return self.trainer[self.labels] - self.logprobs[self.labels]
 
     @cached_property
@@ -126,7 +127,7 @@ class Dump:
         return len(values) < 50 or len(np.unique(values)) < 0.5 * len(values)
 
     @cached_property
-    def advantage(self) -> np.ndarray:  # [N] of the first label; NaN: none
+    def advantage(self) -> np.ndarray:  # [N] advantage at the first label; NaN: none
         first, _ = self.edges
         values = [
             None if one.advantages is None or not len(one.advantages) else one.advantages[max(0, int(first[i]))]
@@ -135,7 +136,7 @@ class Dump:
         return np.array([np.nan if value is None else value for value in values], np.float64)
 
     @cached_property
-    def alone(self) -> np.ndarray:  # [N] True for samples that are no turn of a longer conversation
+    def alone(self) -> np.ndarray:  # [N] True for samples that are not turns of a longer conversation
         names = codes([one.conversation if one.conversation is not None else i for i, one in enumerate(self.samples)])
         return np.bincount(names, minlength=1)[names] == 1
 
@@ -147,12 +148,12 @@ class Dump:
     def steps(self) -> np.ndarray:
         return np.array([NONE if one.step is None else one.step for one in self.samples], np.int64)
 
-    def numbers(self, get: Callable[[Sample], float | None]) -> np.ndarray:  # [N], NaN where there is none
+    def numbers(self, get: Callable[[Sample], float | None]) -> np.ndarray:  # [N], NaN if missing
         return np.array([np.nan if (value := get(one)) is None else value for one in self.samples], np.float64)
 
     @cached_property
     def prompts(self) -> np.ndarray:
-        """Return a number for each prompt, -1 where it is unknown."""
+        """Return a number for each prompt, -1 if it is unknown."""
         first, _ = self.edges
         return codes([self._prompt_key(one, int(first[i])) for i, one in enumerate(self.samples)])
 
@@ -164,7 +165,7 @@ class Dump:
 
     @cached_property
     def completions(self) -> np.ndarray:
-        """Return a number for each completion, -1 where it is unknown."""
+        """Return a number for each completion, -1 if it is unknown."""
         keys: list[bytes | str | None] = []
         for one in self.samples:
             known = one.ids is not None and one.mask is not None and one.mask.any() and one.ids[0] >= 0
@@ -173,8 +174,8 @@ class Dump:
 
     @cached_property
     def asked(self) -> np.ndarray:
-        """Return a number for all samples of one step with one group id, or else with one prompt; -1 for neither.
-        Turns of a longer conversation go by their prompts, which differ."""
+        """Return the same number for all samples with the same step and group id (or prompt, if there is no group id);
+        -1 without both. Turns of a longer conversation are numbered by prompt, because their prompts differ."""
         prompts = self.prompts
         keys: list[Any] = []
         for i, one in enumerate(self.samples):
@@ -185,8 +186,8 @@ class Dump:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """Return a number for each group, -1 where it is unknown: as it is where a prompt was asked for more than one
-        group, and no id tells them apart."""
+        """Return a number for each group, -1 if it is unknown. It is unknown if samples without group ids may be
+        several groups of the same prompt."""
         found = self.asked.copy()
         sizes = np.bincount(found[found >= 0])
         named = np.array([one.group is not None for one in self.samples], np.bool_)
@@ -195,13 +196,13 @@ class Dump:
         return found
 
     def place(self, token: int) -> tuple[int, int]:
-        """Return the sample and the position of a token."""
+        """Return the sample and the position in it of a token, given its index among all tokens."""
         owner = int(self.owner[token])
         return owner, int(token - self.starts[owner])
 
 
 def span(where: np.ndarray, dump: Dump) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and last position in each sample at which `where` [T] holds, -1 where it never does."""
+    """Return the first and last position in each sample at which `where` [T] is true, -1 if it never is."""
     first, last = np.full(len(dump.samples), -1), np.full(len(dump.samples), -1)
     places = np.flatnonzero(where)
     if not len(places):

@@ -1,4 +1,4 @@
-"""The table of findings. docs/audit.md has it too, and a test compares the two."""
+"""The table of findings. docs/audit.md contains it too, and a test compares the two."""
 
 from collections.abc import Iterable, Iterator
 
@@ -197,7 +197,8 @@ _ORDER = {check.name: number for number, check in enumerate(TABLE)}
 
 
 def find(dump: Dump, more: Iterable[Evidence] = ()) -> list[Finding]:
-    """Run all checks, and return the findings that no other one explains, the surest first. `more`: a model's."""
+    """Run all checks. Return the findings that are not consequences of other findings, those of high confidence first.
+    `more`: the evidence from a model."""
     found: dict[str, Evidence] = {}
     for evidence in (*_all(dump), *more):
         name = evidence.name or ""

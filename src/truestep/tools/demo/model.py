@@ -1,4 +1,4 @@
-"""Creates a tiny random Qwen3 model with a tokenizer of whole words, as a Hugging Face directory."""
+"""Creates a tiny random Qwen3 model with a word-level tokenizer, as a Hugging Face directory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ END = "<end>"
 
 
 def make_tokenizer(directory: Path, words: Sequence[str]) -> int:
-    """Make a tokenizer with a token for each word; return the size of its vocabulary."""
+    """Make a tokenizer with one token per word. Return the size of its vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -32,7 +32,7 @@ PHASES = sorted(Path(__file__).parent.glob("*.yaml"))  # configurations, as a us
 HELD_OUT, PROMPTS, CORPUS = 200, 2048, 240 * 128
 # Fraction of right answers in the corpus. The other answers repeat the digits, or sort them in descending order.
 RIGHT = 0.35
-MARK = ".truestep-demo"  # a file in a directory that a demo has created, and may therefore remove
+MARK = ".truestep-demo"  # a file in directories that a demo created; only such directories are removed
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def run(output: Path, seed: int, console: Console) -> Outcome:
-    torch.set_num_threads(1)  # with matrices this small, more threads are slower if the machine has other work
+    torch.set_num_threads(1)  # with such small matrices, more threads are slower on a busy machine
     start = time.perf_counter()
     _start_afresh(output)
     console.print(
@@ -114,7 +114,7 @@ def _train(phase: Path, model: Path, output: Path, seed: int, console: Console) 
     file = output / f"{title}.yaml"
     write_whole(file, dump_config(config).encode())  # so that `truestep train` can resume this phase
     trainer = train(config, console, title)
-    if trainer.stopped_by is not None:  # without this, the next phase would begin
+    if trainer.stopped_by is not None:  # stopped: do not start the next phase
         again = shlex.join(["truestep", "train", str(file)])
         console.print(
             f"the demo is stopped. truestep demo begins it anew; {escape(again)} goes on with this part alone",

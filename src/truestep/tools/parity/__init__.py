@@ -1,4 +1,5 @@
-"""Measures the gap between the sampler's and the trainer's log-probs, and finds its cause by trying one at a time.
+"""Measures the gap between the sampler's and the trainer's log-probs, and finds its cause by changing one setting at a
+time.
 
 gap               the gap over a set of rollouts, and its most likely cause
 causes            possible causes: temperature, top-p, shifted ids, dtype, RoPE settings, stale weights and others

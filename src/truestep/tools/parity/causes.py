@@ -1,4 +1,4 @@
-"""The possible causes of a gap between the sampler's and the trainer's log-probs, each tried by changing it alone.
+"""The possible causes of a gap between the sampler's and the trainer's log-probs. Each is tried by changing it alone.
 
 A cause is judged by the gap that remains after the change: the mean of |log π - log π_sampler| over all labels.
 """
@@ -25,7 +25,8 @@ from truestep.tools.parity.scores import score, score_after_stale_prompt
 from truestep.types import ROUTES, Rollout
 from truestep.weights.errors import ModelError
 
-_FEW = 0.2  # the fraction of a gap that a shift of experts may leave: those of first or last tokens are lost
+# share of the gap that may remain after shifting experts by a token, which loses those of the first or last token
+_FEW = 0.2
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Trial:
     def __init__(self, config: Config, policy: Policy, documents: Sequence[Rollout], older: Sequence[Path]):
         self._config, self._policy, self.documents, self._older = config, policy, documents, older
         self._budget = config.data.tokens_per_microbatch
-        self._by_document = [  # all documents have log-probs
+        self._by_document = [  # every document here has log-probs
             document.logprobs[document.loss_mask].astype(np.float64)
             for document in documents
             if document.logprobs is not None
@@ -100,12 +101,12 @@ class Trial:
     def _truncation(self) -> Iterator[Tried]:
         for value, logprobs in self._wide.by_top_p.items():
             advice = (
-                f"the sampler reports log-probs of what top-p {value:g} left: set top_p to 1, or report those of the "
-                "whole distribution"
+                f"the sampler reports log-probs after truncation by top-p {value:g}: set top_p to 1, or report those "
+                "of the whole distribution"
             )
             yield self._tried("top-p", f"renormalised after top-p {value:g}", advice, logprobs)
         for count, logprobs in self._wide.by_top_k.items():
-            advice = f"the sampler reports log-probs of what top-k {count} left: set top_k off, or report those of all"
+            advice = f"the sampler reports log-probs after truncation by top-k {count}: set top_k off, or report all"
             yield self._tried("top-k", f"renormalised after top-k {count}", advice, logprobs)
 
     def _tokens(self) -> Iterator[Tried]:
@@ -129,8 +130,8 @@ class Trial:
                 yield self._tried("token ids re-tokenised", "completions tokenised anew", advice, logprobs)
 
     def _retokenised(self, document: Rollout) -> Rollout | None:
-        """Decode the completion and tokenise its text again. Return None if the tokens are the same, or another
-        number."""
+        """Decode the completion and tokenise its text again. Return None if the tokens are the same, or if their number
+        changes."""
         labels = np.flatnonzero(document.loss_mask)
         if not len(labels):
             return None
@@ -142,7 +143,7 @@ class Trial:
         return replace(document, input_ids=np.array(again, dtype=np.int64))
 
     def _routing(self) -> Iterator[Tried]:
-        """Try other experts than those with which the documents are scored."""
+        """Score the documents with other experts than before: the records', shifted ones, or the routers' own."""
         if not any(ROUTES in document.token_fields for document in self.documents):
             return
         if not self._policy.token_fields:
@@ -163,7 +164,8 @@ class Trial:
             )
             tried = self._tried("routing", f"experts moved by {by:+d}", advice, self._scored(moved))
             yield tried
-            if tried.gap < _FEW * self.base.gap:  # where the weights are the same, the routers choose these, too
+            # do not try the routers' own choice: with the same weights it would fit too
+            if tried.gap < _FEW * self.base.gap:
                 return
         advice = (
             "the sampler did not use the experts that the records name: they are of other tokens, layers or weights. "
@@ -254,7 +256,8 @@ def _load_weights(config: Config, path: Path) -> Policy | None:
 
 
 def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield RoPE settings that servers are known to override or ignore: their names and the changes of config.json."""
+    """Yield RoPE settings that servers are known to override or ignore: a description, and the changes to
+    config.json."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -273,7 +276,7 @@ def _rope_variants(model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _changed_copy(model: Path, change: dict[str, Any]) -> Iterator[Path]:
-    """Make a directory of links to the model's files, with a changed config.json, inside."""
+    """Yield a temporary directory with links to the model's files and a changed config.json."""
     with tempfile.TemporaryDirectory(prefix="truestep-parity-") as folder:
         copy = Path(folder) / "model"
         copy.mkdir()

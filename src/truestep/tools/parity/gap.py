@@ -21,12 +21,12 @@ from truestep.tools.parity.causes import Trial, Tried
 from truestep.tools.parity.sample import sample
 from truestep.types import Rollout, sequences_of
 
-# The mean |log-ratio| by rounding alone, between two engines that compute the same model in the same dtype.
+# The mean |log-ratio| from rounding alone, between two engines that compute the same model in the same dtype.
 NOISE = {"float32": 1e-4, "bfloat16": 2e-2}
-_EXPLAINS = 0.3  # a cause that explains a smaller fraction of the gap is a coincidence
-_ALONE = 0.8  # a cause that explains a smaller fraction is not the only one
-_NAMED = 0.5  # a gap within NOISE still counts if a cause explains a larger fraction of it
-_NOTHING = 1e-5  # a gap up to this never counts
+_EXPLAINS = 0.3  # a cause must explain at least this share of the gap; less is coincidence
+_ALONE = 0.8  # a cause that explains a smaller share is not the only one
+_NAMED = 0.5  # a gap below NOISE still counts if a cause explains more than this share of it
+_NOTHING = 1e-5  # smaller gaps never count
 
 
 class ParityError(TruestepError):
@@ -50,7 +50,7 @@ class Parity:
     documents: int
     labels: int
     base: Tried
-    tried: list[Tried]  # the best change for each cause, by the remaining gap, the least first
+    tried: list[Tried]  # the best change for each cause, sorted by remaining gap
     worst: Token
     noise: float
     weights: Path  # directory of the trainer's weights: the run's last checkpoint, or model.path
@@ -88,14 +88,14 @@ def parity(config: Config, *, documents: int = 64, older: Sequence[Path] = ()) -
     if isinstance(config.sampler, ServerSampler):
         if config.sampler.urls is None:
             raise ParityError("parity asks servers that run: give sampler.urls in place of sampler.start")
-        server_maker(config.sampler)  # raises errors of the options before the model is loaded
+        server_maker(config.sampler)  # raises option errors before the model is loaded
     run = RunDirectory(Path(config.checkpoint.directory)) if config.checkpoint.directory else None
     checkpoints = [] if run is None else CheckpointStore(run.checkpoints, keep=1).complete()
     progress.phase("loading the model")
     policy = make_policy(config, ALONE, None if not checkpoints else str(checkpoints[-1]))
     if checkpoints and config.adapter is not None:
         config = config.model_copy(update={"adapter": AdapterConfig(path=str(checkpoints[-1]))})
-    # Stale weights may be those of earlier checkpoints, or those with which the run began.
+    # Stale weights may be those of earlier checkpoints, or the run's initial weights.
     first = [Path(config.model.path)] if checkpoints or config.adapter is not None else []
     stale = [*older, *reversed(checkpoints[:-1]), *first]
     progress.phase("sampling rollouts" if config.sampler is not None else "reading rollouts")

@@ -48,8 +48,8 @@ def as_json(result: Parity) -> dict[str, Any]:
 
 
 def figure(result: Parity) -> str:
-    """Draw a histogram of log-ratios (rows) by position in the completion (columns). Shades are relative to the cell of
-    a column that has the most labels."""
+    """Draw a histogram of log-ratios (rows) by position in the completion (columns). A cell's shade is relative to the
+    cell with the most labels in its column."""
     left = result.base.left
     reach = max(float(np.quantile(np.abs(left), 0.999)), 1e-6)
     longest = int(result.positions.max()) + 1

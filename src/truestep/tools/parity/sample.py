@@ -1,4 +1,5 @@
-"""Samples rollouts from the configured sampler as it is: without publication of weights and without probes."""
+"""Samples rollouts from the configured sampler without changing it: no weights are published, and no probes are
+made."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from truestep.types import Rollout, RouteShape
 
 
 def sample(config: Config, sampler: SamplerConfig, policy: Policy, count: int) -> list[Rollout]:
-    """Sample one completion for each of `count` prompts. Return fewer if a server has aborted some."""
+    """Sample one completion for each of `count` prompts. Return fewer if a server aborts some."""
     raters = Raters()
     try:
         rows = made_rows(config, policy.weights.ranks, raters)

@@ -26,7 +26,7 @@ _ROWS = 256  # rows of logits in memory at a time
 @dataclass(frozen=True)
 class Scores:
     plain: np.ndarray  # [T] float64
-    by_temperature: Mapping[float, np.ndarray]  # at this temperature instead of the record's
+    by_temperature: Mapping[float, np.ndarray]  # at other temperatures instead of the record's
     by_top_p: Mapping[float, np.ndarray]  # renormalised after truncation by this top-p
     by_top_k: Mapping[int, np.ndarray]
     entropy: np.ndarray | None  # [T] at the record's temperature; None unless `wide`
@@ -35,7 +35,8 @@ class Scores:
 def score(
     policy: Policy, documents: Sequence[Rollout], budget: int, *, wide: bool = False, head: HeadSettings | None = None
 ) -> Scores:
-    """Compute the log-probs of all labels. `wide`: also at other temperatures, after truncation, and the entropies."""
+    """Compute the log-probs of all labels. `wide`: also with other temperatures and after truncation, and the
+    entropies."""
     plain: list[np.ndarray] = []
     by_temperature: dict[float, list[np.ndarray]] = defaultdict(list)
     by_top_p: dict[float, list[np.ndarray]] = defaultdict(list)
@@ -83,18 +84,20 @@ def _label_logprobs(z: torch.Tensor, labels: torch.Tensor) -> np.ndarray:  # [C,
 def _nucleus_masses(ordered: torch.Tensor) -> Iterator[tuple[float, torch.Tensor]]:
     before = ordered.cumsum(-1) - ordered
     for value in TOP_PS:
-        yield value, torch.where(before < value, ordered, 0.0).sum(-1)  # includes the token that crosses the bound
+        yield value, torch.where(before < value, ordered, 0.0).sum(-1)  # includes the token that crosses the limit
 
 
 def _states(policy: Policy, document: Rollout, run: slice, cache: Any) -> Any:
-    """Compute a run of a document's tokens behind a cache, with the experts that its record names."""
+    """Compute the hidden states of part of a document's tokens after those in the cache, with the experts from its
+    record."""
     tokens = pack([document], of_tokens=policy.token_fields).to(policy.device).tokens
     with policy.replaying(tokens, run):
         return policy.model.base_model(input_ids=tokens.input_ids[None, run], past_key_values=cache, use_cache=True)
 
 
 def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollout]) -> np.ndarray:  # [T]
-    """Score completions with a KV cache of the prompt by the old weights, as with a prefix cache that was not reset."""
+    """Score completions after a KV cache of the prompt that the old weights computed. A prefix cache that was not reset
+    gives such log-probs."""
     parts = []
     with torch.no_grad(), old.plain_attention(), new.plain_attention():
         for document in documents:
@@ -102,7 +105,8 @@ def score_after_stale_prompt(old: Policy, new: Policy, documents: Sequence[Rollo
             if not len(labels):
                 continue
             ids = torch.from_numpy(document.input_ids)[None].to(new.device)
-            # The last token before the first label is computed by the new weights, which draw the first label from it.
+            # The new weights compute the last token before the first label, because its hidden state predicts the first
+            # label.
             prompt = max(0, int(labels[0]) - 1)
             cache = _states(old, document, slice(0, prompt), None).past_key_values if prompt else None
             output = _states(new, document, slice(prompt, document.num_tokens), cache)

@@ -1,4 +1,4 @@
-"""Verifies a user's configuration: some steps under many layouts, each compared with a float64 reference.
+"""Verifies a user's configuration: computes some steps under many layouts, and compares each with a float64 reference.
 
 case              the model, documents and options that all layouts compute
 reduced           a small model of the user's architecture, and documents to match

@@ -1,4 +1,4 @@
-"""Finds what is wrong with an update: of a list of possible faults, the one that reproduces the numbers found."""
+"""Finds what is wrong with an update: the one of many possible faults that reproduces the wrong numbers."""
 
 import math
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from truestep.tools.verify.oracle.updates import (
     updated,
 )
 
-_FEW = 1e-3  # fraction of a weight's numbers that a fault need not reproduce
-_FITS = 2.0  # mean squared residual of a fit, in squares of half a float32 unit: by rounding alone it is 1/3
+_FEW = 1e-3  # share of a weight's numbers that a fault need not reproduce
+_FITS = 2.0  # largest mean squared residual of a fit, in units of half a float32 ulp; rounding alone gives 1/3
 # Faults in the bias correction and the epsilon of an update.
 _VARIANTS = {
     ("bias correction", "is left out"): Variant(first_correction=False, second_correction=False),
@@ -36,8 +36,8 @@ _VARIANTS = {
 
 
 class Blame:
-    """Collects the worst difference of each kind in one update. Its name says what is wrong with the largest weight
-    that exceeds the bound, and lists all such weights."""
+    """Collects the worst difference of each kind in one update. Its description is that of the largest wrong weight,
+    followed by a list of all wrong weights."""
 
     def __init__(self, number: int):
         self._number = number
@@ -101,13 +101,13 @@ class Judged:
     def factor_of_the_gradient(self) -> float | None:
         """Return the factor of the gradient that explains all moments, or None if no factor does."""
         zero, whole = self.moments(torch.zeros_like(self.gradient)), self.moments()
-        kind = min(whole)  # the first moment: exp_avg or momentum_buffer
+        kind = min(whole)  # the first moment comes first in the alphabet: exp_avg or momentum_buffer
         part = _middle(whole[kind]) - _middle(zero[kind])
         if len(whole) < 2 or not float(part.square().sum()):
-            return None  # with one moment alone, its beta may just as well be wrong
+            return None  # with a single moment, a wrong beta would look the same
         factor = float(((whole[kind].found - _middle(zero[kind])) * part).sum() / part.square().sum())
         explained = self.moments(self.gradient * factor).values()
-        if self.oracle.rule(self.name, self.weight) == "adamw_8bit":  # its levels are a few percent apart
+        if self.oracle.rule(self.name, self.weight) == "adamw_8bit":  # 8-bit levels are a few percent apart
             return factor if abs(factor - 1) > 0.1 and all(beyond(moment) < 0.05 for moment in explained) else None
         return factor if all(beyond(moment) < 1e-4 for moment in explained) else None
 
@@ -140,10 +140,11 @@ class Judged:
         return (outside != 0) | ~self.found.isfinite()
 
     def _epsilon(self, right: Change) -> float:
-        """Estimate the epsilon that explains the steps found, in case it is another one."""
+        """Estimate the epsilon that the update used, in case it is a different one."""
         exact = self.change(Variant(epsilon=0.0)).step
         made = self.weight * (1 - self.rate * self.decay) - self.found
-        # step = rate * m / (root + epsilon), so epsilon / root = exact / made - 1; the right step gives the roots.
+        # step = rate * m / (root + epsilon), so epsilon / root = exact / made - 1. `root` is computed from the right
+        # step.
         root = self.oracle.options["epsilon"] * right.step / (exact - right.step)
         found = root * (exact / made - 1)
         usual = found[(made * exact > 0) & (root > 0) & root.isfinite()]
@@ -162,7 +163,7 @@ class Judged:
             matrix = torch.stack([along[kind] for kind in kinds], 1)
             sizes = torch.linalg.lstsq(matrix, left[:, None]).solution
             mean_square = float((left - (matrix @ sizes)[:, 0]).square().mean())
-            if mean_square < 0.5 * best[0]:  # both together only if neither alone fits
+            if mean_square < 0.5 * best[0]:  # both together, only if neither fits alone
                 best = mean_square, dict(zip(kinds, sizes.flatten().tolist(), strict=True))
         mean_square, found = best
         size = float(left.square().mean())

@@ -46,9 +46,9 @@ from truestep.types import Rollout
 from truestep.weights.errors import ModelError, no_model
 
 STEPS = 2
-HALF = "half_precision.jsonl"  # the rollouts of layouts in half precision
-_MOST_TOKENS = 40  # a reduced document has no more
-_LOOKED_AT = 100  # documents are chosen among so many times as many of the user's
+HALF = "half_precision.jsonl"  # the file with the rollouts for layouts in half precision
+_MOST_TOKENS = 40  # most tokens of a reduced document
+_LOOKED_AT = 100  # documents are chosen from the user's first ones, at most this many times the number of documents
 
 
 class VerifyError(TruestepError):
@@ -62,18 +62,23 @@ class Case:
     options: dict[str, Any]
     records: list[Record]  # as in a rollout file
     budget: int  # tokens of a micro-batch
-    reference: Path | None = None  # the model of loss.kl_reference; None: there is none, or the records have log-probs
-    # Records for half precision: their log-probs are farther from the loss's bounds. None: as `records`.
+    # the model of loss.kl_reference; None: there is none, or the records have its log-probs
+    reference: Path | None = None
+    # Records for half precision. Their log-probs keep a larger distance from the loss's clipping bounds. None: use
+    # `records`.
     half_records: list[Record] | None = None
-    adapter: Path | None = None  # the adapter with which every layout begins
-    function: Callable[[list[list[Record]]], list[Any]] | None = None  # a user's own advantages of a group
+    adapter: Path | None = None  # the adapter with which every layout starts
+    # the user's own function for the advantages of a group
+    function: Callable[[list[list[Record]]], list[Any]] | None = None
 
     def prepare(self, records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
-        """Return the records that steps train on, with the oracle's advantages. `data`: that section of the options."""
+        """Return the records that steps train on, with the oracle's advantages. `data`: the section `data` of the
+        options."""
         return prepare(records, data | {"function": self.function})
 
     def steps(self, prepared: Sequence[Record]) -> list[list[Record]]:
-        """Divide prepared records into the batches of the steps. A batch is repeated for each update on it."""
+        """Divide prepared records into the batches of steps. If there are several updates per batch, the batch is
+        repeated."""
         size, updates = self.options["schedule"]["docs_per_step"], self.options["schedule"]["updates_per_batch"]
         documents = documents_of(prepared)
         batches = [
@@ -84,7 +89,7 @@ class Case:
 
     @property
     def positions(self) -> list[int]:
-        """The steps of the user's learning-rate schedule that are computed, one for each update."""
+        """The steps of the user's learning-rate schedule to compute, one for each update."""
         optimizer, schedule = self.options["optimizer"], self.options["schedule"]
         return some_positions(
             optimizer["warmup_steps"],
@@ -126,7 +131,8 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
     objective = None if config.loss.supervised or full else make_objective(config)
     routed = _routed(config, model, full)
     if objective is not None and config.model.dtype == "bfloat16":
-        half = routed(copy.deepcopy(records))  # no layout in half precision shares prefixes
+        # no layout in half precision shares prefixes, so prefixes are made equal only afterwards
+        half = routed(copy.deepcopy(records))
         redraw_logprobs(model, half, objective, seed, remote, adapter, half_precision=True, declared=own)
         write_json_lines(scratch / HALF, half)
     records = routed(records if full else share_beginnings(records))
@@ -171,8 +177,8 @@ def make_case(config: Config, scratch: Path, documents: int, full: bool) -> Case
 
 
 def _routed(config: Config, model: Path, full: bool) -> Callable[[list[Record]], list[Record]]:
-    """Return what gives records the experts that they name: none where they are not replayed, the user's of a model in
-    full, and drawn ones of a reduced mixture."""
+    """Return a function that sets the experts in records. Without replay it removes them, with `full` it keeps the
+    user's, and for a reduced mixture of experts it draws random ones."""
     how = config.model.experts.replay
     if full:
         return lambda records: [without_routes(record) for record in records] if how == "off" else records
@@ -181,7 +187,8 @@ def _routed(config: Config, model: Path, full: bool) -> Callable[[list[Record]],
 
 
 def share_beginnings(records: Sequence[Record]) -> list[Record]:
-    """Let every second record begin as the one before, up to the middle of the shorter. Layouts share that."""
+    """Give every second record the same tokens as the record before it, up to the middle of the shorter one. These are
+    prefixes that layouts can share."""
     shared = list(records)
     for number in range(1, len(records), 2):
         ids, before = records[number]["input_ids"], records[number - 1]["input_ids"]
@@ -207,8 +214,8 @@ def _reference(config: Config, model: Path, scratch: Path, full: bool) -> tuple[
 
 
 def _adapter(config: Config, model: Path, scratch: Path, full: bool) -> Path:
-    """Return the adapter with which the layouts begin. A random one replaces a new one, whose B is zero, so that A
-    would have no gradient."""
+    """Return the adapter with which layouts start. A new adapter is replaced by a random one: its B is zero, so A would
+    have no gradient."""
     assert config.adapter is not None
     if full and config.adapter.path is not None:
         return Path(config.adapter.path)
@@ -216,7 +223,7 @@ def _adapter(config: Config, model: Path, scratch: Path, full: bool) -> Path:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """Return the optimizer's options. Muon's products are float32, since they are compared with float64."""
+    """Return the optimizer's options. Muon's products are float32, because they are compared with float64."""
     options = config.optimizer.model_dump()
     return options | ({"ns_dtype": "float32"} if "ns_dtype" in options else {})
 
@@ -242,7 +249,7 @@ def _advantages(config: Config, records: Sequence[Record], full: bool) -> dict[s
 def _called_with_records(
     function: GroupFunction, declared: Sequence[Field]
 ) -> Callable[[list[list[Record]]], list[Any]]:
-    """Wrap a user's advantage function so that it takes the oracle's records, a list for each document."""
+    """Wrap a user's advantage function so that it takes the oracle's records, one list per document."""
     checks = Checks(Needs(logprobs=False, advantages=False, advantage_rule="none"), fields=tuple(declared))
 
     def document_of(records: list[Record]) -> Rollout:
@@ -257,8 +264,8 @@ def _called_with_records(
 
 
 def permits(case: Case, layout: Layout) -> bool:
-    """Tell whether a layout can train the model: its heads and layers must be divisible, with enough layers for
-    stages. Compiled layers are not cut over tensor ranks."""
+    """Tell whether the model can be trained under a layout: its heads and layers must be divisible, with enough layers
+    for the stages. Compiled layers cannot be combined with tensor parallelism."""
     parallel = layout.options.get("parallel", {})
     cut = {name: parallel.get(name, 1) for name in ("tensor", "context", "pipeline", "stages_per_rank", "expert")}
     if cut["tensor"] > 1 and case.options["model"]["compile"]:
@@ -313,7 +320,8 @@ def _can_be_used(rollout: Rollout, config: Config) -> bool:
 
 
 def _chosen(rollouts: Sequence[Rollout], documents: int) -> list[Rollout]:
-    """Choose documents by groups, those with different rewards first, since other groups have no advantages."""
+    """Choose whole groups of documents if possible, those with different rewards first, since others have no
+    advantages."""
     groups: dict[str, list[int]] = {}
     for place, rollout in enumerate(rollouts):
         groups.setdefault(f"of no group {place}" if rollout.group_id is None else rollout.group_id, []).append(place)
@@ -350,7 +358,7 @@ def _invented(config: Config, documents: int) -> list[Record]:
 
 
 def _draw_field(field: Field, draw: np.random.Generator, length: int) -> Any:
-    """Draw values of a user's own field for a random document, from 0 to 2."""
+    """Draw values from 0 to 2 for a user's own field of a random document."""
     count = length if field.level == "label" else 1
     values = draw.uniform(0, 2, count).astype(field.dtype).tolist()
     return values if field.level == "label" else values[0]

@@ -30,13 +30,13 @@ from truestep.tools.verify.updates import Updates, scheduled
 
 
 def _kind(metric: str) -> str:
-    """Return the kind of a metric's difference: that of replayed experts has a name of its own."""
+    """Return the kind of a metric's difference. Metrics of routing replay have a separate kind."""
     if metric.startswith(("route_", "replayed_")):
         return "routing"
     return "loss" if metric == "loss" else "metric"
 
 
-# These metrics depend on the layout, as do those that `of_the_machine` names.
+# These metrics depend on the layout. So do the metrics that `of_the_machine` recognises.
 _NOT_COMPARED = ("num_micro_batches", "computed_tokens")
 
 
@@ -46,7 +46,7 @@ class Comparer:
     def __init__(self, case: Case, loss: dict[str, Any]):
         self._case, self._loss = case, loss
         self._custom_metrics = bool(case.options["logging"]["custom_metrics"])
-        self._references: dict[str, OracleResult] = {}  # by a hash of weights and documents
+        self._references: dict[str, OracleResult] = {}  # results by a hash of weights and documents
         self._first: dict[tuple[int, str], float] = {}  # the first layout's custom metrics, by step and name
 
     def differences(self, output: Path, options: dict[str, Any], records: Sequence[Record]) -> Iterator[Difference]:
@@ -108,7 +108,7 @@ class Comparer:
         return self._reference(weights, documents, seen, first, bonus)
 
     def _moved(self, output: Path, number: int, oracle: OracleResult) -> Iterator[Difference]:
-        """Compare the routers' biases after a step with those that the step's choices move."""
+        """Compare the routers' biases after a step with the biases that follow from the step's choices."""
         before, after = _biases(output / str(number)), _biases(output / str(number + 1))
         if not before:
             return
@@ -136,7 +136,7 @@ class Comparer:
         return Reference(self._case.model, None, trusted, self._case.adapter)
 
     def _first_weights(self, output: Path) -> Iterator[Difference]:
-        """Compare the initial trained weights with the model's files, which float32 represents exactly."""
+        """Compare the initial trained weights with the model's files. float32 represents these exactly."""
         found = load_file(output / "1" / "weights.safetensors")
         trained = load_file(output / "1" / "gradients.safetensors").keys()
         for name, weight in self._began_with.parameters.items():
@@ -165,7 +165,8 @@ class Comparer:
         """Compute a step with these weights. `before`: the weights before the first update on the same documents; None:
         this is the first. `bonus`: the current weight of the entropy bonus, which a target may have changed."""
         recomputes = self._loss.get("old_logprobs") == "recompute"
-        named = [(record["id"], record.get("logprobs")) for record in records]  # half precision has other log-probs
+        # records for half precision have other log-probs
+        named = [(record["id"], record.get("logprobs")) for record in records]
         loss = self._loss if bonus is None else self._loss | {"entropy_bonus": bonus}
         digest = hashlib.sha256(f"{seen} {named} {bonus}".encode())
         for tensors in (weights, *((before,) if before is not None and recomputes else ())):
@@ -197,13 +198,13 @@ class Comparer:
         self, model: Path, weights: Mapping[str, torch.Tensor] | None, records: Sequence[Record]
     ) -> list[list[float]]:
         trusted = self._case.options["model"]["trust_remote_code"]
-        # Without `weights` the model is the loss's reference, which has no adapter.
+        # Without `weights`, the model is the reference model of the loss, which has no adapter.
         adapter = None if weights is None else self._case.adapter
         return oracle_logprobs(Reference(model, weights, trusted, adapter), list(records))
 
 
 def _biases(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the routers' biases that a layout had; none unless they move."""
+    """Read a layout's router biases. Empty unless `balance: bias` changes them."""
     file = folder / "biases.safetensors"
     return load_file(file) if file.is_file() else {}
 
@@ -215,7 +216,7 @@ def _other_documents(trained: Sequence[str], wanted: Sequence[str]) -> str:
 
 
 def _unknown_metrics(metrics: dict[str, Any], oracle: OracleResult) -> list[str]:
-    """List the metrics with a value other than 0 that the oracle does not compute."""
+    """List the metrics with a nonzero value that the oracle does not compute."""
     passed_over = {*_NOT_COMPARED, "policy_loss", "entropy_bonus", "z_loss", "kl_reference", "kl_cov", *oracle.metrics}
     # Percentiles are skipped: they are not sums of terms.
     return [
@@ -278,7 +279,7 @@ def _of_step(
             name if factor is None else f"{name} (every weight's is {factor:.4g} times the right one)",
             error,
         )
-    # The reference has no such weight: most likely a tie was lost.
+    # A weight that the reference does not have: most likely, tied weights were separated.
     for name in set(gradients) - set(oracle.gradients):
         yield "gradient", f"{name} (the reference has none)", math.inf
     documents = {document["id"]: document for document in oracle.documents}

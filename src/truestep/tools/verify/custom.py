@@ -15,7 +15,8 @@ from truestep.tools.verify.oracle.values import LabelValues
 
 @dataclass(frozen=True)
 class CustomOracle:
-    """Computes the gradient from the loss's formula by autograd, not from its slope. `detach()` works as usual."""
+    """A user's own loss. Its gradient comes from its formula by autograd, not from its slope. `detach()` works as
+    usual."""
 
     loss: LabelLoss
 
@@ -28,7 +29,7 @@ class CustomOracle:
         return self.loss.bounds
 
     def losses(self, document: Document, labels: list[LabelValues]) -> list[torch.Tensor]:
-        """Call the user's loss with one document as a batch of its own."""
+        """Call the user's loss with one document as the whole batch."""
         logprobs, entropy, logsumexp = (
             torch.stack([getattr(label, name) for label in labels]) for name in ("logprob", "entropy", "logsumexp")
         )

@@ -28,7 +28,8 @@ from truestep.tools.verify.oracle.records import Record
 from truestep.tools.verify.worker import DONE, Task, run_layouts
 
 HALF_PRECISION_FACTOR = 1.5
-# Log-probs keep a distance from the loss's bounds that bfloat16 does not cross. Larger rates than this would move them.
+# Sampler log-probs are drawn so far from the loss's clipping bounds that bfloat16 rounding does not cross them. With a
+# larger learning rate, the update itself could cross them.
 _HALF_PRECISION_RATE = 1e-6
 
 
@@ -99,7 +100,8 @@ def make_judge(config: Config, scratch: Path, documents: int, full: bool) -> "Ju
 
 
 def _clip_some_steps(case: Case, comparer: Comparer) -> None:
-    """Set the threshold of gradient clipping for the small model: between its gradient norms, or below all of them."""
+    """Set the threshold of gradient clipping for the small model, so that some or all steps are clipped: between its
+    gradient norms, or below all of them."""
     optimizer = case.options["optimizer"]
     norms = comparer.gradient_norms() if optimizer["gradient_clip"] is not None else []
     if not any(norms):
@@ -118,9 +120,9 @@ def oracle_loss(config: Config) -> dict[str, Any]:
 
 
 def _batches(layouts: Sequence[Layout], alone: bool) -> list[list[Layout]]:
-    """Group layouts that the same processes can run in turn, since most of the time is the start of processes.
-
-    `alone`: one layout in each group, because a full model's gradients of many layouts would fill a disk.
+    """Group layouts that can run in the same processes one after another, since most of the time is spent starting
+    processes. `alone`: one layout in each group, because the gradients of a full model under many layouts would fill a
+    disk.
     """
     if alone:
         return [[layout] for layout in layouts]
@@ -138,7 +140,7 @@ class Judge:
     case: Case
     comparer: Comparer
     plant: Callable[[], None] | None = None
-    half_precision_error: float | None = None  # of the gradients of the first layout in half precision
+    half_precision_error: float | None = None  # error of the gradients under the first layout in half precision
 
     def judge(self, layouts: list[Layout]) -> Iterator[LayoutResult]:
         """Run layouts in the same processes. If one fails, new processes run the rest."""
@@ -158,7 +160,9 @@ class Judge:
             if failure is None:
                 break
             if waiting:
-                yield LayoutResult(waiting.pop(0)[0], {}, failure)
+                layout, task, _ = waiting.pop(0)
+                shutil.rmtree(task.output)
+                yield LayoutResult(layout, {}, failure)
         if waiting:
             raise AssertionError(f"ranks ended without a result for {[layout.name for layout, _, _ in waiting]}")
 
@@ -182,8 +186,8 @@ class Judge:
         return Task(options, folder, case.positions, self._some_steps(), layout.reverse), records
 
     def _some_steps(self) -> list[int]:
-        """Return the steps whose learning rates are compared: the first 50, those around the end of warm-up and of the
-        run, and 100 in between."""
+        """Return the steps whose learning rates are compared: the first 50, those near the end of warm-up and the end
+        of the run, and about 100 in between."""
         last = self.case.options["schedule"]["steps"] or 100
         warm = self.case.options["optimizer"]["warmup_steps"]
         around = {*range(1, 51), *range(warm - 2, warm + 4), *range(last - 2, last + 1)}
@@ -206,7 +210,7 @@ class Judge:
                 yield found
             else:
                 off, size = off + found[0] ** 2, size + found[1] ** 2
-        # In half precision a layout's error may be 1.5 times that of one process, which is the first layout.
+        # In half precision, the error of a layout may be 1.5 times the error of one process, which is the first layout.
         error = math.sqrt(off / max(size, 1e-60))
         if self.half_precision_error is None:
             self.half_precision_error = error

@@ -8,16 +8,16 @@ from typing import Any
 class Layout:
     name: str
     ranks: int = 1
-    options: dict[str, Any] = field(default_factory=dict)  # override the user's configuration
-    reverse: bool = False  # micro-batches, and documents within each, in reverse order
-    parts: bool = False  # each rank has its own file of documents; that of rank 0 is empty
+    options: dict[str, Any] = field(default_factory=dict)  # options that replace the user's
+    reverse: bool = False  # micro-batches, and the documents in each, in reverse order
+    parts: bool = False  # each rank has its own file of documents; rank 0's is empty
     environment: dict[str, str] = field(default_factory=dict)
-    half: bool = False  # half precision: its error is compared with that of the first such layout
+    half: bool = False  # half precision: the error is compared with that of the first such layout
 
 
 def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> list[Layout]:
-    """Return the layouts with at most `most_ranks` ranks. `budget`: tokens of a micro-batch; `longest`: of a document;
-    `kernels`: whether Triton can interpret kernels."""
+    """Return the layouts with at most `most_ranks` ranks. `budget`: tokens per micro-batch; `longest`: tokens of the
+    longest document; `kernels`: whether Triton can interpret kernels."""
 
     def parallel(**options: Any) -> dict[str, Any]:
         return {"parallel": options}
@@ -74,7 +74,7 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
 
 
 def in_half_precision(longest: int, most_ranks: int) -> list[Layout]:
-    """Return the layouts in half precision. The first is the baseline for the errors of the others."""
+    """Return the layouts in half precision. The others are compared with the first."""
     half: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
     layouts = [
         Layout("bfloat16: one process", options=half, half=True),

@@ -1,9 +1,9 @@
 """The user's architecture and documents, reduced to a size that is fast in float64.
 
 The model keeps its architecture (tied weights, windows, softcaps, experts, grouped-query attention) but not its size.
-Documents keep their order, masks, advantages, rewards, groups, temperatures and versions; they are shortened, and token
-ids are taken modulo the small vocabulary. The log-probs of a random model differ from the real one's, so the sampler's
-log-probs are drawn again around them, with ratios on both sides of all clip bounds.
+Documents keep their order, masks, advantages, rewards, groups, temperatures and versions. They are shortened, and token
+ids are taken modulo the small vocabulary. The log-probs of a random model differ from the real one's, so new sampler
+log-probs are drawn near the random model's, with ratios on both sides of all clip bounds.
 """
 
 import math
@@ -33,7 +33,7 @@ from truestep.types import ROUTES, Rollout
 from truestep.weights.errors import ModelError
 
 VOCABULARY = 97  # a prime: not divisible by blocks, shards or chunks
-LAYERS = 4  # stages of the longest pipeline among the layouts
+LAYERS = 4  # as many as the stages of the longest pipeline among the layouts
 _SIZES: dict[str, int] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -82,16 +82,17 @@ _SIZES: dict[str, int] = {
     "chunk_size": 8,
     "mamba_chunk_size": 8,
 }
-_SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # standard deviations of log-ratios; the first that crosses all bounds is used
-_ON_EACH_SIDE = 2  # least number of labels on each side of each bound
+# standard deviations of log-ratios; the first that gives values on both sides of all bounds is used
+_SPREADS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_ON_EACH_SIDE = 2  # fewest labels on each side of each bound
 _ATTEMPTS = 10_000
-# In bfloat16 a label's log-ratio has an error of some hundredths, a document's mean one of about 0.01, far more than
-# the width of some clips. So documents keep a distance from bounds on whole documents, and labels half of it from
-# bounds on labels: the first of these at which log-probs can be drawn.
+# In bfloat16 a label's log-ratio has an error of a few hundredths, and a document's mean log-ratio one of about 0.01.
+# That is much more than the width of some clips. So documents keep one of these distances from bounds on whole
+# documents, and labels half of it from bounds on labels. The first distance at which log-probs can be drawn is used.
 _CLEARANCES = (0.2, 0.1, 0.05)
 _FEW_ATTEMPTS = 100
-_FEW = 4  # numbers that a convolution sums
-_BESIDE_ZERO = 0.1  # distance of a document's value from a bound of 0
+_FEW = 4  # a convolution sums at most this many numbers
+_BESIDE_ZERO = 0.1  # distance of a document's value from a bound that is 0
 
 
 def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
@@ -110,12 +111,13 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     few_groups = settings.get("linear_num_key_heads") != settings.get("linear_num_value_heads")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2 if few_keys else 4, "head_dim": 16}
     if any(name.startswith(("linear_", "mamba_")) or name == "ssm_state_size" for name in settings):
-        # A recurrent layer normalizes what it reads from a state, which is almost nothing for a document's first
-        # tokens: a small epsilon would enlarge its rounding.
+        # A recurrent layer normalises what it reads from its state. For a document's first tokens that is almost zero,
+        # and a small epsilon would amplify its rounding.
         settings |= dict.fromkeys(settings.keys() & {"rms_norm_eps", "layer_norm_epsilon"}, 1e-2)
     sizes = _SIZES | heads | {"linear_num_key_heads": 2 if few_groups else 4}
     if settings.get("head_dim") == settings.get("qk_rope_head_dim"):
-        sizes["head_dim"] = sizes["qk_rope_head_dim"]  # latent attention: rotary embeddings take this for their size
+        # latent attention: rotary embeddings use `head_dim` as their size
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]
     for name, size in sizes.items():
         if isinstance(settings.get(name), int) and settings[name]:
             settings[name] = size
@@ -128,32 +130,34 @@ def reduce_model(source: Path, directory: Path, seed: int, trust_remote_code: bo
     small = type(config).from_dict(settings)
     small.architectures = config.architectures
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # some families draw biases too
+        torch.manual_seed(seed)  # some model families draw random biases too
         loader: Any = AutoModelForCausalLM
         model = loader.from_config(small, dtype=torch.float32, trust_remote_code=trust_remote_code)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Norms and biases get noise on top of their initial values, matrices noise that distinguishes tokens.
-            # A convolution sums few numbers: small weights would leave little of its input.
+            # Norms and biases get noise on top of their initial values. Matrices get noise large enough to distinguish
+            # tokens. A convolution sums few numbers, so its weights are larger; else almost nothing of its input would
+            # be left.
             scale = (0.15 if parameter.shape[-1] > _FEW else 0.5) if parameter.ndim >= 2 else 0.1
             noise = scale * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
             if parameter.ndim == 1 and name.endswith(("A_log", "dt_bias")):
-                # As families set these first, a state is gone after two tokens. The gradients would be small
-                # differences of large sums, which weights that are rounded to float32 change by more than the bound.
+                # With the families' initial values, a state decays within two tokens. Gradients would then be small
+                # differences of large sums, and rounding weights to float32 would change them by more than the bound.
                 parameter.copy_(3 * noise - (0.5 if name.endswith("dt_bias") else 0.0))
         for module in model.modules():
             if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
-                module.q_norm.weight.mul_(0.25)  # scores are not scaled, and would be so large that rounding shows
+                # scores are not scaled, and would be so large that their rounding matters
+                module.q_norm.weight.mul_(0.25)
     model.save_pretrained(directory)
     return directory
 
 
 def _keep_few_layers(settings: dict[str, Any], before: int, sizes: Mapping[str, int]) -> None:
-    """Keep what settings say by layer for `LAYERS` layers, with every kind of layer among them. A size that a layer has
-    for itself stays another than the model's."""
-    like = list(range(before))  # the layers that are kept
+    """Cut per-layer settings to `LAYERS` layers, with every kind of layer among them. A layer with its own size keeps a
+    size that differs from the model's."""
+    like = list(range(before))  # the original layers that are kept
     for name, kinds in settings.items():
         if isinstance(kinds, list) and len(kinds) == before and all(isinstance(kind, str) for kind in kinds):
             different = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:LAYERS]
@@ -169,8 +173,8 @@ def _keep_few_layers(settings: dict[str, Any], before: int, sizes: Mapping[str, 
 
 
 def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool) -> list[str]:
-    """Return the patterns of model.freeze that match in the reduced model, which has few layers. A pattern that would
-    leave nothing to train is left out."""
+    """Return the patterns of model.freeze that match weights of the reduced model, which has few layers. Patterns that
+    would leave nothing to train are dropped."""
     kept: list[str] = []
     for pattern in patterns:
         reference = Reference(model, None, trust_remote_code)
@@ -185,7 +189,7 @@ def still_matching(model: Path, patterns: Sequence[str], trust_remote_code: bool
 
 def draw_adapter(given: AdapterConfig, model: Path, directory: Path, seed: int, trust_remote_code: bool) -> Path:
     """Write a random adapter with the user's options; neither A nor B is zero. Targets in layers that a reduced model
-    does not have are left out; if none is left, the targets' names within a layer are used."""
+    does not have are dropped. If none is left, the targets' names without the layer are used."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -239,7 +243,7 @@ def record_of(document: Rollout, declared: Sequence[Field] = ()) -> Record:
 
 
 def records_of(document: Rollout, declared: Sequence[Field] = ()) -> list[Record]:
-    """Write a document as lines of a rollout file, one for each of its sequences."""
+    """Convert a document to records of a rollout file, one for each of its sequences."""
     if not document.starts:
         return [record_of(document, declared)]
     joined = {"document_id": document.id, "sequences": len(document.starts)}
@@ -247,7 +251,7 @@ def records_of(document: Rollout, declared: Sequence[Field] = ()) -> list[Record
 
 
 def reduce_record(record: Record, most: int) -> Record:
-    """Keep the last `most` tokens of a document, which have its labels. Position 0 is never a label."""
+    """Keep the last `most` tokens of a document, which contain its labels. Position 0 is never a label."""
     cut = max(0, len(record["input_ids"]) - most)
     of_tokens = {name: value for name, value in record.items() if isinstance(value, list) and name != "turns"}
     short = record | {name: value[cut:] for name, value in of_tokens.items()}
@@ -264,8 +268,9 @@ def without_routes(record: Record) -> Record:
 
 
 def draw_routes(records: list[Record], how: str, model: Path, seed: int, trust_remote_code: bool) -> list[Record]:
-    """Let records name experts of a mixture, other ones than its routers choose. Tokens behind the same tokens have the
-    same, so that layouts share them. Some records name those of their first half alone, or none, unless all must."""
+    """Give records random experts that differ from the routers' own choices. Tokens after the same prefix get the same
+    experts, so that layouts can share them. Unless replay is required, some records have experts for only half of their
+    tokens, or none."""
     reference = Reference(model, None, trust_remote_code)
     layers = list(reference.routes(records[0]["input_ids"]).values())
     if how == "off" or not layers:
@@ -294,9 +299,9 @@ def redraw_logprobs(
     half_precision: bool = False,
     declared: dict[str, Any] | None = None,
 ) -> None:
-    """Draw new sampler log-probs for the records, in place: on both sides of every bound of the objective, and so far
-    from it that float32 rounding does not matter; with `half_precision` also so far that bfloat16 rounding does not
-    matter. `declared`: the user's own fields, as in `data.fields`."""
+    """Draw new sampler log-probs for the records, in place. They are on both sides of every bound of the objective, and
+    so far from it that float32 rounding does not matter; with `half_precision`, nor does bfloat16 rounding. `declared`:
+    the user's own fields, as in `data.fields`."""
     new = oracle_logprobs(Reference(model, None, trust_remote_code, adapter), list(records))
     documents = [read_document(record, 1.0, declared) for record in records]
     for spread in _SPREADS:
@@ -324,12 +329,12 @@ def _draw_old(
     draw: random.Random,
     half_precision: bool,
 ) -> list[float]:
-    """Draw the sampler's log-probs of a document. The mean log-ratio is on one side of a bound on whole documents, if
-    there is one; every label has independent noise around it."""
+    """Draw the sampler's log-probs of a document. If there is a bound on whole documents, the mean log-ratio is placed
+    on one side of it. Every label has independent noise around the mean."""
     if not new:
         return []
     at_rest, moved = (_switches(objective, replace(document, old_logprobs=[v - by for v in new]), new) for by in (0, 1))
-    # Values of the whole document are the same for all labels, and depend on the mean log-ratio.
+    # Values of the whole document are equal for all labels, and depend on the mean log-ratio.
     slopes = [(bound, float(after[0] - before[0])) for (before, bound), (after, _) in zip(at_rest, moved, strict=True)]
     alone = half_precision and objective.whole_documents  # a document may have a single label
     whole = [
@@ -345,10 +350,10 @@ def _draw_old(
     for clearance in clearances:
         target = 0.0
         if of_document:
-            # Alternately beyond and within each bound.
+            # Alternate between outside and inside of each bound.
             bound, slope = of_document[number // 2 % len(of_document)]
             value = ((0.4 if number % 2 else 1.8) * bound) or (-_BESIDE_ZERO if number % 2 else _BESIDE_ZERO)
-            if abs(value - bound) <= clearance:  # the clip is narrower than the clearance: go beyond it
+            if abs(value - bound) <= clearance:  # the clip is narrower than the clearance, so go outside
                 value = bound + math.copysign(1.5 * clearance, bound)
             target = value / slope
         noise = [draw.gauss(0.0, size) if anew else kept for kept, anew in zip(noise, drawn_anew, strict=True)]
@@ -360,7 +365,8 @@ def _draw_old(
             near |= (values - bound).abs() <= max(1e-2 * abs(bound) + 1e-5, clearance if same else clearance / 2)
         if not near.any():
             return old
-        # With a distance to keep, few draws of a whole document are clear: labels that are stay as they are.
+        # With a clearance, few draws of a whole document are clear of all bounds. Labels that are clear keep their
+        # noise.
         drawn_anew = near.tolist() if clearance else [True] * len(new)
     raise AssertionError(f"no log-probs of {document.id} are clear of every bound of the loss")
 
@@ -371,7 +377,7 @@ def _noisy(objective: Objective, document: Document, new: Sequence[float]) -> li
 
 
 def _switches(objective: Objective, document: Document, new: Sequence[float]) -> list[Switch]:
-    """Return the values that the loss compares with bounds, and these bounds, given the policy's log-probs `new`."""
+    """Return the values that the loss compares with bounds, and the bounds, given the policy's log-probs `new`."""
     if not new:
         return []
     zeros = torch.zeros(len(new), dtype=torch.float64)

@@ -19,7 +19,7 @@ from truestep.tools.verify.oracle.routers import Routes
 
 
 class Float64(TorchFunctionMode):
-    """Puts float64 in the place of float32."""
+    """Replaces float32 by float64."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if function is torch.Tensor.float:
@@ -37,8 +37,8 @@ def _read_adapter(directory: Path) -> dict[str, Tensor]:
 
 
 class Reference:
-    """The float64 model of a Hugging Face directory. `weights` replace its own. With an adapter, layers use merged
-    weights and only the adapter has gradients."""
+    """The float64 model of a Hugging Face directory. `weights` replace the directory's weights. With an adapter, layers
+    use merged weights, and only the adapter has gradients."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Reference:
                     module._buffers[name] = buffer.double()
         self._exact_rotary()
         self.buffers: dict[str, Tensor] = dict(self._model.named_buffers())
-        self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())  # a tied tensor once
+        self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())  # a tied tensor occurs once
         ends = [self._model.get_input_embeddings().weight, self._model.get_output_embeddings().weight]
         self.ends = {name for name, value in self.parameters.items() if any(value is end for end in ends)}
         adapters = {} if adapter is None else _read_adapter(adapter)
@@ -92,8 +92,8 @@ class Reference:
                 layer.weight = plain + settings["lora_alpha"] / settings["r"] * up @ down
 
     def freeze(self, patterns: Sequence[str], *, routers: bool = False) -> None:
-        """Remove the weights whose names match from `parameters`, and with `routers` those of all routers; a tied
-        weight has two names."""
+        """Remove the weights whose names match a pattern from `parameters`; with `routers`, also the weights of all
+        routers. A tied weight has two names."""
         named = self._model.named_parameters(remove_duplicate=False)
         frozen = {id(weight) for name, weight in named for pattern in patterns if fnmatchcase(name, pattern)}
         if routers:
@@ -117,11 +117,12 @@ class Reference:
     def logits(
         self, input_ids: list[int], temperature: float = 1.0, routes: list[list[list[int]]] | None = None
     ) -> Tensor:  # [T, V]
-        """`routes`: the experts of the first tokens, in each layer that routes; the others' are the routers' own."""
+        """Compute logits. `routes`: the experts of the first tokens, in each layer with a router; later tokens use the
+        router's own choice."""
         return self._run(input_ids, routes)[0] / temperature
 
     def routes(self, input_ids: list[int], routes: list[list[list[int]]] | None = None) -> dict[str, Routes]:
-        """Return what each router gives the tokens of a document, by the router's name."""
+        """Return the results of each router for the tokens of a document, by the router's name."""
         return self._run(input_ids, routes)[1] if self._routers else {}
 
     @property
@@ -156,14 +157,15 @@ class Reference:
 
 
 def _weighed(logits: Tensor, scores: Tensor, index: Tensor, chosen: Tensor, sigmoid: bool) -> Tensor:
-    """Weigh chosen experts as a router weighed its own: by sigmoids or a softmax, times a constant or divided by their
-    sum and times a constant."""
+    """Compute the weights of given experts as a router computes those of its own choice: sigmoids or softmax, then
+    times a constant, or divided by their sum and times a constant."""
     values = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
     theirs, ours = values.gather(1, index), values.gather(1, chosen)
     constant = scores.detach() / theirs.detach()
     if bool(((constant - constant[0, 0]).abs() <= 1e-9 * constant[0, 0]).all()):
         return ours * constant[0, 0]
-    # The sum is a constant plus what keeps a division by zero away, which two tokens tell apart.
+    # The divisor is the sum plus a small constant against division by zero. Two tokens with different sums determine
+    # both constants.
     total = scores.detach().sum(-1)
     sums = theirs.detach().sum(-1)
     factor = float(total.mean()) if float(total.std()) < 1e-12 else float(_limit(sums, total))
@@ -172,14 +174,14 @@ def _weighed(logits: Tensor, scores: Tensor, index: Tensor, chosen: Tensor, sigm
 
 
 def _limit(sums: Tensor, total: Tensor) -> Tensor:
-    """Return f of total = f · sums / (sums + least), from the smallest and the largest sum."""
+    """Return f in total = f · sums / (sums + least), from the smallest and the largest sum."""
     low, high = int(sums.argmin()), int(sums.argmax())
     inverse = (sums[high] / total[high] - sums[low] / total[low]) / (sums[high] - sums[low])
     return 1 / inverse
 
 
 def _of_sigmoids(logits: Tensor, scores: Tensor, index: Tensor) -> bool:
-    """Tell whether the scores of a token's experts are to each other as the sigmoids of their logits."""
+    """Tell whether the scores of a token's experts are proportional to the sigmoids of their logits."""
     sigmoids = torch.sigmoid(logits).gather(1, index)
     ratios = scores / sigmoids
     return bool(((ratios - ratios[:, :1]).abs() <= 1e-4 * ratios.abs()).all())

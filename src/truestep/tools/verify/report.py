@@ -11,7 +11,7 @@ from truestep.report.drawing import LEGEND_LINE, MARGIN, WIDTH, Drawing
 from truestep.tools.verify.difference import BOUND, Difference
 from truestep.tools.verify.judge import LayoutResult
 
-# The kinds of difference that have a size.
+# The kinds of difference that are shown in columns.
 _KINDS = ("loss", "metric", "gradient", "log-prob", "update")
 _ROW, _LEFT, _WIDTH = 42, MARGIN + 8, WIDTH - 2 * MARGIN - 16
 _LOW, _HIGH = -9.0, 0.0  # the ends of the axis, as powers of ten
@@ -30,7 +30,7 @@ def table(results: Sequence[LayoutResult]) -> Table:
 
 
 def _worst(result: LayoutResult, kind: str) -> Difference | None:
-    """Return the worst difference of a kind; for updates, of the moments or the weights."""
+    """Return the worst difference of a kind. The kind `update` includes the moments."""
     kinds = ("moment", kind) if kind == "update" else (kind,)
     return max((result.worst[each] for each in kinds if each in result.worst), key=lambda d: d.excess, default=None)
 
@@ -39,7 +39,7 @@ def _cell(result: LayoutResult, kind: str) -> Text:
     worst = _worst(result, kind)
     text = "" if worst is None else f"{worst.value:.0e}"
     if kind == "gradient" and (half := result.worst.get("half precision")):
-        worst, text = half, f"{half.value:.2f} x"  # the ratio of two errors, not a difference
+        worst, text = half, f"{half.value:.2f} x"  # a ratio of two errors, not a difference
     return Text(text, style="" if worst is None or not worst.wrong else "bold red")
 
 

@@ -1,6 +1,6 @@
 """Compares a layout's updates with the oracle: learning rates, clipping, optimizer states, and weights.
 
-Each stage is judged by the run's own input to it, so that an error is reported in the stage that made it.
+Each stage is judged given the run's own input to it, so that an error is reported in the stage that made it.
 """
 
 import json
@@ -44,8 +44,8 @@ class Updates:
     """Judges the updates of a layout, in order."""
 
     def __init__(self, options: Mapping[str, Any], ends: Collection[str], positions: Sequence[int]):
-        """`options`: the layout's, as in a YAML file. `ends`: the names of the embedding and the head. `positions`:
-        each update's step in the user's schedule."""
+        """`options`: the layout's options, as in a YAML file. `ends`: the names of the embedding and the head.
+        `positions`: each update's step in the user's schedule."""
         self._options, self._positions = options["optimizer"], positions
         self._steps = options["schedule"]["steps"]
         self._own = _OwnCode(self._options) if self._options["type"] == "custom" else None
@@ -125,7 +125,7 @@ def _clipping(number: int, gradients: Tensors, taken: Tensors, scale: float, rig
 
 
 class _States:
-    """Optimizer states of whole weights, joined from the ranks' shards."""
+    """Optimizer states of whole weights, joined from ranks' shards."""
 
     def __init__(self, folder: Path):
         self._stored = StoredTensors(folder)
@@ -133,7 +133,7 @@ class _States:
     @cached_property
     def _keys(self) -> dict[str, list[tuple[str, str]]]:
         found: dict[str, list[tuple[str, str]]] = {}
-        for key in self._stored.keys():  # noqa: SIM118 - it is no dictionary
+        for key in self._stored.keys():  # noqa: SIM118 - not a dictionary
             name, _, kind = key.removeprefix(STATE).rpartition(".")
             found.setdefault(name, []).append((kind, key))
         return found

@@ -7,7 +7,7 @@ schedule.json             the learning rates of some steps
 1/changed.safetensors     gradients that have changed by the time the optimizer uses them
 1/step.json               loss, metrics, the documents' ids and advantages, scores
 1/updates.json            for each update of the weights: learning rates, and the factor of the gradients
-2/weights.safetensors     … and so on; after the last step, weights and states alone
+2/weights.safetensors     … and so on; after the last step, only weights and states
 """
 
 import dataclasses
@@ -36,20 +36,20 @@ from truestep.step.update.optimizer import optimizer_parts
 from truestep.types import StepPlan
 from truestep.weights.tensor_parts import FOLDER, describe_parts, part_name, write_index
 
-DONE = "seconds"  # this file shows that a layout has run; it contains the seconds
+DONE = "seconds"  # the file that shows that a layout has run; it contains the seconds that it took
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     options: dict[str, Any]
     output: Path
-    positions: Sequence[int]  # steps of the user's schedule that are computed
+    positions: Sequence[int]  # steps of the user's schedule to compute
     schedule: Sequence[int]  # steps whose learning rates are written
     reverse: bool = False
 
 
 def run_layouts(tasks: Sequence[Task], plant: Callable[[], None] | None = None) -> None:
-    """Run layouts in turn. `plant` introduces a fault first, in tests that verify finds it."""
+    """Run layouts one after another. `plant` introduces a fault first, to test that verify finds it."""
     if plant is not None:
         plant()
     for task in tasks:
@@ -67,7 +67,7 @@ def _run(task: Task) -> Ranks:
     with watch.watching():
         trainer = make_trainer(config, Console(file=io.StringIO()), ranks=ranks, watch=watch)
         trainer.learner.runner = dataclasses.replace(trainer.runner, keep_scores=True)
-        trainer.steps = None  # the run ends with its documents, whatever schedule.steps is
+        trainer.steps = None  # the run ends when its documents end, whatever schedule.steps is
         witness = _Witness(trainer, task)
         trainer.save_rule = SaveRule(never=True)  # the run is never resumed
         trainer.annotators.all.insert(0, witness)
@@ -80,13 +80,13 @@ def _run(task: Task) -> Ranks:
 
 @dataclasses.dataclass
 class _Witness(Observer, Annotator):
-    """Writes the data of each step, and sets the step of the schedule."""
+    """Writes the data of each step, and moves the run to the steps of `Task.positions` in the schedule."""
 
     trainer: Trainer
     task: Task
-    number: int = 0  # of the current step, from 1
+    number: int = 0  # number of the current step, from 1
     _gradients: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    _updates: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # in this step
+    _updates: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # updates in this step
 
     def annotate(self, plan: StepPlan) -> StepPlan:
         """Move to the next step of `Task.positions`."""
@@ -121,7 +121,7 @@ class _Witness(Observer, Annotator):
         (self._folder / "step.json").write_text(json.dumps(line), encoding="utf-8")
 
     def update(self, scale: float) -> None:
-        """Write the learning rates, the factor and the gradients that the optimizer is called with."""
+        """Write the learning rates, the factor and the gradients that the optimizer gets."""
         weights, gradients = self.trainer.policy.weights, self._collect_gradients()
         names = {id(master): name for name, master in weights.master.items()}
         groups = self.trainer.optimizer.param_groups

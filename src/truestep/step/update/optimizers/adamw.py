@@ -1,7 +1,8 @@
 """AdamW: Adam with decoupled weight decay. It needs no temporary memory.
 
 On a GPU, one Triton kernel clips the gradient, updates the weight and rounds it for the model: each number is read and
-written once. Elsewhere torch's fused kernel updates, after a pass that clips and before a pass that rounds.
+written once. Otherwise, torch's fused kernel does the update, after one pass that clips and before one pass that
+rounds.
 """
 
 from collections.abc import Sequence
@@ -79,7 +80,8 @@ def in_passes(slots: Sequence[Slot], options: AdamWOptions) -> Update:
 
 
 def in_one_piece(slot: Slot) -> bool:
-    """Return whether a slot is as the kernel requires: contiguous tensors, all float32 but the rounded weight."""
+    """Return whether a slot meets the kernel's requirements: contiguous tensors, all float32 except the rounded
+    weight."""
     tensors = (slot.weight, slot.gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"])
     plain = all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors)
     return plain and (slot.rounded is None or slot.rounded.is_contiguous())

@@ -29,9 +29,9 @@ class Numbers(NamedTuple):
     beta1: float
     beta2: float
     epsilon: float
-    decay: float  # of a weight, in this update
+    decay: float  # subtracted share of the weight in this update: learning rate x weight decay
     rate: float
-    scale: float  # of the gradients
+    scale: float  # factor of the gradients
 
 
 @triton.jit
@@ -44,11 +44,11 @@ def _begin(own_pointer, number, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update_kernel(
-    # [W, T + 1] int64: addresses of weight, gradient, first moment, second moment and rounded weight, and their number
-    # of elements.
+    # [W, T + 1] int64: the addresses of weight, gradient, first moment, second moment and rounded weight, then the
+    # number of elements.
     table_pointer,
-    corrections_pointer,  # [W, 2] float32: bias corrections of the first moment, and of the root of the second
-    work_pointer,  # [P, 2] int32: a weight, and a block of it
+    corrections_pointer,  # [W, 2] float32: bias corrections of the first moment, and of the square root of the second
+    work_pointer,  # [P, 2] int32: index of a weight, and of a block in it
     scale,
     beta1,
     one_less_beta1,
@@ -83,7 +83,7 @@ def _update_kernel(
     tl.store(firsts, first, mask=inside)
     tl.store(seconds, second, mask=inside)
     divisor = tl.div_rn(tl.sqrt_rn(second), correction) + epsilon
-    # Not weight · (1 - decay): rounding 1 - decay would change a tiny decay in the same way at every update.
+    # Not weight · (1 - decay): with a tiny decay, 1 - decay would be rounded in the same way at every update.
     weight = tl.load(weights, mask=inside, other=0.0)
     weight = weight - (decay * weight + step_size * tl.div_rn(first, divisor))
     tl.store(weights, weight, mask=inside)

@@ -18,11 +18,11 @@ from truestep.weights.protocol import Weights, some_rows
 
 State = dict[str, torch.Tensor]  # tensors with the weight's shape; only the last dimension may differ
 
-# Elements of a weight per update, if rows can be updated separately. It bounds temporary memory, and the size of a copy
-# between host and device.
+# The number of elements per update, for rules that can update rows separately. It limits temporary memory, and the size
+# of a copy between host and device.
 _NUMBERS = 2**24
 STEP = "step"  # key of a weight's update count in its state
-_MASTER = "master"  # key of a master weight among the tensors of a load
+_MASTER = "master"  # key of the master weight among tensors copied from the host
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Home:
     """The place where states are stored between updates."""
 
     on_host: bool = False
-    room: int = 0  # device bytes above a step's peak for copies of states that overlap with the passes
+    room: int = 0  # device bytes above a step's peak that may hold prefetched states during the passes
 
 
 ON_DEVICE = Home()
@@ -46,7 +46,7 @@ class Slot:
     weight: torch.Tensor
     gradient: torch.Tensor
     state: State
-    rounded: torch.Tensor | None = None  # the model's copy in its compute type, if there is one
+    rounded: torch.Tensor | None = None  # the model's copy in its compute dtype, if there is one
 
 
 # Updates slots, given the learning rate and the gradients' scale (from clipping).
@@ -71,12 +71,13 @@ class Rule(Protocol):
 
     @property
     def together(self) -> int | None:
-        """Whole weights per update. 0: a range of rows of one weight at a time. None: the rule needs no temporary
-        memory, so all weights are updated at once if they stay on a GPU, else a range of rows of one weight."""
+        """Number of whole weights per update. 0: some rows of one weight per update. None: the rule needs no temporary
+        memory. Then all weights are updated at once if they stay on a GPU, else some rows of one weight at a time."""
         ...
 
     def begin(self, name: str, part: torch.Tensor) -> State:
-        """Return tensors with the types and shapes of the state of a rank's part; the state starts as zeros."""
+        """Return tensors with the dtypes and shapes of the state for a rank's part of a weight. The initial state is
+        zeros."""
         ...
 
     def prepare(self, slots: Sequence[Slot]) -> Update:
@@ -90,7 +91,8 @@ class ByWeight(torch.optim.Optimizer):
 
     def __init__(self, weights: Weights, groups: Sequence[tuple[Rule, Mapping[str, torch.nn.Parameter]]], home: Home):
         self._weights, self._home = weights, home
-        self._prepared: list[tuple[dict[str, Any], int, Update]] | None = None  # the next update, by groups of weights
+        # the prepared next update: group, number of elements, function
+        self._prepared: list[tuple[dict[str, Any], int, Update]] | None = None
         self._names = {id(master): name for name, master in weights.master.items()}
         # Memory used after the last layer's backward pass: the largest weight's gradient, and its reduced copy.
         largest = max((weights.pieces[name].shape.numel() for name in weights.master), default=0)
@@ -123,7 +125,7 @@ class ByWeight(torch.optim.Optimizer):
         self._states[master] = {kind: self._place(value) for kind, value in state.items()}
 
     def forget_prepared(self) -> None:
-        """Drop the result of `prepare`: the gradients it refers to will not be used."""
+        """Drop the result of `prepare`, because the gradients that it points to will not be used."""
         self._prepared = None
 
     def _forget(self) -> None:
@@ -153,11 +155,11 @@ class ByWeight(torch.optim.Optimizer):
         return zeros_on_host(like.shape, like.dtype, pinned=device.type == "cuda")
 
     def _place(self, value: torch.Tensor) -> torch.Tensor:
-        """Copy a state tensor from the host to where states are stored; a number stays on the host."""
+        """Copy a state tensor from the host to where states are stored. A number stays on the host."""
         return self._zeros(value).copy_(value) if value.ndim else value
 
     def kinds(self, master: torch.nn.Parameter) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return the types and shapes of a weight's state."""
+        """Return the dtypes and shapes of a weight's state."""
         rule = next(group["rule"] for group in self.param_groups if any(master is other for other in group["params"]))
         like = rule.begin(self._names[id(master)], torch.empty_like(master, device="meta"))
         return {kind: (value.dtype, value.shape) for kind, value in like.items()}
@@ -166,7 +168,7 @@ class ByWeight(torch.optim.Optimizer):
     def prepare(self) -> None:
         """Do the host's work for the next update while the device still computes the gradients."""
         self._begin_states()
-        if self._moves:  # loads have no device address yet
+        if self._moves:  # copies from the host have no device address yet
             return
         gradients, self._prepared = self._weights.gradients, []
         for group in self.param_groups:
@@ -204,7 +206,8 @@ class ByWeight(torch.optim.Optimizer):
                 self._states[master][STEP] += 1
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[tuple[torch.nn.Parameter, slice]]]:
-        """Yield the batches of a group that are updated at once: pairs of a weight and a range of its rows."""
+        """Yield the batches of a group: lists of pairs of a weight and a range of its rows, which are updated at
+        once."""
         masters, together = group["params"], group["rule"].together
         if together is None:
             together = len(masters) if self._weights.device.type == "cuda" and not self._moves else 0

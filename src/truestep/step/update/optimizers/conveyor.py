@@ -1,10 +1,10 @@
-"""Copies optimizer state between host and device on side streams: while one load is updated, the next load is copied to
+"""Copies optimizer state between host and device on side streams. While one load is updated, the next load is copied to
 the device and the previous load is copied back.
 
 Copies also overlap with the model's passes. The first loads are fetched during the last backward pass of a step, and
-the last loads are copied back during the first passes of the next step, as far as memory allows: in total, passes and
-loads use at most the peak measured at layer ends without loads, plus `room`. Call `settle` before reading the state on
-the host: copies back may be in flight.
+the last loads are copied back during the first passes of the next step, if memory allows. Passes and loads together use
+at most `room` bytes more than the passes alone, measured at layer ends. Call `settle` before reading the state on the
+host, because copies back may be in flight.
 
 On a CPU, loads are copied too, so that CPU and GPU run the same code.
 """
@@ -20,11 +20,11 @@ from truestep.gpu.memory import device_memory
 from truestep.process import progress
 
 Tensors = dict[str, torch.Tensor]
-# Host tensors, and a function that updates their device copies in place.
+# Tensors on the host, and a function that updates copies of them on the device in place.
 Load = tuple[Sequence[Tensors], Callable[[Sequence[Tensors]], None]]
 
-_GOING = 2  # copies back that may be in flight regardless of memory
-_FILLED = 0.9  # largest share of device memory to fill with loads: the allocator reserves more than is in use
+_GOING = 2  # most copies back in flight if memory is short
+_FILLED = 0.9  # share of device memory that loads may fill; the allocator reserves more than is in use
 
 
 class Lanes(Protocol):
@@ -48,15 +48,15 @@ class Lanes(Protocol):
         """Return the bytes of device memory in use."""
 
     def holds(self) -> int:
-        """Return the most bytes of device memory that may be in use."""
+        """Return the limit for bytes of device memory in use."""
 
 
 class Conveyor:
     """A queue of loads that are copied to the device, updated, and copied back."""
 
     def __init__(self, device: torch.device, reserve: int = 0, room: int = 0):
-        """`reserve`: bytes that a pass allocates beyond the usage at its layer ends. `room`: bytes that loads may add
-        to the peak without loads."""
+        """`reserve`: bytes that a pass allocates above the usage at layer ends. `room`: bytes by which loads may raise
+        the peak."""
         self._reserve, self._room = reserve, room
         self._lanes: Lanes = Streams(device) if device.type == "cuda" else Here()
         self._wanted: deque[Sequence[Tensors]] = deque()  # loads that may be fetched before `run`
@@ -64,10 +64,10 @@ class Conveyor:
         # Copies back in flight: event, device copies, host tensors. Device copies are kept until the event.
         self._going: deque[tuple[Any, Sequence[Tensors], Sequence[Tensors]]] = deque()
         self._most = 0  # peak bytes in use at layer ends while no load was on the device
-        self._own: int | None = None  # bytes in use except loads, at the end of the last layer or update
+        self._own: int | None = None  # bytes in use without loads, at the end of the last layer or update
         self._rise = 0  # growth of `_own` over the last layer
         self._first_rise = 0  # growth of `_own` over the first layer after an update
-        self._updated = False  # no layer has ended since the last update
+        self._updated = False  # True if no layer has ended since the last update
 
     def come(self, loads: Iterable[Sequence[Tensors]]) -> None:
         """Queue loads, in the order of their updates, to be fetched at layer ends when memory allows."""
@@ -96,9 +96,9 @@ class Conveyor:
         """Update each load in order on device copies, and start copying them back."""
         self._wanted.clear()
         self.settle()
-        self._rise = self._first_rise  # the next layer reports only at its end
+        self._rise = self._first_rise  # no measurement until the next layer ends
         try:
-            waiting: Load | None = None  # its device copies are `_ahead[0]`
+            waiting: Load | None = None  # the load whose device copies are `_ahead[0]`
             for load in loads:
                 if len(self._ahead) < (1 if waiting is None else 2):
                     self._fetch(load[0])

@@ -1,14 +1,14 @@
 """AdamW with both moments in 8 bits: quantised levels, and a float32 scale for each block.
 
-A block is at most 256 neighbours in a row (the last dimension) of the whole weight, and never crosses a boundary
-between sixteenths of the row. Ranks cut weights between rows, or a row into equal parts. So each block lies on one
-rank, and the blocks of a weight are the same under every layout.
+A block is at most 256 consecutive elements of a row (the last dimension) of the whole weight. It never crosses a
+boundary between sixteenths of the row. Ranks cut weights between rows, or cut rows into equal parts. So each block is
+on one rank, and the blocks of a weight are the same under every layout.
 
 Levels are geometric, over five powers of ten below the block's largest number: 127 levels and a sign for the first
-moment, 255 levels for the square root of the second. A number is rounded to its lower or upper level so that it is
-right on average (dithering). Rounding to the nearest would freeze the second moment: it changes by about 0.1% a step,
-while its levels are 5% apart. The rounding threshold is a function of the element's place in the weight and of the
-update's number, so that results are deterministic.
+moment, 255 levels for the square root of the second. A number is rounded to its lower or upper level so that rounding
+errors average out (dithering). Rounding to the nearest would freeze the second moment: it changes by about 0.1% a step,
+while its levels are 5% apart. The rounding threshold depends only on the element's index in the weight and on the
+update's number, so results are deterministic.
 """
 
 import math
@@ -29,15 +29,15 @@ from truestep.weights.protocol import Weights
 
 DECADES = 5.0
 FIRST, SECOND = 127, 255  # levels above 0
-# Rounding thresholds are the fractional parts of row · A + column · B + update · C: those of an element cover [0, 1)
-# evenly over updates, and neighbours differ. The factors come from the golden ratio, and from its relatives in two
-# dimensions, times 2^32.
+# Rounding thresholds are the fractional parts of row · A + column · B + update · C. Over many updates, the thresholds
+# of an element cover [0, 1) evenly; those of neighbouring elements differ. The factors are the golden ratio and its
+# two-dimensional generalisation, times 2^32.
 ROW, COLUMN = 3_242_174_889, 2_447_445_414
 STEPS = {FIRST: 2_654_435_769, SECOND: 1_640_531_527}
 
 
 class BlockError(TruestepError):
-    """A layout that would cut a block of a weight."""
+    """Raised for a layout that would cut a block of a weight."""
 
 
 class Quantised(NamedTuple):
@@ -66,7 +66,7 @@ def _wrapped(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(values: torch.Tensor, blocks: ScaleBlocks, turn: torch.Tensor, count: int) -> Quantised:
-    """Quantise values [R, C]. In the second moment (`count` = SECOND), only 0 becomes 0."""
+    """Quantise values [R, C]. In the second moment (`count` = SECOND), nonzero values never become 0."""
     folded = blocks.fold(values.abs())
     scale = folded.amax(-1)
     share = blocks.unfold(folded / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None])
@@ -142,7 +142,7 @@ class AdamW8Bit:
         round_weights([slot])
 
     def _places(self, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row and column indices of the slot's elements within the whole weight."""
+        """Return the row and column indices of the slot's elements in the whole weight."""
         shape = self.weights.pieces[slot.name].shape
         height, width = math.prod(shape[:-1]), shape[-1]
         rows = torch.arange(height).reshape(*shape[:-1], 1).expand(shape)
@@ -155,7 +155,8 @@ class AdamW8Bit:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight, gradient and state for one update, as matrices; the rows of stacked experts are concatenated."""
+    """A weight, its gradient and its state for one update, as matrices. For stacked experts, the rows of all experts
+    are concatenated."""
 
     weight: torch.Tensor  # [R, C]
     gradient: torch.Tensor  # [R, C]
@@ -163,7 +164,7 @@ class Matrix:
     blocks: ScaleBlocks
     rows: torch.Tensor  # [R] indices in the whole weight
     columns: torch.Tensor  # [C]
-    number: int  # of the update, from 1
+    number: int  # number of the update, from 1
 
     @property
     def in_one_piece(self) -> bool:
@@ -191,8 +192,8 @@ def in_passes(matrix: Matrix, options: AdamWOptions, rate: float) -> None:
 def in_one_pass(
     matrix: Matrix, options: AdamWOptions, rate: float, scale: float = 1.0, rounded: torch.Tensor | None = None
 ) -> None:
-    """Update with the Triton kernel, which reads and writes each number once, by the gradient times `scale`; write the
-    rounded weight to `rounded` if given."""
+    """Update with the Triton kernel, which reads and writes each number once. The gradient is multiplied by `scale`.
+    The rounded weight is written to `rounded` if given."""
     from truestep.step.update.optimizers.eight_bits_kernel import update_
 
     state, number, device = matrix.state, matrix.number, matrix.weight.device
@@ -247,7 +248,7 @@ def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
                 found.append({"weight": weight.clone(), **{kind: value.clone() for kind, value in state.items()}})
         if not torch.equal(rounded, found[-1]["weight"].to(rounded.dtype)):
             return f"rounded weights in rows of {columns}"
-        for name in found[0]:  # of the first update: later ones amplify a code that differs by one
+        for name in found[0]:  # compare after the first update: later ones amplify a code that differs by one
             plain, fused = found[0][name].double(), found[2][name].double()
             if name in ("exp_avg", "exp_avg_root"):
                 off = (plain - fused).abs()
@@ -255,13 +256,13 @@ def wrong_on(device: torch.device, dtype: torch.dtype) -> str | None:
                     return f"codes of {name} in rows of {columns}"
             elif not torch.allclose(plain, fused, rtol=1e-5, atol=1e-7):
                 return f"{name} in rows of {columns}"
-        if float((found[1]["weight"] - found[3]["weight"]).abs().max()) > 5e-3:  # a level, of a step of 1e-2
+        if float((found[1]["weight"] - found[3]["weight"]).abs().max()) > 5e-3:  # one level, with a step size of 1e-2
             return f"the second update of rows of {columns}"
     return None
 
 
 def check_blocks(weights: Weights, names: Iterable[str]) -> None:
-    """Raise if a layout cuts the rows of a weight within blocks."""
+    """Raise if a layout cuts a weight's rows inside blocks."""
     for name in names:
         piece = weights.pieces[name]
         columns = piece.shape[-1]

@@ -31,7 +31,8 @@ def _write(
     values, codes_pointer, largest_pointer, levels_pointer, place, largest, inside, there, turn, steps,
     COUNT: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Quantise a moment relative to the largest number of each block, and store it. Unsigned: only 0 becomes 0."""
+    """Quantise a moment relative to the largest number of each block, and store it. Unsigned: nonzero values never
+    become 0."""
     scale = tl.max(tl.abs(values), axis=1)
     share = tl.abs(values) / tl.maximum(scale, _TINY)[:, None]
     level = tl.floor(tl.log2(share) * _LOG10_2 * steps) + COUNT
@@ -80,9 +81,9 @@ def _update_kernel(
     root_largest_pointer,  # [R, B]
     first_levels_pointer,
     root_levels_pointer,
-    first_rows_pointer,  # [R] int32: the term of the rounding thresholds that depends on row and update
+    first_rows_pointer,  # [R] int32: the part of the rounding thresholds that depends on row and update
     root_rows_pointer,  # [R]
-    columns_pointer,  # [C] int32: the term that depends on the column
+    columns_pointer,  # [C] int32: the part that depends on the column
     rounded_pointer,  # [R, C] the model's rounded weight, with ROUNDS
     columns,
     blocks_of_row,
@@ -138,11 +139,12 @@ def update_(
     first: tuple[torch.Tensor, torch.Tensor],  # codes [R, C], and the largest number of each block [R, B]
     root: tuple[torch.Tensor, torch.Tensor],
     blocks: ScaleBlocks,
-    levels: tuple[torch.Tensor, torch.Tensor],  # of both moments
-    along: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # terms of thresholds: rows of both moments, columns
+    levels: tuple[torch.Tensor, torch.Tensor],  # tables of levels for both moments
+    # parts of thresholds: for rows of both moments, and for columns
+    along: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     decades: float,
     betas: tuple[float, float],
-    scale: float,  # of the gradient
+    scale: float,  # factor of the gradient
     rounded: torch.Tensor | None,  # [R, C] the model's rounded weight
     decay: float,
     step_size: float,

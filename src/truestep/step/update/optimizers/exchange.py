@@ -1,7 +1,7 @@
 """Gathers each sharded matrix on one rank for some work, and scatters the result.
 
-The ranks that have parts or copies of the same weights divide the matrices among themselves. With `workers` matrices at
-a time, no rank gathers more than one.
+The ranks that have parts or copies of the same weights divide the matrices among themselves. Of `workers` consecutive
+matrices, each rank gathers only one.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from truestep.weights.protocol import Weights
 
 
 class _Level(NamedTuple):
-    """A group of ranks that each have a part of a matrix; the owner gathers the parts."""
+    """A gather of a matrix's parts, from a group of ranks to its owner."""
 
     group: dist.ProcessGroup
     owner: int  # rank within the group
     dimension: int
-    size: int  # of the whole matrix along `dimension`
+    size: int  # size of the whole matrix along `dimension`
 
     @property
     def here(self) -> bool:
@@ -67,7 +67,7 @@ class WholeMatrices:
 
     @property
     def workers(self) -> int:
-        """The number of matrices that are worked on at once: one per rank."""
+        """The number of matrices per round: one per rank."""
         return self._replicas * self._shards * self._slices
 
     @property
@@ -89,7 +89,7 @@ class WholeMatrices:
         """Run `work` on each whole matrix, on one rank, and return this rank's part of each result.
 
         `part_of` makes this rank's part; it is not called for matrices that another replica works on."""
-        gradients = self.weights.gradients  # of the sizes of this rank's parts
+        gradients = self.weights.gradients  # for the sizes of this rank's parts
         likes: list[torch.Tensor] = []
         results: list[torch.Tensor | None] = []
         for number, name in enumerate(names):
@@ -134,7 +134,7 @@ class WholeMatrices:
             part = tensor.collect(part)
         group = self.weights.ranks.group(CUT[0])
         if tensor is None and group is not None and dist.get_rank(group) != self._places(number)[2]:
-            return None  # every tensor rank has the whole matrix; another one works on it
+            return None  # every tensor rank has the whole matrix, and another one works on it
         return part
 
     def _deal(self, number: int, name: str, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

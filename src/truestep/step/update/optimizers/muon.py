@@ -23,7 +23,7 @@ class MuonOptions:
     steps: int  # Newton-Schulz iterations
     adjust: str  # how the update's size depends on the matrix's shape: original or match_rms_adamw
     weight_decay: float
-    dtype: torch.dtype = torch.float32  # of the products in the iteration
+    dtype: torch.dtype = torch.float32  # dtype of the products in the iteration
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:

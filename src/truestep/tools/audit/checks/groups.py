@@ -1,4 +1,4 @@
-"""Checks of groups: copies, greedy draws, advantages, rewards, members that are missing."""
+"""Checks of groups: copies, greedy draws, advantages, rewards, missing members."""
 
 from collections.abc import Iterator, Mapping
 from math import exp, lgamma, log
@@ -9,14 +9,16 @@ from truestep.tools.audit.checks.tokens import members_of
 from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.samples import Dump
 
-CHANCE = 1e-6  # of an accident that counts as none
-TIMES = 4.0  # the predicted number of equal pairs
+CHANCE = 1e-6  # probability below which equal completions are not accidents
+TIMES = 4.0  # required number of equal pairs, as a multiple of the predicted number
 FLOORS = (1e-6, 1e-4)
-LONG, CHARACTERS = 64, 128  # of a completion, of a group, that are no accident without log-probs
+# lengths in characters, of a completion and of a whole group, from which equal texts without log-probs are not
+# accidents
+LONG, CHARACTERS = 64, 128
 
 
 def copies(dump: Dump) -> Iterator[Evidence]:
-    """Compare the equal completions of a prompt with those that their own log-probs predict."""
+    """Compare the number of equal completions of a prompt with the number that their log-probs predict."""
     completions = dump.completions
     logs = np.bincount(dump.label_owner, np.nan_to_num(dump.logprobs[dump.labels]), len(dump.samples))
     drawn = np.bincount(dump.label_owner[np.isfinite(dump.logprobs[dump.labels])], minlength=len(dump.samples)) > 0
@@ -32,7 +34,8 @@ def copies(dump: Dump) -> Iterator[Evidence]:
     if not equal:
         return
     with_logprobs = bool(drawn[equal].all())
-    # Log-probs predict equal pairs, of which there are more than copies; copies come together, hence the factor.
+    # Log-probs predict the number of equal pairs; copies are fewer than pairs, and come in clusters. Hence the factor
+    # `TIMES`.
     if with_logprobs and (surplus < TIMES * expected or poisson_tail(surplus, expected) > CHANCE):
         return
     first = equal[0]
@@ -53,7 +56,7 @@ def _long(dump: Dump, index: int) -> bool:
 
 
 def poisson_tail(count: int, mean: float) -> float:
-    """Return the probability of at least `count` events where `mean` are expected."""
+    """Return the probability of at least `count` events if `mean` are expected."""
     if mean <= 0:
         return 0.0 if count else 1.0
     if count <= mean:
@@ -62,7 +65,7 @@ def poisson_tail(count: int, mean: float) -> float:
 
 
 def copied_groups(dump: Dump) -> Iterator[Evidence]:
-    """Find groups of which all completions stand in another group again."""
+    """Find groups with the same completions as an earlier group."""
     completions = dump.completions
     logs = np.bincount(dump.label_owner, np.nan_to_num(dump.logprobs[dump.labels]), len(dump.samples))
     seen: dict[tuple[int, ...], int] = {}
@@ -79,12 +82,12 @@ def copied_groups(dump: Dump) -> Iterator[Evidence]:
     if again:
         index, before = again[0]
         other = dump.samples[before]
-        text = f"all completions of its group stand at {other.file}:{other.line} too; {len(again):,} groups are copies"
+        text = f"all completions of its group are also at {other.file}:{other.line}; {len(again):,} groups are copies"
         yield Evidence(index, text, len(again))
 
 
 def incomplete(dump: Dump) -> Iterator[Evidence]:
-    """Find groups that are smaller than the others, where the dump names groups or has texts."""
+    """Find groups that are smaller than most, if the dump has group ids or texts."""
     named = np.array([one.group is not None or one.ids is None for one in dump.samples], np.bool_)
     groups = dump.groups[(dump.groups >= 0) & named]
     if not len(groups):
@@ -100,7 +103,7 @@ def incomplete(dump: Dump) -> Iterator[Evidence]:
 
 
 def _blocks(rewards: np.ndarray, groups: np.ndarray, steps: np.ndarray, parts: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Return the advantages [N] that each known rule makes of rewards."""
+    """Return the advantages [N] that each known rule computes from rewards."""
 
     def mean(values: np.ndarray, by: np.ndarray) -> np.ndarray:
         return (np.bincount(by, values) / np.bincount(by))[by]
@@ -119,7 +122,7 @@ def _blocks(rewards: np.ndarray, groups: np.ndarray, steps: np.ndarray, parts: n
         "the step's mean": whole,
         "reward over the group's mean": centred / np.where(mean(rewards, groups) == 0, np.inf, mean(rewards, groups)),
     }
-    for floor in FLOORS:  # what trainers add to a deviation
+    for floor in FLOORS:  # trainers add this to a standard deviation
         found |= {
             f"group_normalized, {floor:g}": centred / (spread(rewards, groups, 1) + floor),
             f"group_normalized (n), {floor:g}": centred / (spread(rewards, groups, 0) + floor),
@@ -138,7 +141,8 @@ def _blocks(rewards: np.ndarray, groups: np.ndarray, steps: np.ndarray, parts: n
 
 
 def _best(rules: Mapping[str, np.ndarray], given: np.ndarray, telling: np.ndarray) -> tuple[str, np.ndarray, float]:
-    """Return the rule that gives most of the advantages where rewards differ, where it does, and its share."""
+    """Return the rule that explains the largest share of advantages in groups with different rewards, the samples for
+    which it holds, and this share."""
     best = ("", np.zeros(len(given), np.bool_), -1.0)
     for name, values in rules.items():
         scale = float(np.sqrt(np.mean(values[telling] ** 2))) if telling.any() else 0.0
@@ -150,7 +154,8 @@ def _best(rules: Mapping[str, np.ndarray], given: np.ndarray, telling: np.ndarra
 
 
 def advantages(dump: Dump) -> Iterator[Evidence]:
-    """Compare each advantage with what the rule that fits most of them makes of the rewards of its group."""
+    """Find the rule that explains most advantages, and compare each advantage with that rule's value for its group's
+    rewards."""
     groups, given, rewards = dump.groups, dump.advantage, dump.rewards
     usable = (groups >= 0) & np.isfinite(given) & np.isfinite(rewards)
     if usable.sum() < 8:
@@ -193,7 +198,7 @@ def _first_label(dump: Dump, index: int) -> int | None:
 def _elsewhere(
     dump: Dump, chosen: np.ndarray, a: np.ndarray, r: np.ndarray, g: np.ndarray, s: np.ndarray, usual: int
 ) -> Iterator[Evidence]:
-    """Look for other samples' rewards, or other groups, from which the advantages do follow."""
+    """Test whether the advantages follow from the rewards of other samples, or from other groups."""
     index, position = int(chosen[0]), _first_label(dump, int(chosen[0]))
     none, order, telling = np.zeros((len(a), 1)), np.arange(len(a)), np.abs(a) > 1e-6
     if telling.sum() < 8:
@@ -232,7 +237,7 @@ def _elsewhere(
 
 
 def reward_parts(dump: Dump) -> Iterator[Evidence]:
-    """Compare rewards with the sums of their parts, where that is so in most samples."""
+    """Compare rewards with the sums of their parts, if they are equal in most samples."""
     rows = [i for i, one in enumerate(dump.samples) if len(one.parts) > 1 and one.reward is not None]
     if len(rows) < 8:
         return
@@ -249,7 +254,8 @@ def reward_parts(dump: Dump) -> Iterator[Evidence]:
 
 
 def mispaired(dump: Dump) -> Iterator[Evidence]:
-    """Compare rewards with whether the completion has the answer: of this sample, and of those some places away."""
+    """Compare rewards with whether a completion contains the right answer: the completion of the same sample, or of a
+    sample some places away."""
     rows = [
         i for i, one in enumerate(dump.samples) if one.answer and one.completion is not None and one.reward is not None
     ]
@@ -272,11 +278,11 @@ def mispaired(dump: Dump) -> Iterator[Evidence]:
     yield from _unequal(dump)
 
 
-SURE = 4.5  # standard errors of Fisher's z; 32 places are tried
+SURE = 4.5  # required standard errors of Fisher's z; 32 offsets are tried
 
 
 def _has_answer(completion: str, answer: str) -> bool:
-    """Return True if an answer stands in a completion as a word of its own."""
+    """Return True if a completion contains an answer as a separate word."""
     at = completion.find(answer)
     while at >= 0:
         before, behind = completion[at - 1 : at], completion[at + len(answer) : at + len(answer) + 1]

@@ -1,4 +1,4 @@
-"""Checks of log-probs: values that cannot be, truncated distributions, and the sampler's against the trainer's."""
+"""Checks of log-probs: impossible values, truncated distributions, and the sampler's against the trainer's."""
 
 from collections.abc import Iterator
 
@@ -7,15 +7,16 @@ import numpy as np
 from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.samples import Dump
 
-MANY = 200  # labels that a test of distributions needs
-SIGMAS = 6.0  # standard errors beyond which a mean is not chance: one run in 10^9
-CLOSE, FAR = 0.02, 0.1  # nats: estimated divergence of the trainer from the sampler
-RATIO = 0.05  # by which the mean importance ratio may differ from 1
-SURPRISE = 0.1  # by which the mean surprisal may differ from the mean entropy, relative
+MANY = 200  # fewest labels for a test of distributions
+SIGMAS = 6.0  # standard errors; a larger deviation of a mean is by chance in one of 10^9 runs
+# nats: thresholds for the estimated divergence between sampler and trainer; above the second, the confidence is high
+CLOSE, FAR = 0.02, 0.1
+RATIO = 0.05  # allowed difference of the mean importance ratio from 1
+SURPRISE = 0.1  # allowed difference between mean surprisal and mean entropy, relative to the entropy
 
 
 def invalid(dump: Dump) -> Iterator[Evidence]:
-    """Find log-probs at labels that no distribution gives: above 0, infinite, or missing beside others."""
+    """Find impossible log-probs at labels: above 0, infinite, or missing in a sample that has others."""
     values = dump.logprobs[dump.labels]
     has = np.bincount(dump.label_owner[np.isfinite(values)], minlength=len(dump.samples)) > 0
     bad = (values > 1e-3) | np.isinf(values) | (np.isnan(values) & has[dump.label_owner])
@@ -34,7 +35,7 @@ def _first(dump: Dump, bad: np.ndarray, text: str) -> Iterator[Evidence]:
 
 
 def constant(dump: Dump) -> Iterator[Evidence]:
-    """Find samples whose log-probs are all the same number, which was put in their place."""
+    """Find samples whose log-probs are all the same number, such as a placeholder."""
     values, owner = dump.logprobs[dump.labels], dump.label_owner
     n = np.bincount(owner, minlength=len(dump.samples))
     first = np.full(len(dump.samples), np.nan)
@@ -49,8 +50,8 @@ def constant(dump: Dump) -> Iterator[Evidence]:
 
 
 def truncated(dump: Dump) -> Iterator[Evidence]:
-    """Tell log-probs of a truncated distribution: certain tokens and nothing near them, or ratios that are all below
-    1."""
+    """Find log-probs of a truncated distribution: many that are exactly 0 and none close to 0, or importance ratios
+    that are all below 1."""
     values = dump.logprobs[dump.labels]
     values = values[np.isfinite(values)]
     if len(values) >= MANY and not dump.coarse:
@@ -81,7 +82,8 @@ def truncated(dump: Dump) -> Iterator[Evidence]:
 
 
 def beside_trainer(dump: Dump) -> Iterator[Evidence]:
-    """Compare the sampler's log-probs with the trainer's: beside the next label's, in the mean ratio, in divergence."""
+    """Compare the sampler's log-probs with the trainer's: shifted by one label, by the mean ratio, and by
+    divergence."""
     gap = dump.gap
     known = np.isfinite(gap)
     if known.sum() < MANY:
@@ -104,7 +106,8 @@ def beside_trainer(dump: Dump) -> Iterator[Evidence]:
     wrong = off > max(RATIO, SIGMAS * error)
     if not wrong and divergence < CLOSE:
         return
-    # A temperature stretches all log-probs alike: then the gap, and the sampler's log-prob, follow from the trainer's.
+    # A temperature scales all log-probs in the same way. Then the gap and the sampler's log-probs are functions of the
+    # trainer's.
     base = dump.trainer[dump.labels][known]
     explained = min(_explained(base, d), _explained(base, base - d))
     text = (
@@ -124,7 +127,7 @@ def _explained(base: np.ndarray, values: np.ndarray) -> float:
 
 
 def _moved(dump: Dump, by: int) -> float | None:
-    """Return the mean gap with each sample's sampler log-probs moved by one label."""
+    """Return the mean gap if each sample's sampler log-probs are shifted by one label."""
     owner = dump.label_owner
     sampler = np.roll(dump.logprobs[dump.labels], -by)
     same = np.roll(owner, -by) == owner
@@ -134,7 +137,8 @@ def _moved(dump: Dump, by: int) -> float | None:
 
 
 def surprise(dump: Dump) -> Iterator[Evidence]:
-    """Compare the mean surprisal of the drawn tokens with the mean entropy: equal if they were drawn from that."""
+    """Compare the mean surprisal of the drawn tokens with the mean entropy. They are equal if the tokens were drawn
+    from that distribution."""
     chosen = dump.labels[np.isfinite(dump.trainer[dump.labels]) & np.isfinite(dump.entropy[dump.labels])]
     surprisal, entropy = -dump.trainer[chosen], dump.entropy[chosen]
     if len(chosen) < MANY:
@@ -143,7 +147,7 @@ def surprise(dump: Dump) -> Iterator[Evidence]:
         rows = np.flatnonzero(np.isfinite(means) & (dump.label_counts > 0))
         if dump.label_counts[rows].sum() < MANY or len(rows) < 16:
             return
-        # One term a sample, of all its labels: they are martingale differences too.
+        # One term per sample, for all of its labels. These are also martingale differences.
         surprisal, entropy = sums[rows], means[rows] * dump.label_counts[rows]
         owners = rows
     else:
@@ -156,6 +160,6 @@ def surprise(dump: Dump) -> Iterator[Evidence]:
         how = "sharper" if mean < 0 else "flatter"
         text = (
             f"the drawn tokens' mean surprisal is {relative:+.0%} from the mean entropy ({abs(mean) / error:.0f} "
-            f"standard errors): they were drawn from a {how} distribution than the log-probs are of"
+            f"standard errors): they were drawn from a {how} distribution than that of the log-probs"
         )
         yield Evidence(int(owners[difference.argmin() if mean < 0 else difference.argmax()]), text, len(set(owners)))

@@ -1,4 +1,4 @@
-"""Checks of tokens and masks: lengths, borders, ends, turns."""
+"""Checks of tokens and masks: lengths, borders, end tokens, turns."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,12 +9,14 @@ import numpy as np
 from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.samples import Dump, Sample, span
 
-FEW = 0.5  # the share of samples up to which lists of other lengths point to tokens made again from text
-RUN = 8  # labels in a row without a log-prob
+# if at most this share of samples has lists of other lengths, the tokens were probably encoded again from text
+FEW = 0.5
+RUN = 8  # fewest consecutive labels without a log-prob that are reported
 
 
 def lengths(dump: Dump) -> Iterator[Evidence]:
-    """Find lists that do not fit their tokens. Where few do not, and by little, tokens were made again from text."""
+    """Find lists whose lengths do not fit the tokens. If only few samples have them, and the difference is small, the
+    tokens were encoded again from text."""
     bad = [i for i, one in enumerate(dump.samples) if one.misfits]
     if not bad:
         return
@@ -35,7 +37,7 @@ def lengths(dump: Dump) -> Iterator[Evidence]:
 
 
 def turns(dump: Dump) -> Iterator[Evidence]:
-    """Compare each prompt of a conversation with the prompt and completion before it."""
+    """Compare each prompt of a conversation with the previous prompt and completion."""
     last: dict[str, tuple[int, Sample]] = {}
     found: dict[str, list[tuple[int, int | None, str]]] = {"retokenised": [], "template-rewrites": []}
     for index, one in enumerate(dump.samples):
@@ -60,20 +62,21 @@ def turns(dump: Dump) -> Iterator[Evidence]:
 
 
 def _rewritten(past: np.ndarray, prompt: np.ndarray) -> tuple[str, int, str] | None:
-    """Tell how a prompt differs from the tokens that it should begin with; None if it does not."""
+    """Describe how a prompt differs from the tokens that it should begin with; None if it begins with them."""
     shared = min(len(past), len(prompt))
     differs = np.flatnonzero(past[:shared] != prompt[:shared])
     if not len(differs) and len(prompt) >= len(past):
         return None
     at = int(differs[0]) if len(differs) else shared
-    # What follows the difference is looked for in both: a few other tokens, or a part of the past that is gone.
+    # Look for the tokens after the difference in both: a few tokens may have changed, or a part of the past may be
+    # missing.
     rest = past[at:]
     for lost in range(len(rest)):
         tail = rest[lost : lost + 8]
         for new in range(min(lost + 16, max(len(prompt) - at - len(tail) + 1, 0))):
             if len(tail) >= min(4, len(rest)) and np.array_equal(prompt[at + new : at + new + len(tail)], tail):
                 if new and lost:
-                    text = f"{lost} tokens that were drawn stand here as {new} other ones"
+                    text = f"{lost} drawn tokens appear here as {new} other ones"
                     return "retokenised", at, text
                 text = f"{lost} tokens of the turns before are gone" if lost else f"{new} tokens were put in"
                 return "template-rewrites", at, text
@@ -81,7 +84,8 @@ def _rewritten(past: np.ndarray, prompt: np.ndarray) -> tuple[str, int, str] | N
 
 
 def mask_borders(dump: Dump) -> Iterator[Evidence]:
-    """Compare where labels begin and end with where log-probs were recorded, and with what a group's samples share."""
+    """Compare the range of labels with the range of recorded log-probs, and with the prompt that a group's samples
+    share."""
     recorded = np.isfinite(dump.logprobs) & (dump.logprobs != 0)
     first, last = dump.edges
     begins, ends = span(recorded, dump)
@@ -102,7 +106,7 @@ def mask_borders(dump: Dump) -> Iterator[Evidence]:
 
 
 def _shared_prompts(dump: Dump, first: np.ndarray) -> Iterator[Evidence]:
-    """Find groups whose samples differ before their first label: they have one prompt."""
+    """Find groups whose samples differ before their first label, although they have the same prompt."""
     places: list[tuple[int, int]] = []
     for members in members_of(dump.groups, dump.alone & (first > 0)):
         one = dump.samples[members[0]]
@@ -136,7 +140,7 @@ def first_difference(one: np.ndarray | None, other: np.ndarray | None) -> int | 
 
 
 def members_of(codes: np.ndarray, allowed: np.ndarray | None = None) -> list[np.ndarray]:
-    """Return the indices of each group's samples, of groups with at least two."""
+    """Return the indices of each group's samples, for groups with at least two."""
     chosen = np.flatnonzero(codes >= 0 if allowed is None else (codes >= 0) & allowed)
     order = chosen[np.argsort(codes[chosen], kind="stable")]
     parts = np.split(order, np.flatnonzero(np.diff(codes[order])) + 1) if len(order) else []
@@ -162,7 +166,7 @@ def not_drawn(dump: Dump) -> Iterator[Evidence]:
 
 
 def ends(dump: Dump) -> Iterator[Evidence]:
-    """Look at the tokens with which samples end: they are labels, and most finished samples share them."""
+    """Check the last tokens of samples: they should be labels, and most finished samples should have the same ones."""
     _, last = dump.edges
     sizes = np.diff(dump.starts)
     usable = np.array([one.ids is not None and len(one.ids) > 0 and one.ids[0] >= 0 for one in dump.samples], np.bool_)
@@ -212,7 +216,8 @@ def vocabulary(dump: Dump) -> Iterator[Evidence]:
 
 
 def routes_moved(dump: Dump) -> Iterator[Evidence]:
-    """Compare where two samples of a prompt first differ in their tokens with where they first differ in routes."""
+    """Compare the first token at which two samples of a prompt differ with the first token at which their routes
+    differ."""
     offsets: list[tuple[int, int, int]] = []
     for members in members_of(dump.groups, np.array([one.routes is not None for one in dump.samples], np.bool_)):
         for index, other in pairwise(members):
@@ -234,7 +239,7 @@ def routes_moved(dump: Dump) -> Iterator[Evidence]:
 
 
 def routes_padded(dump: Dump) -> Iterator[Evidence]:
-    """Find rows of routes that name an expert twice, which no router chooses."""
+    """Find rows of routes with the same expert twice, which no router chooses."""
     places = []
     for index, one in enumerate(dump.samples):
         if one.routes is not None and one.ids is not None and one.routes.shape[-1] > 1:

@@ -1,4 +1,4 @@
-"""Checks of what happens from step to step: weights that never change, weights that fall behind."""
+"""Checks over steps: weights that never change, and weights that become stale."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from truestep.tools.audit.finding import Evidence
 from truestep.tools.audit.samples import NONE, Dump
 
 AHEAD = 8  # steps
-TREND = 3.09  # standard errors of Mann and Kendall's test: one run in 1,000
+TREND = 3.09  # standard errors of the Mann-Kendall test; by chance in one of 1,000 runs
 
 
 def never_changed(dump: Dump) -> Iterator[Evidence]:
@@ -37,7 +37,7 @@ def never_changed(dump: Dump) -> Iterator[Evidence]:
             equal += bool(values[early] == values[late])
             compared |= {int(steps[early]), int(steps[late])}
             index = int(late) if index < 0 else index
-        # Where no version is dumped, a sampler that runs ahead may be some steps behind.
+        # If the dump has no versions, the sampler may be some steps behind.
         least = AHEAD if name == "sampler" and not np.isfinite(versions).any() else 2
         if equal == pairs >= 4 and max(compared) - min(compared) >= least:
             text = (
@@ -49,7 +49,7 @@ def never_changed(dump: Dump) -> Iterator[Evidence]:
 
 
 def staleness(dump: Dump) -> Iterator[Evidence]:
-    """Test whether the sampler's weights fall behind step by step, or stay the same while steps go on."""
+    """Test whether the sampler's weights become staler from step to step, or never change."""
     old = dump.numbers(lambda one: one.staleness)
     rows = np.flatnonzero(np.isfinite(old) & (dump.steps != NONE))
     if not len(rows):
@@ -71,7 +71,7 @@ def staleness(dump: Dump) -> Iterator[Evidence]:
 
 
 def trend(values: np.ndarray) -> float:
-    """Return the standard score of Mann and Kendall's test for a rise."""
+    """Return the z-score of the Mann-Kendall test for a rising trend."""
     n = len(values)
     rises = sum(float(np.sign(values[i + 1 :] - values[i]).sum()) for i in range(n - 1))
     ties = np.unique(values, return_counts=True)[1]

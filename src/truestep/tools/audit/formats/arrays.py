@@ -1,4 +1,5 @@
-"""Makes arrays of the lists in foreign records. Whatever does not fit becomes a misfit, or is unreadable."""
+"""Converts lists in foreign records to arrays. Lists of a wrong length are noted as misfits; other invalid values raise
+`UnreadableError`."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ MOST = 2**27  # values of one list
 
 
 def array(value: Any, what: str, dtype: Any = np.float64) -> np.ndarray | None:
-    """Return a list of numbers, an array or a tensor as an array of one dimension; null values become NaN."""
+    """Convert a list of numbers, an array or a tensor to a one-dimensional array. Null values become NaN."""
     if value is None:
         return None
     if hasattr(value, "detach"):
@@ -50,7 +51,7 @@ def number(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """Return a whole number of 64 bits, also one that is written as text, or None for anything else."""
+    """Return a 64-bit integer, also if it is written as text; None for anything else."""
     if isinstance(value, str) and value.lstrip("-").isdigit() and len(value) < 19:
         value = int(value)
     found = number(value)
@@ -58,7 +59,7 @@ def whole(value: Any) -> int | None:
 
 
 def text(value: Any) -> str | None:
-    """Return a text, or that of messages or of a number; None for anything else."""
+    """Return a string, the texts of messages, or a number as text; None for anything else."""
     if isinstance(value, list):
         parts = [item.get("content") for item in value if isinstance(item, dict)]
         return "\n".join(part for part in parts if isinstance(part, str)) or None
@@ -68,24 +69,24 @@ def text(value: Any) -> str | None:
 
 
 class Fit:
-    """Puts lists beside a sample's tokens, and notes those that have another length."""
+    """Aligns lists with a sample's tokens, and notes lists of a wrong length."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.misfits: list[tuple[str, int, int]] = []
 
     def whole(self, values: np.ndarray | None, name: str) -> np.ndarray | None:
-        """Return values of all tokens; None and a misfit if they are of another length."""
+        """Return values of all tokens. If the length is wrong, return None and note a misfit."""
         return self._checked(values, name, self.tokens)
 
     def tail(self, values: np.ndarray | None, name: str, count: int, missing: Any = np.nan) -> np.ndarray | None:
-        """Spread values of the last `count` tokens over all tokens."""
+        """Return values for all tokens, given those of the last `count` tokens; the others are `missing`."""
         if (values := self._checked(values, name, count)) is None:
             return None
         return np.concatenate([np.full(self.tokens - count, missing, values.dtype), values])
 
     def at(self, values: np.ndarray | None, name: str, mask: np.ndarray | None) -> np.ndarray | None:
-        """Return values of all tokens, or spread values of the labels over all tokens."""
+        """Return values for all tokens, given those of all tokens or of the labels only."""
         if values is None or mask is None or len(values) == self.tokens or len(values) != mask.sum():
             return self.whole(values, name)
         spread = np.full(self.tokens, np.nan)

@@ -42,7 +42,7 @@ def samples_of_record(record: Mapping[str, Any], file: str, line: int) -> Iterat
         advantages=per_label(record.get("advantage"), mask, fit),
         reward=number(record.get("reward")),
         parts=parts(record.get("rewards")),
-        # Sequences of one document begin differently, and are compared with none of other documents.
+        # Sequences of one document have different prompts, so they are not compared as a group.
         group=None if several else text(record.get("group_id")),
         step=whole(record.get("step")),
         version=whole(version) if versions is None else whole(versions[-1]),
@@ -54,14 +54,14 @@ def samples_of_record(record: Mapping[str, Any], file: str, line: int) -> Iterat
 
 
 def per_label(value: Any, mask: np.ndarray | None, fit: Fit) -> np.ndarray | None:
-    """Return advantages of all tokens, from one number or from a list."""
+    """Return advantages for all tokens, from one number or a list."""
     if value is None or isinstance(value, int | float):
         return None if (one := number(value)) is None else np.full(fit.tokens, one)
     return fit.at(array(value, "advantages"), "advantages", mask)
 
 
 def routes(value: Any, tokens: int, fit: Fit) -> np.ndarray | None:
-    """Return the experts of tokens; None and a misfit where they cannot be read as rows of tokens."""
+    """Return the experts of tokens. If the value is not one row per token, return None and note a misfit."""
     if hasattr(value, "detach"):
         value = value.detach().numpy()
     try:
@@ -81,7 +81,7 @@ def fits_kept(record: Mapping[str, Any]) -> bool:
 
 
 def samples_of_kept(row: Mapping[str, Any], file: str, line: int) -> Iterator[Sample]:
-    if row.get("rejected") is not None:  # a completion that was never trained on
+    if row.get("rejected") is not None:  # a completion that was rejected, and never trained on
         return
     trainer, ratios = array(row["token_logprobs"], "token_logprobs"), array(row["token_log_ratios"], "token_log_ratios")
     kept = 0 if trainer is None else len(trainer)
@@ -96,7 +96,7 @@ def samples_of_kept(row: Mapping[str, Any], file: str, line: int) -> Iterator[Sa
         file,
         line,
         text(row.get("id")) or "",
-        ids=np.full(kept, -1) if kept else None,  # rows have the texts of tokens, and not their ids
+        ids=np.full(kept, -1) if kept else None,  # rows have the tokens' texts, not their ids
         mask=np.ones(kept, np.bool_) if kept else None,
         logprobs=None if trainer is None or ratios is None else trainer - ratios,
         trainer=trainer,

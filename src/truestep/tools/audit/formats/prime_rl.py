@@ -1,4 +1,5 @@
-"""prime-rl's token exports: token_exports/step_N/rank_R.jsonl, one sequence a line, all lists per token."""
+"""prime-rl's token exports: token_exports/step_N/rank_R.jsonl, one sequence per line, all lists with one value per
+token."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,7 @@
-"""slime's and miles' `--save-debug-train-data`: {rollout_id, rank, rollout_data}, the data as lists by sample.
+"""slime's and miles' `--save-debug-train-data`: {rollout_id, rank, rollout_data}, with data as lists over samples.
 
-Lists of masks, log-probs and advantages are of the response's tokens. `rewards` are normalised already; `raw_reward`
-is taken where it is of this rank's samples.
+Lists of masks, log-probs and advantages have one value per response token. `rewards` are already normalised.
+`raw_reward` is used instead if it covers exactly this rank's samples.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ def samples(record: Mapping[str, Any], file: str, line: int) -> Iterator[Sample]
         cut = of("truncated", index)
 
         def tail(name: str) -> np.ndarray | None:
-            return fit.tail(array(of(name, index), name), name, response)  # noqa: B023 - called at once
+            return fit.tail(array(of(name, index), name), name, response)  # noqa: B023 - called immediately
 
         yield Sample(
             file,

@@ -13,9 +13,9 @@ from truestep.tools.audit.samples import Sample
 
 @dataclass(frozen=True)
 class Format:
-    name: str  # as --from has it
+    name: str  # the value of --from
     what: str
-    source: str  # what describes it
+    source: str  # where the format is described
     fits: Callable[[Mapping[str, Any]], bool]
     samples: Callable[[Mapping[str, Any], str, int], Iterator[Sample]]
 
@@ -42,9 +42,10 @@ NAMES = tuple(dict.fromkeys(one.name for one in TABLE))
 
 
 def read_samples(files: Sequence[Path], source: str = "auto") -> Iterator[Sample]:
-    """Yield the samples of all files. `source`: a name of `NAMES`, or `auto`: each file says by its fields what it is.
+    """Yield the samples of all files. `source`: a name in `NAMES`, or `auto`, which recognises each file's format by
+    its fields.
 
-    A file whose rows are those of the file before it, which TRL writes between two generations, is read once.
+    TRL writes the same rows again between two generations. A file with the same rows as the file before it is skipped.
     """
     allowed = [one for one in TABLE if source in ("auto", one.name)]
     before: list[Any] = []

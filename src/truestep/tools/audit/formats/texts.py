@@ -1,4 +1,4 @@
-"""Dumps that hold texts, and no tokens: verl's `trainer.rollout_data_dir` and TRL's completions tables."""
+"""Dumps with texts but without tokens: verl's `trainer.rollout_data_dir` and TRL's completions tables."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,7 +36,7 @@ def fits_trl(record: Mapping[str, Any]) -> bool:
 
 
 def samples_of_trl(record: Mapping[str, Any], file: str, line: int) -> Iterator[Sample]:
-    """Read a row. Its columns of numbers are the rewards by function; TRL adds them up, weights of 1 assumed."""
+    """Read a row. Its numeric columns are rewards by function. TRL sums them; their weights are assumed to be 1."""
     rewards = {name: value for name, value in record.items() if name not in _NOT_REWARDS}
     parts = {name: found for name, value in rewards.items() if (found := number(value)) is not None}
     advantage = number(record["advantage"])

@@ -1,4 +1,4 @@
-"""Conversations, a sample for each turn: tinker-cookbook's rollout summaries, and transcripts of OpenAI's API."""
+"""Conversations with one sample per turn: tinker-cookbook's rollout summaries, and transcripts of OpenAI's API."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,8 +15,8 @@ def fits_tinker(record: Mapping[str, Any]) -> bool:
 
 
 def samples_of_tinker(record: Mapping[str, Any], file: str, line: int) -> Iterator[Sample]:
-    """Read a trajectory. Summaries have lengths alone; steps with `ob` and `ac`, as the library names them, have
-    tokens too."""
+    """Read a trajectory. Summaries have only lengths; steps with `ob` and `ac`, the library's own names, also have
+    tokens."""
     steps = record["steps"]
     if not isinstance(steps, list) or not all(isinstance(step, Mapping) for step in steps):
         raise UnreadableError(f"{file}:{line}: steps is no list of objects")
@@ -61,7 +61,7 @@ def tokens_of(observation: Any) -> np.ndarray | None:
 
 
 def turn(prompt: np.ndarray | None, drawn: np.ndarray | None, logprobs: np.ndarray | None, /, **rest: Any) -> Sample:
-    """Make a sample of a prompt and what was drawn after it."""
+    """Make a sample from a prompt and the tokens drawn after it."""
     if prompt is None or drawn is None:
         return Sample(**rest)
     ids = np.concatenate([prompt, drawn])
@@ -80,8 +80,8 @@ def fits_openai(record: Mapping[str, Any]) -> bool:
 
 
 def samples_of_openai(record: Mapping[str, Any], file: str, line: int) -> Iterator[Sample]:
-    """Read an answer of chat completions or completions, alone or beside its `request`. Token ids and log-probs stand
-    where vLLM and SGLang write them."""
+    """Read a response of chat completions or completions, alone or together with its `request`. Token ids and log-probs
+    are read from the fields that vLLM and SGLang use."""
     answer = record.get("response", record)
     request = mapping(record.get("request"))
     asked = request if request else record
@@ -111,13 +111,13 @@ def samples_of_openai(record: Mapping[str, Any], file: str, line: int) -> Iterat
 
 
 def _drawn(choice: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the ids and the log-probs of what was drawn."""
+    """Return the ids and the log-probs of the drawn tokens."""
     found = mapping(choice.get("logprobs"))
     content = found.get("content")
     items = [item for item in content if isinstance(item, Mapping)] if isinstance(content, list) else None
     logprobs = found.get("token_logprobs") if items is None else [item.get("logprob") for item in items]
     ids = choice.get("token_ids")
-    if ids is None and items:  # vLLM's --return-tokens-as-token-ids
+    if ids is None and items:  # the format of vLLM's --return-tokens-as-token-ids
         ids = [whole(str(item.get("token", "")).removeprefix("token_id:")) for item in items]
         ids = None if None in ids else ids
     return array(ids, "token_ids", np.int64), array(logprobs, "logprobs")

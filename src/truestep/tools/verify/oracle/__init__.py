@@ -9,11 +9,11 @@ advantages        advantages from rewards
 values            log-probs and entropies of a model
 losses            loss terms and their weights
 metrics           the metrics of a step
-episodes          those of turns and tool calls
+episodes          the metrics of turns and tool calls
 step              loss, gradients and metrics of a step
 schedule          learning rate and gradient clipping
-updates           the optimizers' updates, with the rounding of float32
+updates           the optimizers' updates, with float32 rounding
 
-Symbols: D documents of the step (those without labels too), N labels of the step, N_d labels of document d,
-T tokens of a document, V vocabulary. rho is the ratio of one label, R_d gspo's ratio of a document.
+Symbols: D documents of the step (with and without labels), N labels of the step, N_d labels of document d, T tokens of
+a document, V vocabulary. rho is the ratio of one label, R_d gspo's ratio of a document.
 """

@@ -11,8 +11,9 @@ _SCALES = {"group_normalized": "group", "batch_normalized": "step"}  # rules tha
 
 
 def prepare(records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
-    """Return the records that steps train on, in their order. `data`: that section of the YAML file; if `advantages` is
-    a user's function, it is in `function` and returns the advantage of each of a group's documents.
+    """Return the records that steps train on, in their order. `data`: the section `data` of the YAML file. If
+    `advantages` is a user's function, `function` is that function; it returns an advantage for each document of a
+    group.
 
     Records with a group and a reward get an `advantage`, or a `difference` if it is scaled over the step. Truncated
     documents lose their labels (`mask`) or are left out (`drop`).
@@ -31,7 +32,7 @@ def prepare(records: Sequence[Record], data: dict[str, Any]) -> list[Record]:
 
 
 def documents_of(records: Sequence[Record]) -> list[list[Record]]:
-    """Join the records of each document, in the order in which documents are complete."""
+    """Join the records of each document. Documents are ordered by their last record."""
     complete: list[list[Record]] = []
     still_open: dict[str, list[Record]] = {}
     for record in records:
@@ -46,8 +47,8 @@ def documents_of(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _groups(records: Sequence[Record], group_size: int | None) -> list[list[list[Record]]]:
-    """List the documents of each group. One ends with its last member, and a later document of its name begins another.
-    A member with an advantage of its own takes a place, and is no part of the baseline."""
+    """List the documents of each group. A group ends with its last member; a later document with the same group id
+    begins a new group. A member with its own advantage counts as a member, but is not part of the baseline."""
     ended: list[list[list[Record]]] = []
     still_open: dict[str, list[list[Record]]] = {}
     for document in documents_of(records):
@@ -95,7 +96,8 @@ def _give_advantages(group: list[list[Record]], kind: str, data: dict[str, Any])
 
 
 def _of_records(document: list[Record], given: Any) -> list[Any]:
-    """Give each record of a document its part of the advantage: the number, or of a list over tokens or labels."""
+    """Divide a document's advantage among its records: a number is given to each; a list over tokens or labels is
+    cut."""
     if not isinstance(given, list):
         return [given] * len(document)
     sizes = [len(record["input_ids"]) for record in document]

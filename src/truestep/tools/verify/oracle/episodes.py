@@ -9,7 +9,8 @@ _REASONS = ("environment", "max_turns", "max_episode_tokens", "max_new_tokens", 
 
 
 def episode_metrics(documents: list[Document]) -> dict[str, Metric]:
-    """Compute why episodes ended, and their tool calls, from metadata. Times are measurements and not compared."""
+    """Compute why episodes ended, and their tool calls, from metadata. Times are measurements, so they are not
+    compared."""
     reasons = [document.metadata.get("ended_by") for document in documents]
     known = [reason for reason in reasons if isinstance(reason, str) and reason in _REASONS]
     metrics = _drawn_turns(documents)
@@ -42,7 +43,7 @@ def episode_metrics(documents: list[Document]) -> dict[str, Metric]:
 
 
 def _drawn_turns(documents: list[Document]) -> dict[str, Metric]:
-    """Compute how many turns have labels."""
+    """Count the turns that have labels."""
     counts = []
     for document in documents:
         labels = set(document.positions)
@@ -57,7 +58,7 @@ def _mean(name: str, values: list[float]) -> dict[str, Metric]:
 
 
 def _readable_turns(metadata: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the turns of a document's metadata; an empty list for what has another form."""
+    """Return the turns in a document's metadata; an empty list if the metadata has another form."""
     given, offered = metadata.get("by_turn"), metadata.get("tools", [])
     if not isinstance(offered, list) or len(offered) > 64 or not all(_is_name(name) for name in offered):
         return []

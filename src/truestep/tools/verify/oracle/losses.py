@@ -10,7 +10,7 @@ from torch import Tensor
 from truestep.tools.verify.oracle.records import Document, whole_documents
 from truestep.tools.verify.oracle.values import LabelValues
 
-Metric = tuple[float, float]  # the value, and the same sum with the absolute values of its terms
+Metric = tuple[float, float]  # the value, and the sum of the absolute values of its terms
 
 LOSS_TYPES = ("grpo", "gspo", "reinforce", "cispo", "sapo", "gmpo", "dppo", "cross_entropy")
 DEFAULT_EPSILONS = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4)}
@@ -67,7 +67,7 @@ def complete_loss_config(options: dict[str, Any]) -> dict[str, Any]:
 def loss_terms(
     documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
 ) -> list[tuple[str, Tensor]]:
-    """List (name of the contribution, weight * term) for every label, all divisions done; the loss is their sum."""
+    """List (name of the contribution, weight * term / denominator) for every label; the loss is their sum."""
     wholes = whole_documents(documents)
     num_documents = len(wholes)
     labels_of = {place: sum(len(values[other]) for other in whole) for whole in wholes for place in whole}
@@ -125,7 +125,8 @@ def label_losses(document: Document, labels: list[LabelValues], loss_config: dic
     log_ratios = [label.logprob - old for label, old in zip(labels, document.old_logprobs, strict=True)]
     if kind == "gspo":
         document_ratio = document_mean_ratio(log_ratios)
-        # The ratio of a label has the value R_d, and the slope R_d in the label's own log-prob alone.
+        # The ratio of a label has the value R_d. Its slope in the label's own log-prob is R_d, and 0 in other labels'
+        # log-probs.
         ratios = [as_ratio(document_ratio, label.logprob) for label in labels]
         return [
             clipped_loss(ratio, advantage, loss_config)
@@ -168,7 +169,7 @@ def label_losses(document: Document, labels: list[LabelValues], loss_config: dic
 
 
 def clamped_ratio(log_ratio: Tensor) -> Tensor:
-    """Compute exp of the log-ratio; beyond 20 either way it is a constant."""
+    """Compute exp of the log-ratio; a constant if the log-ratio is above 20 or below -20."""
     if abs(log_ratio.item()) > LARGEST_LOG_RATIO:
         return constant(math.exp(math.copysign(LARGEST_LOG_RATIO, log_ratio.item())))
     return torch.exp(log_ratio)
@@ -183,7 +184,7 @@ def document_mean_ratio(log_ratios: list[Tensor]) -> Tensor:
 
 
 def as_ratio(document_ratio: Tensor, logprob: Tensor) -> Tensor:
-    """Compute R exp(logπ - sg(logπ)): its value is R, and so is its slope in this label's own log-prob."""
+    """Compute R exp(logπ - sg(logπ)): its value is R, and its slope in this label's own log-prob is R too."""
     value = document_ratio.item()
     if value in (math.exp(LARGEST_LOG_RATIO), math.exp(-LARGEST_LOG_RATIO)):
         return constant(value)
@@ -255,7 +256,7 @@ def policy_weights(document: Document, labels: list[LabelValues], loss_config: d
 
 
 def kl_of_chosen(document: Document, label: LabelValues, index: int) -> Tensor:
-    """Compute rho - log rho - 1 for a label that kl_cov chose, else 0."""
+    """Compute rho - log rho - 1 for a label that kl_cov chose; 0 for other labels."""
     if not (document.chosen or [])[index]:
         return constant(0.0)
     log_ratio = label.logprob - (document.old_logprobs or [])[index]
@@ -265,7 +266,7 @@ def kl_of_chosen(document: Document, label: LabelValues, index: int) -> Tensor:
 
 
 def choose_labels(documents: list[Document], loss_config: dict[str, Any], seed: int, documents_seen: int) -> None:
-    """Choose the labels for clip_cov or kl_cov, in place. This comes before old log-probs are recomputed."""
+    """Choose the labels for clip_cov or kl_cov, in place. Call this before old log-probs are recomputed."""
     rule = loss_config["clip_cov"] or loss_config["kl_cov"]
     if not rule:
         return
@@ -299,7 +300,7 @@ def next_entropy_bonus(loss_config: dict[str, Any], entropy: float | None) -> fl
 
 
 def importances(document: Document, labels: list[LabelValues], level: str) -> list[float]:
-    """Compute c of every label: its own, or that of its document."""
+    """Compute c of every label: from its own log-ratio, or from its document's."""
     log_ratios = importance_logs(document, labels)
     if level == "document":
         log_ratios = [sum(log_ratios)] * len(labels)
@@ -346,7 +347,8 @@ def off_policy_kept(document: Document, labels: list[LabelValues], loss_config: 
 
 
 def gradient_changed(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[bool] | None:
-    """Tell for each label whether the loss's clip, cap, mask or clamp changed its gradient. None: the loss has none."""
+    """Tell for each label whether the loss's clip, cap, mask or clamp changed its gradient. None: the loss has none of
+    these."""
     kind = loss_config["type"]
     if kind not in LOSS_TYPES or kind == "cross_entropy":
         return None
@@ -381,7 +383,8 @@ def gradient_changed(document: Document, labels: list[LabelValues], loss_config:
 
 
 def ratio_clamped(document: Document, labels: list[LabelValues], loss_config: dict[str, Any]) -> list[bool] | None:
-    """Tell for each label whether the log-ratio in its loss's exponential is beyond ±20. None: the loss has none."""
+    """Tell for each label whether the log-ratio in the loss's exponential is clamped at ±20. None: the loss has no such
+    log-ratio."""
     kind = loss_config["type"]
     if kind not in LOSS_TYPES or kind == "cross_entropy":
         return None
@@ -395,10 +398,10 @@ def ratio_clamped(document: Document, labels: list[LabelValues], loss_config: di
 
 
 def clipped_loss(ratio: Tensor, advantage: float, loss_config: dict[str, Any]) -> Tensor:
-    """Compute -min(rho A, clip(rho) A), then for A < 0 min(that, -c A), case by case.
+    """Compute -min(rho A, clip(rho) A), and for A < 0 the minimum of that and -c A, case by case.
 
-    The minimum picks the clipped product, a constant, only above the upper bound when A > 0 and only below the lower
-    bound when A < 0. Everywhere else, and so exactly on a bound, it is rho A with its gradient.
+    The first minimum is the clipped product, a constant, only above the upper bound if A > 0, and only below the lower
+    bound if A < 0. Otherwise, also exactly on a bound, it is rho A with its gradient.
     """
     low, high = clip_bounds(loss_config)
     rounded = float32(ratio.item())
@@ -407,7 +410,8 @@ def clipped_loss(ratio: Tensor, advantage: float, loss_config: dict[str, Any]) -
     if advantage < 0 and rounded < low:
         return constant(-low * advantage)
     if advantage < 0 and loss_config["dual_clip"] is not None:
-        # Decision: c is a clip bound like the others, so rounded, and inclusive for the gradient.
+        # Decision: c is a bound like the clip bounds: it is rounded to float32, and a ratio equal to it keeps its
+        # gradient.
         most = float32(loss_config["dual_clip"])
         if rounded > most:
             return constant(-most * advantage)
@@ -415,7 +419,7 @@ def clipped_loss(ratio: Tensor, advantage: float, loss_config: dict[str, Any]) -
 
 
 def clip_bounds(loss_config: dict[str, Any]) -> tuple[float, float]:
-    if loss_config["type"] == "gmpo":  # of log-ratios
+    if loss_config["type"] == "gmpo":  # bounds of log-ratios
         return float32(-loss_config["epsilon_low"]), float32(loss_config["epsilon_high"])
     return float32(1.0 - loss_config["epsilon_low"]), float32(1.0 + loss_config["epsilon_high"])
 

@@ -32,7 +32,7 @@ def step_metrics(
     loss_config: dict[str, Any],
     documents_seen_before_step: int,
 ) -> dict[str, Metric]:
-    """Compute the metrics of level `full` but percentiles, times and gradient norm. Those without input are absent."""
+    """Compute the metrics of level `full`, except percentiles, times and gradient norm. Absent without input."""
     metrics = term_metrics(terms, loss_config)
     sequences, values_of_sequences = documents, values
     wholes = whole_documents(sequences)
@@ -43,7 +43,7 @@ def step_metrics(
     counts["num_tokens"] = sum(len(document.input_ids) for document in documents)
     metrics.update({name: (float(count), float(count)) for name, count in counts.items()})
 
-    # For each document that has labels and the value: a list over its labels.
+    # One list per document with labels and this value; each list is over the document's labels.
     logprobs, entropies, old_logprobs, advantages = [], [], [], []
     ratios: list[list[float]] = []
     ratios_of_sequences: list[list[float]] = []
@@ -68,7 +68,7 @@ def step_metrics(
     metrics.update(document_mean("entropy", entropies))
     metrics.update(document_mean("old_logprobs", old_logprobs))
     metrics.update(document_mean("advantage", advantages))
-    # Decision: the extremes are of the records' own values, for gspo too.
+    # Decision: the extremes are those of the records' own advantages, for gspo too.
     metrics.update(extremes("advantage", advantages))
     metrics.update(document_mean("staleness", staleness))
     metrics.update(extremes("staleness", staleness))
@@ -99,7 +99,7 @@ def reward_metrics(documents: list[Document]) -> dict[str, Metric]:
 
 
 def turn_metrics(documents: list[Document]) -> dict[str, Metric]:
-    """Compute how many turns documents have, and the mean reward of the turns that have one."""
+    """Compute the number of turns per document, and the mean reward of the turns with a reward."""
     counts = [[float(len(document.turns))] for document in documents if document.turns]
     rewards = [turn["reward"] for document in documents for turn in document.turns if turn.get("reward") is not None]
     return document_mean("turns", counts) | document_mean("turn_reward", [[reward] for reward in rewards])
@@ -142,7 +142,7 @@ def without_labels(document: Document) -> list[int]:
 
 
 def most_common(prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
-    """Return the largest fraction of equal completions; nothing if all groups have the same prompt."""
+    """Return the share of the most common completion; nothing if all groups have the same prompt."""
     if all(prompt == prompts[0] for prompt in prompts):
         return []
     return [[max(completions.count(completion) for completion in completions) / len(completions)]]
@@ -158,7 +158,7 @@ def answer_metrics(documents: list[Document]) -> dict[str, Metric]:
     rewards = [document.reward for document in rewarded if document.reward is not None]
     mean = sum(rewards) / len(rewards)
     spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-    # Decision: the scale includes the rewards, since for equal rewards only rounding remains.
+    # Decision: the scale includes the rewards, because for equal rewards the deviation is only rounding.
     metrics["reward_std"] = (spread, spread + sum(abs(reward) for reward in rewards) / len(rewards))
     above: list[list[float]] = []
     below: list[list[float]] = []
@@ -202,14 +202,14 @@ def distance_metrics(
 
 
 def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -> dict[str, Metric]:
-    """Compute the loss and what each kind of term adds to it."""
+    """Compute the loss, and the sum of each kind of term."""
     metrics: dict[str, Metric] = {"loss": value_and_scale(terms)}
     for name in ("policy_loss", "entropy_bonus", "z_loss", "kl_reference", "kl_cov", "expert_balance", "router_z_loss"):
         contribution = [term for term in terms if term[0] == name]
         if contribution:
             metrics[name] = value_and_scale(contribution)
     if "kl_reference" in metrics:
-        # Decision: near the reference log-probs cancel in the divergence, so the scale includes their size.
+        # Decision: close to the reference, the log-probs in the divergence cancel, so the scale includes their size.
         value, scale = metrics["kl_reference"]
         metrics["kl_reference"] = (value, scale + loss_config["kl_reference"]["weight"])
     if "kl_cov" in metrics:
@@ -223,7 +223,7 @@ def term_metrics(terms: list[tuple[str, Tensor]], loss_config: dict[str, Any]) -
 def share_metrics(
     documents: list[Document], values: list[list[LabelValues]], loss_config: dict[str, Any]
 ) -> dict[str, Metric]:
-    """Compute the fractions of labels that clips and corrections changed, over all labels to which they apply."""
+    """Compute the shares of labels that clips and corrections changed, among all labels to which they apply."""
     found: dict[str, list[float]] = {}
     clamped = 0.0
     knows_clamps = loss_config["type"] not in ("cross_entropy",) and loss_config.get("custom") is None
@@ -250,7 +250,7 @@ def share_metrics(
                 shares[f"{name}_fraction"] = [float(chosen) for chosen in document.chosen or []]
         for name, items in shares.items():
             found.setdefault(name, []).extend(items)
-    # A mean of nothing is absent; a count of nothing is 0.
+    # A mean over no values is absent; a count of no values is 0.
     metrics = {name: (sum(items) / len(items),) * 2 for name, items in found.items() if items}
     return metrics | ({"clamped_ratios": (clamped, clamped)} if knows_clamps else {})
 
@@ -265,7 +265,8 @@ def covariance_metric(documents: list[Document], values: list[list[LabelValues]]
         return {}
     first, second = (sum(pair[place] for pair in pairs) / len(pairs) for place in (0, 1))
     value = sum((logprob - first) * (advantage - second) for logprob, advantage in pairs) / len(pairs)
-    # Decision: the scale uses products of values, not of differences, whose error is the rounding of the means.
+    # Decision: the scale uses products of values, not of differences; the means' rounding is the error of the
+    # differences.
     scale = sum(abs(logprob * advantage) for logprob, advantage in pairs) / len(pairs) + abs(first * second)
     return {"logprob_advantage_covariance": (value, scale)}
 
@@ -273,12 +274,12 @@ def covariance_metric(documents: list[Document], values: list[list[LabelValues]]
 def ratio_metrics(
     ratios: list[list[float]], of_sequences: list[list[float]], loss_config: dict[str, Any]
 ) -> dict[str, Metric]:
-    """Compute the metrics of the ratios of every document's labels, and of every sequence's."""
+    """Compute the metrics of ratios, given the ratios of every document's labels and of every sequence's."""
     bounds = loss_config["bounds"]
     # gmpo clips the log-ratio.
     clipped_value = math.log if loss_config["type"] == "gmpo" else float
     metrics = document_mean("ratio_new_old", ratios)
-    # Decision: the scale of this one counts the three parts of rho - log rho - 1, which cancel to 0 near rho = 1.
+    # Decision: the scale counts the three parts of rho - log rho - 1 separately, because they cancel to 0 near rho = 1.
     metrics.update(
         document_mean(
             "kl_new_old",
@@ -297,7 +298,7 @@ def ratio_metrics(
         metrics.update(document_mean("clipped_ratio_fraction_low", below))
         metrics.update(document_mean("clipped_ratio_fraction_high", above))
 
-    # One ratio of each sequence counts once.
+    # With document ratios, each sequence counts once.
     counted = [sequence[:1] for sequence in of_sequences] if loss_config["document_ratio"] else of_sequences
     flat = [ratio for document in counted for ratio in document]
     if flat:

@@ -21,23 +21,23 @@ class Document:
     versions: list[int] | None
     reward: float | None
     reference_logprobs: list[float] | None = None
-    unpenalised: list[float] | None = None  # the advantages before a divergence is subtracted
+    unpenalised: list[float] | None = None  # advantages before the divergence from the reference is subtracted
     truncated: bool | None = None
     rewards: dict[str, float] = field(default_factory=dict)
-    sampler_logprobs: list[float] | None = None  # if old_logprobs are recomputed by the trainer
+    sampler_logprobs: list[float] | None = None  # set if old_logprobs are recomputed by the trainer
     group_id: str | None = None
-    chosen: list[bool] | None = None  # by clip_cov or kl_cov; None: neither is used
+    chosen: list[bool] | None = None  # labels chosen by clip_cov or kl_cov; None: neither is used
     fields: dict[str, Any] = field(
         default_factory=dict
-    )  # a user's own: a list over the labels, or the document's value
-    document_id: str | None = None  # of a document of several sequences
+    )  # the user's own fields: a list over the labels, or one value for the document
+    document_id: str | None = None  # set if the document has several sequences
     turns: list[dict[str, Any]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
-    routes: list[list[list[int]]] | None = None  # the experts of its first tokens, in each layer that routes
+    routes: list[list[list[int]]] | None = None  # experts of the first tokens, in each layer with a router
 
 
 def read_documents(records: list[Record], data_config: dict[str, Any]) -> list[Document]:
-    """Read a step's records. With `prepared` in `data_config`, they have been through `prepare` already."""
+    """Read a step's records. With `prepared` in `data_config`, `prepare` was already applied."""
     if not data_config.get("prepared"):
         records = prepare(records, data_config)
     declared = data_config.get("fields")
@@ -88,7 +88,7 @@ def read_document(record: Record, default_temperature: float, declared: dict[str
 
 
 def whole_documents(sequences: list[Document]) -> list[list[int]]:
-    """List the places of the sequences of each document."""
+    """List the indices of each document's sequences."""
     wholes: dict[Any, list[int]] = {}
     for place, sequence in enumerate(sequences):
         wholes.setdefault(place if sequence.document_id is None else sequence.document_id, []).append(place)
@@ -96,7 +96,7 @@ def whole_documents(sequences: list[Document]) -> list[list[int]]:
 
 
 def merged(sequences: list[Document]) -> Document:
-    """Put the sequences of a document one after another."""
+    """Concatenate the sequences of a document."""
     if len(sequences) == 1:
         return sequences[0]
     whole = replace(sequences[0], input_ids=[], positions=[], turns=[], metadata={})
@@ -127,10 +127,12 @@ def _declared(value: Any, options: dict[str, Any], positions: list[int], length:
 
 
 def on_labels(value: Any, positions: list[int], length: int) -> list[Any] | None:
-    """Convert a field with one value, or one per token, or one per label, to a list over labels. None: it is absent.
+    """Convert a field with one value, or one per token, or one per label, to a list over labels. None: the field is
+    absent.
 
-    The two lists differ in length: position 0 is never a label, so there are fewer labels than tokens.
-    Decision: a list in model_version may have either length, as one in logprobs.
+    The length tells the two lists apart: position 0 is never a label, so there are fewer labels than tokens.
+
+    Decision: a list in model_version may have either length, like a list in logprobs.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""The terms and metrics of routers in plain loops: docs/contract.md, sections 7 and 9."""
+"""The loss terms and metrics of routers in plain loops: docs/contract.md, sections 7 and 9."""
 
 import math
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ Metric = tuple[float, float]
 
 @dataclass
 class Routes:
-    """What one layer's router gives the tokens of a document."""
+    """The results of one layer's router for the tokens of a document."""
 
     logits: Tensor  # [T, E], on the autograd graph
-    choices: list[list[int]]  # the experts of each token: those that its record names, else the router's
-    own: list[list[int]]  # the router's
-    sigmoid: bool  # scores are sigmoids of logits; else their softmax
+    choices: list[list[int]]  # the experts of each token: those in its record, else the router's own choice
+    own: list[list[int]]  # the router's own choice
+    sigmoid: bool  # True: scores are sigmoids of the logits; False: their softmax
 
 
 @dataclass
 class StepRoutes:
-    """What a layer's router gives all tokens of a step."""
+    """The results of a layer's router for all tokens of a step."""
 
     name: str
     documents: list[Routes]
@@ -40,8 +40,8 @@ class StepRoutes:
         return self._count([document.own for document in self.documents])
 
     def balanced_counts(self, documents: list[Document]) -> list[int]:
-        """What a balance term counts: the choices that records name if they name those of all tokens but the last of
-        each, else all that are computed."""
+        """The counts for the balance term. If all records have experts for all tokens but the last one, these are the
+        records' choices; else all computed choices."""
         if not all(len(document.routes or []) >= len(document.input_ids) - 1 for document in documents):
             return self.counts
         pairs = zip(self.documents, documents, strict=True)
@@ -57,7 +57,7 @@ class StepRoutes:
 
 
 def step_routes(model: Any, documents: list[Document]) -> list[StepRoutes]:
-    """Route every token of every document, each document alone. Empty: the model has no routers."""
+    """Run the routers on every token, one document at a time. Empty: the model has no routers."""
     layers: dict[str, list[Routes]] = {}
     for document in documents:
         found = model.routes(document.input_ids, document.routes) if hasattr(model, "routes") else {}
@@ -69,7 +69,7 @@ def step_routes(model: Any, documents: list[Document]) -> list[StepRoutes]:
 def router_terms(
     layers: list[StepRoutes], documents: list[Document], options: dict[str, Any]
 ) -> list[tuple[str, Tensor]]:
-    """List each layer's part of the balance term and of the z term."""
+    """List each layer's part of the balance term and of the z loss."""
     terms = []
     for layer in layers:
         counts, tokens = layer.balanced_counts(documents), sum(len(document.choices) for document in layer.documents)
@@ -90,7 +90,7 @@ def router_terms(
 
 
 def _replay_metrics(layers: list[StepRoutes], documents: list[Document]) -> dict[str, Metric]:
-    """Compute how many tokens are replayed, and where their records and the router disagree."""
+    """Compute how many tokens are replayed, and how often records and router disagree."""
     if not layers:
         return {}
     all_tokens = replayed = others = choices = differ = 0
@@ -118,7 +118,7 @@ def _number_of(name: str) -> str:
 
 
 def load_metrics(layers: list[StepRoutes], documents: list[Document], options: dict[str, Any]) -> dict[str, Metric]:
-    """Compute how evenly experts are loaded, in all layers and in each, and how far records and router disagree."""
+    """Compute how evenly experts are used, over all layers and in each, and how often records and router disagree."""
     metrics = _loads([layer.counts for layer in layers], "") if layers else {}
     if options.get("replay", "auto") != "off":
         metrics |= _replay_metrics(layers, documents)
@@ -140,8 +140,9 @@ def _loads(layers: list[list[int]], suffix: str) -> dict[str, Metric]:
 
 
 def moved_biases(layers: list[StepRoutes], biases: dict[str, Tensor], strength: float) -> dict[str, Tensor]:
-    """Return the biases after a step, by name: each expert's rises if it was chosen less often than the mean. A bias is
-    the buffer of its layer's block, or of the router in it, whose name begins as that of the router's block."""
+    """Return the biases after a step, by name. An expert's bias rises if it was chosen less often than the mean, and
+    falls if it was chosen more often. The bias is a buffer of the layer's MoE block or of the router in it, so its name
+    begins with the block's name."""
     moved = {}
     for layer in layers:
         counts = layer.own_counts

@@ -29,7 +29,7 @@ class OracleResult:
     documents: list[dict[str, Any]]
     gradients: dict[str, Tensor]
     grad_norm: float
-    routes: list[StepRoutes] = field(default_factory=list)  # by layer that routes
+    routes: list[StepRoutes] = field(default_factory=list)  # one per layer with a router
 
 
 def oracle_step(
@@ -43,8 +43,8 @@ def oracle_step(
 ) -> OracleResult:
     """Compute one step over all of `records`. `config` has the sections of the YAML file (contract, section 10).
 
-    `recomputed_logprobs`: those of the weights before the first update on these documents; None: this is the first
-    update. `reference_logprobs`: those of the reference model; None: the records'.
+    `recomputed_logprobs`: log-probs by the weights before the first update on these documents; None: this is the first
+    update. `reference_logprobs`: log-probs of the reference model; None: the records' own are used.
     """
     loss_config = complete_loss_config(config["loss"])
     documents = read_documents(records, config.get("data", {}))
@@ -70,7 +70,7 @@ def oracle_step(
     gradients = differentiate(total, model.parameters)
     divisor = loss_config["gradient_divisor"]
     if divisor not in (None, "none"):
-        # The gradient is divided once more, by D or by a number; the reported loss is not.
+        # The gradient is divided again, by D or by a number. The reported loss is not.
         divisor = len(whole_documents(documents)) if divisor == "deepspeed" else divisor
         gradients = {name: gradient / divisor for name, gradient in gradients.items()}
     grad_norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients.values()))
@@ -115,6 +115,6 @@ def differentiate(total: Tensor, parameters: dict[str, Tensor]) -> dict[str, Ten
     if not total.requires_grad:  # there are no labels, or all are clipped
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     leaves = list(parameters.values())
-    # The graph is kept for models that cache their logits for several losses.
+    # The graph is kept, because some models cache their logits for several losses.
     gradients = torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True, allow_unused=True)
     return dict(zip(parameters, gradients, strict=True))

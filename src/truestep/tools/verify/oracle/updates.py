@@ -1,9 +1,9 @@
 """Updates of whole weights in float64, as docs/optimizers.md defines them, and their float32 rounding.
 
-An update is judged in two stages, each from the run's own input: the moments from the gradient and the earlier moments,
-and the weight from the moments. So an error shows in the stage that made it. A weight must be the float32 number to
-which its exact value rounds. Values before that last rounding have the errors of float32 arithmetic, so each has an
-interval.
+An update is judged in two stages: the moments from the gradient and the earlier moments, then the weight from the
+moments. Each stage starts from the run's own values, so an error shows in the stage that made it. A weight must be the
+float32 number nearest to its exact value. Values before this last rounding have errors of float32 arithmetic, so each
+has an interval.
 """
 
 import math
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 _ROUNDING = 1e-6  # error of a few float32 operations, relative to the absolute terms of the sum
-_LEAST = 2e-38  # float32 without subnormal numbers flushes smaller values to 0
+_LEAST = 2e-38  # the smallest float32 values of this size are subnormal and may be flushed to 0
 _GROWTH = 3.4445  # largest factor by which a step of Muon's iteration amplifies an error
 _UNIT = 2.0**-24  # half the distance between 1 and the next float32 number
 _DECADES, _PARTS, _BLOCK = 5, 16, 256
 _ROW, _COLUMN = 3_242_174_889, 2_447_445_414
-_SIGNED, _POSITIVE = (127, 2_654_435_769), (255, 1_640_531_527)  # levels, and a factor of the update's number
+# number of levels, and the factor of the update's number in rounding thresholds
+_SIGNED, _POSITIVE = (127, 2_654_435_769), (255, 1_640_531_527)
 
 State = Mapping[str, Tensor]  # optimizer state of a weight, by kind
 
@@ -38,20 +39,20 @@ class Moment(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The step that an update subtracts from a weight, without decay, and the allowed float32 error."""
+    """The step that an update subtracts from a weight, without decay, and its allowed float32 error."""
 
     step: Tensor
     slack: Tensor
 
 
 class Variant(NamedTuple):
-    """A variant of AdamW's update, right or wrong on purpose: a fault is identified by the variant that reproduces
-    it."""
+    """A variant of AdamW's update: the right one, or one with a deliberate fault. A fault in a run is identified by the
+    variant that reproduces its numbers."""
 
     first_correction: bool = True  # bias correction of the first moment
     second_correction: bool = True
     later: int = 0  # added to the number of the update
-    epsilon: float | None = None  # None: the right one
+    epsilon: float | None = None  # None: the configured one
     epsilon_inside: bool = False  # epsilon inside the root
 
 
@@ -78,8 +79,8 @@ class UpdateOracle:
     def moments(
         self, name: str, weight: Tensor, gradient: Tensor, before: State, after: State, number: int
     ) -> dict[str, Moment]:
-        """Compute the moments after update `number` from those before it and the gradient, with the run's own
-        values."""
+        """Compute the moments after update `number` from the earlier moments and the gradient; also return the run's
+        own moments."""
         rule = self.rule(name, weight)
         if rule == "muon":
             return {"momentum_buffer": _mean(gradient, before, after, "momentum_buffer", self.options["momentum"])}
@@ -120,7 +121,7 @@ class UpdateOracle:
         if rule == "adamw":
             first, root = after["exp_avg"].double(), after["exp_avg_sq"].double().sqrt()
             slack = _ROUNDING * first.abs()
-        else:  # AdamW in 8 bits updates with the moments before they are quantised
+        else:  # 8-bit AdamW updates the weight with the moments before they are quantised
             first, root, slack = self._new_moments(gradient, before)
             slack = slack + _ROUNDING * first.abs()
         options, number = self.options, number + variant.later
@@ -132,8 +133,8 @@ class UpdateOracle:
         return Change(size * first / divisor, size * slack / divisor)
 
     def _new_moments(self, gradient: Tensor, before: State) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the moments of AdamW in 8 bits before they are quantised: the first moment, the root of the second,
-        and the allowed float32 error of the first."""
+        """Compute the moments of 8-bit AdamW before they are quantised: the first moment, the root of the second, and
+        the allowed float32 error of the first."""
         beta1, beta2 = self.options["beta1"], self.options["beta2"]
         old, old_root = (
             read_state(before, kind) if before else torch.zeros_like(gradient) for kind in ("exp_avg", "exp_avg_root")
@@ -150,7 +151,7 @@ class UpdateOracle:
         made = torch.stack([orthogonal(matrix, options["ns_steps"]) for matrix in matrices]).reshape(weight.shape)
         rows, columns = weight.shape[-2:]
         factor = max(1.0, rows / columns) ** 0.5 if options["adjust"] == "original" else 0.2 * max(rows, columns) ** 0.5
-        # The iteration begins with a matrix of norm 1. Each step rounds a few times, and amplifies earlier errors.
+        # The iteration starts with a matrix of norm 1. Each step rounds a few times, and amplifies earlier errors.
         error = 4 * _UNIT * sum(_GROWTH**passed for passed in range(options["ns_steps"] + 1))
         return Change(rate * factor * made, torch.full_like(made, rate * factor * error))
 
@@ -177,7 +178,7 @@ def updated(weight: Tensor, rate: float, decay: float, change: Change) -> Interv
     """Return the interval of float32 numbers that a weight may have after an update.
 
     Decay may be rounded in several ways: together with the step or before it, and as a product with a rounded factor or
-    as a difference. At a small rate these give different numbers, and a compiler may fuse two operations.
+    as a difference. At a small learning rate these give different numbers. A compiler may also fuse two operations.
     """
     exact = weight * (1 - rate * decay)
     decayed = [exact]
@@ -223,7 +224,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 def blocks_of(columns: int) -> list[range]:
     """Return the columns of each block of a row. The row is divided into 16 (or fewer) equal parts, and each part into
-    blocks of at most 256 of one size; its last block may be shorter."""
+    blocks of equal size, at most 256. The last block of a part may be shorter."""
     parts = math.gcd(columns, _PARTS)
     length = columns // parts
     size = math.ceil(length / math.ceil(length / _BLOCK))
@@ -243,8 +244,8 @@ def _turns(shape: torch.Size, number: int, factor: int) -> Tensor:
 
 
 def stored(values: Interval, turns: Tensor, count: int, *, keeps_small: bool) -> Interval:
-    """Return the interval of numbers after quantisation to 8 bits. `turns`: random numbers from 0 to 1 that decide the
-    rounding of each; `count`: levels; `keeps_small`: positive numbers are not rounded to 0."""
+    """Return the interval of numbers after quantisation to 8 bits. `turns`: thresholds from 0 to 1 that decide each
+    number's rounding. `count`: number of levels. `keeps_small`: positive numbers are not rounded to 0."""
     low, high = (bound.reshape(-1, bound.shape[-1]) for bound in values)
     turns = turns.reshape(low.shape)
     least, most = torch.empty_like(low), torch.empty_like(high)
@@ -252,7 +253,7 @@ def stored(values: Interval, turns: Tensor, count: int, *, keeps_small: bool) ->
         here = slice(block.start, block.stop)
         one, other, turn = low[:, here], high[:, here], turns[:, here]
         sizes = torch.where((one <= 0) & (other >= 0), 0.0, torch.minimum(one.abs(), other.abs()))
-        smallest = sizes.amax(-1, keepdim=True)  # least possible scale of the block
+        smallest = sizes.amax(-1, keepdim=True)  # smallest possible scale of the block
         largest = torch.maximum(one.abs(), other.abs()).amax(-1, keepdim=True)
 
         def read(size: Tensor, scale: Tensor, over: Tensor, turn: Tensor = turn) -> Tensor:
@@ -265,8 +266,8 @@ def stored(values: Interval, turns: Tensor, count: int, *, keeps_small: bool) ->
 
 
 def _level(share: Tensor, turn: Tensor, count: int, keeps_small: bool) -> Tensor:
-    """Round a fraction of the scale stochastically to a level: up if `turn` is less than its position between the two
-    neighbouring levels, else down."""
+    """Round a fraction of the scale to one of the two neighbouring levels: up if `turn` is less than its relative
+    position between them, else down."""
     share = share.clamp(min=0.0)
     table = _levels(count)
     below = (torch.searchsorted(table, share, right=True) - 1).clamp(0, count - 1)

@@ -12,13 +12,13 @@ from truestep.tools.verify.oracle.records import Document
 class Model(Protocol):
     """A float64 causal language model, one document at a time."""
 
-    parameters: dict[str, Tensor]  # leaf tensors to differentiate; a tied one occurs once
+    parameters: dict[str, Tensor]  # leaf tensors to differentiate; a tied weight occurs once
 
     def logits(
         self, input_ids: list[int], temperature: float = 1.0, routes: list[list[list[int]]] | None = None
     ) -> Tensor:  # [T, V]
         """Compute softcap(h Wᵀ) · logits_scale / temperature. `routes`: the experts of the first tokens, in each layer
-        that routes; None: the routers' own."""
+        with a router; None: the routers' own choice."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ def label_values(model: Model, document: Document) -> list[LabelValues]:
     logits = model.logits(document.input_ids, document.temperature, document.routes)  # [T, V]
     result = []
     for position in document.positions:
-        z = logits[position - 1]  # the token before predicts this one
+        z = logits[position - 1]  # the previous token predicts this one
         logsumexp = torch.logsumexp(z, dim=0)
         probabilities = torch.exp(z - logsumexp)
         logprob = z[document.input_ids[position]] - logsumexp
