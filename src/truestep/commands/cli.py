@@ -133,8 +133,15 @@ def _config_command(command: Callable[..., None]) -> click.Command:
     def with_config(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
         from truestep.config.load import check_secrets, load_config
 
-        loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
-        check_secrets(loaded, config)
+        try:
+            loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
+            check_secrets(loaded, config)
+        except Exception:
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher would start it again and again
+                from truestep.ranks.elastic import leave_after_error
+
+                leave_after_error()
+            raise
         command(loaded, **options)
 
     words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")

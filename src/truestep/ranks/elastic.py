@@ -6,6 +6,7 @@ ends well, closes the run for all agents. One that is ended by a signal does not
 agent by SIGTERM.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 from truestep.ranks.axes import RankError
 
 _ANCESTORS = 3  # an agent may start a worker through numactl or a shell
+_MANY = 1000  # restarts
 # An agent gives its workers 30 s before it kills them, when it starts them anew.
 SECONDS_TO_STOP = 25.0
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -40,6 +42,7 @@ class Agent:
     processes: int = 1  # worker processes of an agent
     local_rank: int = 0
     last_start: bool = False  # after another failure it would close the run for all
+    restarts: int = _MANY  # that the agent may make
 
     @property
     def name(self) -> str:
@@ -51,9 +54,39 @@ class Agent:
         return not any(number == self.number for number in _ancestors())
 
     def end(self) -> None:
-        """End the agent by a signal, so that it leaves the run to the others. One worker of each agent does it."""
-        if self.local_rank == 0 and not self.gone:
+        """End the agent by a signal, so that it leaves the run to the others. Of the workers of an agent one does it:
+        a second signal would keep it from ending the rest."""
+        if not self.gone and _first_to_take(f"truestep ends agent {self.number}"):
             os.kill(self.number, signal.SIGTERM)
+
+
+_taken: dict[str, socket.socket] = {}
+
+
+def _first_to_take(name: str) -> bool:
+    """Return True if no living process of this machine has taken the name. This one then has it until it ends."""
+    taken = socket.socket(socket.AF_UNIX)
+    try:
+        taken.bind(f"\0{name}")
+    except OSError:
+        taken.close()
+        return False
+    _taken[name] = taken
+    return True
+
+
+def leave_after_error() -> None:
+    """End the agent of this process, if it has one: an error of this machine's configuration would come again."""
+    agent = find_agent()
+    if agent is not None:
+        ignore_end()
+        agent.end()
+
+
+def ignore_end() -> None:
+    """Ignore SIGTERM, which an agent that is ended sends to its workers in turn."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def find_agent() -> Agent | None:
@@ -72,9 +105,23 @@ def agent_of(number: int, least: int, most: int) -> Agent | None:
     """Return the agent with this process id, by the variables that it set; None if its run has a fixed size."""
     if least == most:
         return None
-    count, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    count, limit = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", given))
+        for name, given in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", str(_MANY)))
+    )
     processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    return Agent(number, least, most, processes, local, last_start=count >= limit)
+    return Agent(number, least, most, processes, local, last_start=count >= limit, restarts=limit)
+
+
+def unknown_launcher() -> bool:
+    """Tell whether a launcher of torch started this process whose command line is not that of torchrun."""
+    known = (_nodes_of(_command_line(number)) for number in _ancestors())
+    return "TORCHELASTIC_RUN_ID" in os.environ and all(nodes is None for nodes in known)
+
+
+def generation_id() -> str:
+    """Return what tells the ranks of this generation from those of another: where they meet."""
+    return "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def _ancestors() -> list[int]:

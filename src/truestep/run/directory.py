@@ -29,6 +29,7 @@ from truestep.files.whole import (
     write_text_whole,
     write_whole,
 )
+from truestep.process import progress
 from truestep.rollouts.digests import digests_of
 from truestep.rollouts.kept import files as kept_files
 from truestep.rollouts.kept import records
@@ -43,6 +44,10 @@ _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # the errors of flock w
 
 class RunError(TruestepError):
     """A run's directory cannot be used."""
+
+
+class LockedError(RunError):
+    """Another process writes the run."""
 
 
 class RunDirectory:
@@ -97,10 +102,12 @@ class RunDirectory:
                 break
             except OSError as error:
                 if error.errno in _HELD and time.monotonic() < deadline:
+                    progress.made("waits for the lock")  # so that the watch does not end the ranks
                     time.sleep(0.2)
                     continue
+                kind = LockedError if error.errno in _HELD else RunError
                 with handle:
-                    raise RunError(self._why_not_locked(handle, error)) from error
+                    raise kind(self._why_not_locked(handle, error)) from error
         self._lock = handle
         with writing(self.path / ".lock"):
             handle.truncate(0)

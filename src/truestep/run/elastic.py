@@ -7,10 +7,11 @@ generations.jsonl of the run has a line for each generation: its ranks, why the 
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,24 @@ from truestep.config.sections import ServerSampler
 from truestep.errors import TruestepError
 from truestep.files.whole import append_json_line, lines_from_the_end, read_json_lines
 from truestep.ranks.axes import RankError, RankLayout
-from truestep.ranks.elastic import OWN_STORE, SHARES_STORE, Agent, RankLostError
+from truestep.ranks.elastic import OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id, ignore_end
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch, ends_run, raised_between_ranks
 from truestep.run.assemble.policy import layout_of
 from truestep.run.assemble.sources import own_part
 from truestep.run.checkpoint.store import CheckpointStore, step_of
-from truestep.run.directory import RunDirectory
+from truestep.run.directory import LockedError, RunDirectory
 from truestep.text import printable
 
 GENERATIONS = "generations.jsonl"
 MARKS = ("generation", "ranks", "lost_seconds")  # metrics
-_NOTE = ".generation-ended"  # why a generation ended: written by the first rank that knows, removed by the next
+_NOTE = ".generation-ended-"  # why a generation ended: written by the first rank that knows, removed by the next
 _MOST_FAILURES = 2  # of an agent's ranks after the same checkpoint
+_LEAST_RESTARTS = 10
+JOIN_PATIENCE = 180.0  # seconds in which all ranks must be connected
+_LOCK_PATIENCE = 120.0  # seconds to wait for the lock of a rank that is ending: a lease of NFS lasts 90
+_MOST_TO_FAIL = 20.0  # seconds after a signal to stop in which the end of a rank is its own failure
+_SIGNALS_TOGETHER = 5.0  # seconds in which two signals are one: a launcher and SLURM may both send it
 
 
 class ElasticError(TruestepError):
@@ -69,6 +75,11 @@ def _of_launcher(config: Config, agent: Agent) -> Iterator[str]:
             f"set {OWN_STORE}=1 for torchrun, on every machine: else its agents do not find each other when the first "
             "of them has left"
         )
+    if agent.restarts < _LEAST_RESTARTS:
+        yield (
+            f"--max-restarts {agent.restarts} is too few, since every agent spends one when a rank is lost or joins: "
+            "set --max-restarts 1000"
+        )
     layout: RankLayout = layout_of(config)
     for agents in range(agent.least, agent.most + 1):
         try:
@@ -86,17 +97,27 @@ class Elastic:
     ranks: Ranks = field(default_factory=Ranks)
     agents: Sequence[str] = ()  # of this generation, in the order of ranks
     watch: Watch | None = None
+    directory: RunDirectory | None = None  # locked by the first rank
+    asked_at: Callable[[], float] = lambda: math.inf  # `time.monotonic` when this rank was first asked to stop
+
+    @property
+    def mark(self) -> str:
+        """What the names of this generation's incomplete checkpoints end with."""
+        return f"-{generation_id()}"
 
     def joined(self, ranks: Ranks, watch: Watch) -> tuple[dict[str, float], str]:
         """Begin a generation with these ranks; return metrics for its steps, and what is said of it. Raise on all ranks
         if one is on an agent that fails again and again."""
         self.ranks, self.watch = ranks, watch
         watch.before_exit = self._before_exit
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, self._told_to_end)
         self.agents = ranks.gather(self.agent.name)
         if ranks.size < self.agent.least * self.agent.processes:  # agents left while the launcher counted them
             raise RankLostError(
                 f"{ranks.size} ranks are fewer than those of {self.agent.least} agents: all wait for more"
             )
+        self.directory = RunDirectory(self.path, writes=ranks.first, patience=_LOCK_PATIENCE)
         line, before = ranks.share(self._begin)
         if line["unfit"]:
             if self.agent.name in line["unfit"]:
@@ -107,16 +128,25 @@ class Elastic:
         return marks, _sentence(line, before)
 
     def _begin(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Write the line of this generation; return it and the line before. Called on the first rank."""
-        file, directory = self.path / GENERATIONS, RunDirectory(self.path, writes=False)
-        lines, note = read_json_lines(file) if file.is_file() else [], self._read_note()
+        """Write the line of this generation; return it and the line before. Called on the first rank, which locks the
+        run first: a rank of the generation before may still write it."""
+        directory = self.directory or RunDirectory(self.path)
+        directory.check()
+        try:
+            directory.lock()
+        except LockedError as error:
+            raise RankLostError(f"{error}; all try again") from error
+        file = self.path / GENERATIONS
+        lines = read_json_lines(file) if file.is_file() else []
+        note = self._read_note([line.get("id", "") for line in lines])
         latest = CheckpointStore(directory.checkpoints, 1).latest()
         step = 0 if latest is None else step_of(latest)
         agents, before = list(dict.fromkeys(self.agents)), set(lines[-1]["agents"]) if lines else set()
         failed = note.get("failed", [])
         failures = [name for line in lines if line["step"] == step for name in line["failed"]] + failed
         line: dict[str, Any] = {
-            "generation": len(lines) + 1,
+            "generation": lines[-1]["generation"] + 1 if lines else 1,
+            "id": generation_id(),
             "time": time.time(),
             "step": step,
             "ranks": self.ranks.size,
@@ -128,21 +158,18 @@ class Elastic:
             "unfit": [name for name in agents if failures.count(name) >= _MOST_FAILURES],
         }
         if before & set(agents):  # else all launchers were started anew
-            line |= _lost(directory, step)
-        self.path.mkdir(parents=True, exist_ok=True)
+            line |= _lost(directory, step, lines[-1]["time"])
         append_json_line(file, line)
-        self._note.unlink(missing_ok=True)
+        self._remove_notes()
         return line, lines[-1] if lines else None
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """Note why this generation ends. End the agent too where its rank leaves, or where the run is over."""
         before = signal.getsignal(signal.SIGTERM)
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, self._told_to_end)
         try:
             yield
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGTERM, before)
         except BaseException as error:
             own = isinstance(error, Exception) and not isinstance(error, RankLostError)
@@ -150,7 +177,8 @@ class Elastic:
             failure = f"rank {self.ranks.rank} failed: {type(error).__name__}: {error}"
             cause = error.cause if isinstance(error, RankLostError) else str(error)
             self.note(failure if own else cause, own)
-            if ends_run(error) or self.agent.last_start:
+            over = self.watch is not None and self.watch.over  # an error of another rank
+            if ends_run(error) or over or self.agent.last_start:
                 self._leave()
             raise
 
@@ -162,10 +190,12 @@ class Elastic:
         if stopped and (leaves or self.agent.last_start):
             self._leave()
         if not stopped and self.ranks.first:
-            self._note.unlink(missing_ok=True)
+            self._remove_notes()
 
     def _told_to_end(self, number: int, frame: object) -> None:
         """End all ranks at once, by a signal of the agent before the first step, or by a second one."""
+        if time.monotonic() < self.asked_at() + _SIGNALS_TOGETHER:
+            return
         reason = f"rank {self.ranks.rank} was told to end by its launcher"
         if self.watch is not None:
             self.watch.end_all(reason)
@@ -178,34 +208,43 @@ class Elastic:
             self.agent.end()
 
     def _leave(self) -> None:
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it to this process in turn
+        ignore_end()
         self.agent.end()
-
-    @property
-    def _note(self) -> Path:
-        return self.path / _NOTE
 
     def note(self, reason: str, own: bool) -> None:
         """Write why the generation ends, unless another rank has. `own`: this rank failed."""
         gone = self.watch.lost if self.watch is not None and not own else ()
+        if time.monotonic() > self.asked_at() + _MOST_TO_FAIL:
+            gone = ()  # agents kill what does not stop in 30 s
         failed = [self.agent.name] if own else [self.agents[rank] for rank in gone if rank < len(self.agents)]
-        with contextlib.suppress(OSError), self._note.open("x", encoding="utf-8") as file:
-            json.dump({"reason": printable(reason, 500), "failed": failed}, file)
+        file = self.path / f"{_NOTE}{generation_id()}"
+        with contextlib.suppress(OSError), file.open("x", encoding="utf-8") as opened:
+            json.dump({"reason": printable(reason, 500), "failed": failed}, opened)
 
-    def _read_note(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads(self._note.read_text(encoding="utf-8")))
-        except (OSError, ValueError):  # none, or a rank was killed while it wrote
-            return {}
+    def _read_note(self, ids: Sequence[str]) -> dict[str, Any]:
+        """Return the note of the last of these generations, or of a later one that never began; {} if there is none. A
+        rank of an earlier one that went on later may have left a note, too."""
+        notes = [file for file in self.path.glob(f"{_NOTE}*") if file.name.removeprefix(_NOTE) not in ids[:-1]]
+        for file in sorted(notes, key=lambda file: file.name.removeprefix(_NOTE) not in ids):
+            with contextlib.suppress(OSError, ValueError):  # a rank was killed while it wrote
+                return dict(json.loads(file.read_text(encoding="utf-8")))
+        return {}
+
+    def _remove_notes(self) -> None:
+        for file in self.path.glob(f"{_NOTE}*"):
+            file.unlink(missing_ok=True)
 
 
-def _lost(directory: RunDirectory, step: int) -> dict[str, Any]:
-    """Count the steps that are rolled back, and the seconds since the step that the run goes on from."""
+def _lost(directory: RunDirectory, step: int, began: float) -> dict[str, Any]:
+    """Count the steps that are rolled back, and the seconds since the step that the run goes on from. `began`: when the
+    generation before began; if it wrote no step, what was lost before it is counted already."""
     if not directory.ledger.is_file():
         return {}
     seen: list[int] = []  # documents seen after the last step, and after the one that the run goes on from
-    steps, seconds = 0, max(0.0, time.time() - directory.ledger.stat().st_mtime)
+    written = directory.ledger.stat().st_mtime
+    steps, seconds = 0, max(0.0, time.time() - max(written, began))
+    if written < began:
+        return {"lost_steps": 0, "lost_documents": 0, "lost_seconds": round(seconds, 3)}
     for line in lines_from_the_end(directory.ledger):
         if line.value is None or not line.value.get("documents"):
             continue

@@ -21,7 +21,7 @@ from truestep.plan.rates import Rates, rates_here
 from truestep.plan.room import too_small
 from truestep.plan.search import settle_on
 from truestep.process.randomness import seed_random
-from truestep.ranks.elastic import SECONDS_TO_STOP, find_agent
+from truestep.ranks.elastic import SECONDS_TO_STOP, find_agent, unknown_launcher
 from truestep.ranks.group import ALONE, Ranks, leave
 from truestep.ranks.watch import Watch
 from truestep.report.verdicts.watching import Watching
@@ -49,7 +49,7 @@ from truestep.run.checkpoint.checksums import find_damage
 from truestep.run.checkpoint.saves import SaveRule, Saves
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.run.directory import RunDirectory
-from truestep.run.elastic import Elastic, check_elastic
+from truestep.run.elastic import JOIN_PATIENCE, Elastic, check_elastic
 from truestep.run.notes import options_before, run_notes, what_runs
 from truestep.run.terminal.display import Display
 from truestep.run.trainer import RunState, Trainer, TrainingError
@@ -67,7 +67,6 @@ from truestep.weights.digests import Trace
 from truestep.weights.errors import ModelError
 from truestep.weights.tensor_parts import StoredTensors
 
-_PATIENCE = 60.0  # seconds that a generation waits for the lock of the one before
 # The exceptions that a damaged checkpoint can raise when it is read.
 _ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
 
@@ -105,14 +104,42 @@ def _train(
     sinks: Sequence[Sink],
     elastic: Elastic | None,
 ) -> Trainer:
+    notes: list[str] = []
     if elastic is not None:
         check_elastic(config, elastic.agent)
-    ranks = join_ranks(config)
-    notes: list[str] = []
+    elif unknown_launcher():
+        notes.append("the launcher is not torchrun: the number of ranks is fixed, also where it could start fewer")
+    _refuse_notice(config)
+    ranks = join_ranks(config, None if elastic is None else JOIN_PATIENCE)
+    watch = Watch(ranks, config.schedule.stall_timeout, None if elastic is None else elastic.agent)
+    with ExitStack() as watched:
+        if elastic is not None:  # a rank may be lost at any time
+            watched.enter_context(watch.watching())
+        return _train_watched(config, console, title, callbacks, sinks, elastic, ranks, watch, watched, notes)
+
+
+def _refuse_notice(config: Config) -> None:
+    """Raise if the end of this machine is announced: the run would stop at its first step."""
+    notice = config.schedule.preemption_file
+    if notice is not None and Path(notice).exists():
+        raise TrainingError(f"schedule.preemption_file: {notice} is there already: remove it, and start again")
+
+
+def _train_watched(
+    config: Config,
+    console: Console,
+    title: str,
+    callbacks: Sequence[Callback],
+    sinks: Sequence[Sink],
+    elastic: Elastic | None,
+    ranks: Ranks,
+    watch: Watch,
+    watched: ExitStack,
+    notes: list[str],
+) -> Trainer:
     rates = measured_rates(config, ranks, notes)
     running, switched_on = settle_on(as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
     config = with_model(running, config.model.path)
-    watch = Watch(ranks, config.schedule.stall_timeout, None if elastic is None else elastic.agent)
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
     for name, value in switched_on.items():
         display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
@@ -121,13 +148,17 @@ def _train(
     warning = too_small(running, ranks.size) if config.logging.console and ranks.first else None
     if warning is not None:
         display.say(f"warning: {warning}")
-    with watch.watching(), exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
+    if elastic is None:
+        watched.enter_context(watch.watching())
+    with exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
         marks: dict[str, float] = {}
         if elastic is not None:
             marks, sentence = elastic.joined(ranks, watch)
             display.say(sentence)
-        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates, elastic is not None)
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates, elastic)
         trainer.marks = marks
+        if elastic is not None:
+            elastic.asked_at = lambda: trainer.state.asked_at
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
@@ -152,7 +183,7 @@ def make_trainer(
     callbacks: Sequence[Callback] = (),
     display: Display | None = None,
     rates: Rates | None = None,
-    elastic: bool = False,
+    elastic: Elastic | None = None,
 ) -> Trainer:
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     with ExitStack() as opened:
@@ -172,11 +203,11 @@ def _make_trainer(
     display: Display,
     rates: Rates | None,
     opened: ExitStack,
-    elastic: bool,
+    elastic: Elastic | None,
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks, elastic)
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, "" if elastic is None else elastic.mark)
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
@@ -213,7 +244,7 @@ def _make_trainer(
         directory=directory,
         checkpoints=store,
         saves=Saves(store, ranks),
-        save_rule=_save_rule(config, elastic),
+        save_rule=_save_rule(config, elastic is not None),
         observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
         evaluator=evaluator,
@@ -282,7 +313,7 @@ def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
         display.say(shown(note))
 
 
-def _check(config: Config, ranks: Ranks, elastic: bool) -> RunDirectory:
+def _check(config: Config, ranks: Ranks, elastic: Elastic | None) -> RunDirectory:
     """Check the configuration and its inputs before the model is loaded, which can take minutes; return the run's
     directory."""
     keep_secrets_of(config.model_dump())
@@ -291,9 +322,9 @@ def _check(config: Config, ranks: Ranks, elastic: bool) -> RunDirectory:
     check_inputs(config, ranks)
     check_custom_code(config)
     assert config.checkpoint.directory is not None
-    patience = _PATIENCE if elastic else 0.0
-    path, locks = Path(config.checkpoint.directory), config.checkpoint.lock
-    directory = RunDirectory(path, writes=ranks.first, locks=locks, patience=patience)
+    if elastic is not None and elastic.directory is not None:  # which is locked already
+        return elastic.directory
+    directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
     ranks.share(directory.check)
     return directory
 

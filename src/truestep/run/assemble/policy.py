@@ -18,8 +18,9 @@ def layout_of(config: Config) -> RankLayout:
     return RankLayout(**{name: getattr(parallel, name) for name in (*(axis.name for axis in AXES), *DERIVED)})
 
 
-def join_ranks(config: Config) -> Ranks:
-    return join(layout_of(config), device=config.model.device, stall_timeout=config.schedule.stall_timeout)
+def join_ranks(config: Config, patience: float | None = None) -> Ranks:
+    timeout = config.schedule.stall_timeout
+    return join(layout_of(config), device=config.model.device, stall_timeout=timeout, patience=patience)
 
 
 def chosen(value: Any) -> Any:

@@ -116,9 +116,10 @@ def step_of(checkpoint: Path) -> int:
 class CheckpointStore:
     """The checkpoints of a run, complete or being written."""
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, mark: str = ""):
         self._directory = directory
         self._keep = keep
+        self._mark = mark  # of this start's incomplete checkpoints: a rank of another start cannot write into them
 
     def complete(self) -> list[Path]:
         """List the complete checkpoints, oldest first."""
@@ -135,7 +136,7 @@ class CheckpointStore:
         return self._directory / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        return self._directory / f".step-{step:08d}.partial"
+        return self._directory / f".step-{step:08d}{self._mark}.partial"
 
     def put_aside(self, checkpoint: Path) -> Path:
         """Rename a damaged checkpoint, so that no run resumes from it but its files are kept."""
