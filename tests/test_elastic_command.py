@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from truestep.config.schema import Config
 from truestep.ranks import elastic
 from truestep.ranks.elastic import Agent, agent_of, find_agent
 from truestep.run.elastic import ElasticError, check_elastic
+from truestep.run.train import _refuse_notice
+from truestep.run.trainer import TrainingError
 
 GIVEN: dict[str, Any] = {
     "model": {"path": "model"},
@@ -40,12 +44,12 @@ def printed(tmp_path: Path, *words: str, **sections: Any) -> str:
 
 def parsed(line: str) -> tuple[list[str], dict[str, Any]]:
     """The GPUs of each agent, and what torchrun's own parser makes of its command."""
-    gpus, _, rest = line.removeprefix("for gpus in ").partition("; do ")
-    command, _, end = rest.partition(" & ")
-    assert end == "done; wait"
+    gpus, _, rest = line.partition("for gpus in ")[2].partition("; do ")
+    command, _, _ = rest.partition(" & ")
     words = command.split()
-    assert words[:3] == [f"{elastic.OWN_STORE}=1", "CUDA_VISIBLE_DEVICES=$gpus", "torchrun"]
-    return gpus.split(), vars(get_args_parser().parse_args(words[3:]))
+    threads = "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
+    assert words[:4] == [f"{elastic.OWN_STORE}=1", threads, "CUDA_VISIBLE_DEVICES=$gpus", "torchrun"]
+    return gpus.split(), vars(get_args_parser().parse_args(words[4:]))
 
 
 def test_one_agent_a_gpu(tmp_path: Path) -> None:
@@ -63,6 +67,32 @@ def test_one_agent_a_gpu(tmp_path: Path) -> None:
         }
         assert given["module"] and given["training_script"] == "truestep"
         assert given["training_script_args"] == ["train", str(tmp_path / "run.yaml"), "--seed", "3"]
+
+
+AGENTS = {
+    "ends": "exit $((CUDA_VISIBLE_DEVICES * 3))",
+    "is told": "trap 'echo told $CUDA_VISIBLE_DEVICES; exit 1' TERM; echo there; while :; do sleep 0.05; done",
+}
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+@pytest.mark.parametrize(("what", "code"), [("ends", 6), ("is told", 1)])
+def test_the_printed_line_has_the_agents_signals_and_exit_codes(
+    shell: str, what: str, code: int, tmp_path: Path
+) -> None:
+    """The shell is what SLURM and Kubernetes start and end."""
+    line = printed(tmp_path, "--hosts", "one", "--gpus", "3", "--least", "1").splitlines()[1]
+    (tmp_path / "torchrun").write_text(f"#!/bin/sh\n{AGENTS[what]}\n")
+    (tmp_path / "torchrun").chmod(0o700)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen([shell, "-c", line], stdout=subprocess.PIPE, text=True, env=os.environ | path) as started:
+        assert started.stdout is not None
+        if what == "is told":
+            assert [started.stdout.readline() for _ in range(3)] == ["there\n"] * 3
+            started.terminate()
+        assert started.wait(timeout=20) in (code, 128 + signal.SIGTERM if what == "is told" else code)
+        told = started.stdout.read().split("\n")
+    assert sorted(told) == (["", "told 0", "told 1", "told 2"] if what == "is told" else [""])
 
 
 def test_gpus_that_a_layout_needs_together_have_one_agent(tmp_path: Path) -> None:
@@ -161,3 +191,64 @@ def test_an_agent_that_has_ended_is_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     agent = agent_of(2**22 + 1, 1, 2)
     assert agent is not None and agent.gone and agent.last_start
     agent.end()  # no process of another kind has its number
+
+
+def test_one_rank_of_a_team_ends_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is; a second signal would keep the agent from ending the others."""
+    told: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda number, kind: told.append(number))
+    monkeypatch.setattr(elastic, "_taken", {})
+    for local in (3, 0):
+        Agent(os.getppid(), 1, 2, processes=4, local_rank=local).end()
+    assert told == [os.getppid()]
+
+
+def test_few_restarts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun makes none where it is not told otherwise."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    agent = agent_of(os.getppid(), 1, 2)
+    assert agent is not None
+    with pytest.raises(ElasticError, match="set --max-restarts 1000"):
+        check_elastic(config(), agent)
+
+
+@pytest.mark.parametrize("text", [None, "model: 3", "schedule: {docs_per_step: 8}"])
+def test_a_configuration_that_cannot_be_loaded_ends_the_agent(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher would start the same command a thousand times."""
+    ended: list[int] = []
+    words = ["python", "/bin/torchrun", "--nnodes", "2:4", "-m", "truestep", "train", "run.yaml"]
+    monkeypatch.setattr(elastic, "_command_line", lambda number: words if number == os.getppid() else [])
+    monkeypatch.setattr(Agent, "end", lambda self: ended.append(self.number))
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for elastically in (False, True):
+            if elastically:
+                monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+            assert CliRunner().invoke(main, ["train", str(tmp_path / "run.yaml")]).exit_code == 1
+            assert ended == [os.getppid()] * elastically
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "which the agent sends to its workers in turn"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_launcher_that_is_not_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_command_line", lambda number: ["python", "launch.py"])
+    assert not elastic.unknown_launcher()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert elastic.unknown_launcher()
+    words = ["python", "/bin/torchrun", "--nnodes", "2", "train.py"]
+    monkeypatch.setattr(elastic, "_command_line", lambda number: words)
+    assert not elastic.unknown_launcher()
+
+
+def test_a_notice_that_is_there_already_is_refused(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+    given = config(schedule={"preemption_file": str(notice)})
+    _refuse_notice(given)
+    notice.touch()
+    with pytest.raises(TrainingError, match="is there already: remove it"):
+        _refuse_notice(given)

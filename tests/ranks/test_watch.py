@@ -18,6 +18,7 @@ from selection import long_except
 from small_runs import read_lines, write_rollouts
 from truestep.errors import TruestepError
 from truestep.plan.exhausted import MemoryExhaustedError
+from truestep.process import progress
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.elastic import SHARES_STORE, Agent, RankLostError
 from truestep.ranks.group import NoDeviceError, Ranks, join
@@ -290,12 +291,13 @@ def test_which_ranks_have_failed(own: RankState, other: RankState, lost: list[in
 
 def test_the_ranks_that_failed_are_told_with_the_reason() -> None:
     store = _Store()
-    late = watch_of(store, rank=0, timeout=0.5)
+    progress.made("phases")
+    late = watch_of(store, rank=0, timeout=40.0)
     late._report(seen(0, 4, 50.0, waits=""))
-    finds = watch_of(store, timeout=0.5)
+    finds = watch_of(store, timeout=40.0)
     reason, _ = finds._reason_to_end(60.0)
     assert reason is not None and "rank 0 has made no progress" in reason and finds.lost == [0]
-    told = watch_of(store, timeout=0.5)
+    told = watch_of(store, timeout=40.0)
     assert told._told() == reason and told.lost == [0]
 
 

@@ -23,6 +23,7 @@ from truestep.files.whole import append_json_line, lines_from_the_end, read_json
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.elastic import OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id, ignore_end
 from truestep.ranks.group import Ranks
+from truestep.ranks.processes import machine
 from truestep.ranks.watch import Watch, ends_run, raised_between_ranks
 from truestep.run.assemble.policy import layout_of
 from truestep.run.assemble.sources import own_part
@@ -104,6 +105,12 @@ class Elastic:
     def mark(self) -> str:
         """What the names of this generation's incomplete checkpoints end with."""
         return f"-{generation_id()}"
+
+    def count_beside(self, ranks: Ranks) -> None:
+        """Let LOCAL_WORLD_SIZE be the ranks of this machine, which share its memory and cores: an agent counts its own.
+        Every rank calls this."""
+        machines = ranks.gather(machine())
+        os.environ["LOCAL_WORLD_SIZE"] = str(machines.count(machine()))
 
     def joined(self, ranks: Ranks, watch: Watch) -> tuple[dict[str, float], str]:
         """Begin a generation with these ranks; return metrics for its steps, and what is said of it. Raise on all ranks
@@ -224,8 +231,10 @@ class Elastic:
     def _read_note(self, ids: Sequence[str]) -> dict[str, Any]:
         """Return the note of the last of these generations, or of a later one that never began; {} if there is none. A
         rank of an earlier one that went on later may have left a note, too."""
-        notes = [file for file in self.path.glob(f"{_NOTE}*") if file.name.removeprefix(_NOTE) not in ids[:-1]]
-        for file in sorted(notes, key=lambda file: file.name.removeprefix(_NOTE) not in ids):
+        notes = {file.name.removeprefix(_NOTE): file for file in self.path.glob(f"{_NOTE}*")}
+        last = ids[-1] if ids else None
+        later = [name for name in notes if name not in ids]
+        for file in (notes[name] for name in [last, *later] if name in notes):
             with contextlib.suppress(OSError, ValueError):  # a rank was killed while it wrote
                 return dict(json.loads(file.read_text(encoding="utf-8")))
         return {}

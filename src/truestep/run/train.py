@@ -115,6 +115,7 @@ def _train(
     with ExitStack() as watched:
         if elastic is not None:  # a rank may be lost at any time
             watched.enter_context(watch.watching())
+            elastic.count_beside(ranks)
         return _train_watched(config, console, title, callbacks, sinks, elastic, ranks, watch, watched, notes)
 
 

@@ -16,6 +16,13 @@ from truestep.run.elastic import check_elastic
 # least number of agents is there; an agent that is silent for 5 intervals has left.
 RENDEZVOUS = {"join_timeout": 604800, "last_call_timeout": 15, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 MAX_RESTARTS = 1000  # every agent spends one when a rank is lost
+_THREADS = "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"  # torchrun sets it for several processes of an agent, not for one
+# Waits for all agents, also after a signal, which ends a `wait`; the exit code is the greatest of theirs.
+_WAIT = (
+    "worst=0; for pid in $pids; do "
+    "while wait $pid; code=$?; kill -0 $pid 2>/dev/null; do :; done; "
+    "[ $code -le $worst ] || worst=$code; done; trap - TERM INT; (exit $worst)"
+)
 
 
 def elastic_commands(
@@ -36,10 +43,11 @@ def elastic_commands(
     name = re.sub(r"[^\w-]", "-", Path(config.checkpoint.directory or "run").name)
     visible = [",".join(str(team * agent + gpu) for gpu in range(team)) for agent in range(each)]
     return [
-        f"for gpus in {' '.join(visible)}; do {OWN_STORE}=1 CUDA_VISIBLE_DEVICES=$gpus "
+        f"pids=; trap 'kill -TERM $pids' TERM INT; "
+        f"for gpus in {' '.join(visible)}; do {OWN_STORE}=1 {_THREADS} CUDA_VISIBLE_DEVICES=$gpus "
         f"torchrun --nnodes {fewest}:{most} --nproc-per-node {team} --max-restarts {MAX_RESTARTS} "
         f"--rdzv-id {name} --rdzv-backend c10d --rdzv-endpoint {hosts[0]}:{port} --rdzv-conf {settings} "
-        f"--local-addr {host} -m {shlex.join(train)} & done; wait"
+        f'--local-addr {host} -m {shlex.join(train)} & pids="$pids $!"; done; {_WAIT}'
         for host in hosts
     ]
 
