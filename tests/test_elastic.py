@@ -130,6 +130,27 @@ def test_a_rank_that_stands_still(tiny_model: Callable[[str], Path], tmp_path: P
     compare(agents.run, whole)
 
 
+def first_rank(agents: Agents) -> int:
+    """The agent that has rank 0, whose process has the store of the generation."""
+    number = int(agents.generations[-1]["agents"][0].rpartition("/")[2])
+    return next(name for name, agent in agents.agents.items() if agent.pid == number)
+
+
+@pytest.mark.long
+def test_the_first_rank_stands_still(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    """The store of the others stands still with it, and it still has the lock of the run."""
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        agents.start(0, 1, 2, options=("--schedule.stall_timeout", "4"))
+        agents.until(lambda: agents.steps >= 5)
+        agents.signal(first_rank(agents), signal.SIGSTOP)
+        agents.until(lambda: "the data ended after step" in agents.log())
+        agents.end()
+        assert "the store of rank 0 has not answered" in agents.generations[1]["reason"]
+        assert agents.generations[1]["failed"] == []
+        nothing_left(agents)
+    compare(agents.run, whole)
+
+
 def disturb(agents: Agents, seed: int) -> None:
     """Let ranks be killed, stopped, told to go and join, one or two at a time, at random instants. The first agent
     stays, since it has the rendezvous, and no rank is killed twice."""
