@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/test_elastic.py",),
         (
             *("src/truestep/run/elastic.py", "src/truestep/tools/elastic_command.py", "src/truestep/run/checkpoint/*"),
-            *("src/truestep/ranks/elastic.py", "src/truestep/ranks/watch.py", "src/truestep/ranks/lifelines.py"),
+            *("src/truestep/ranks/elastic.py", "src/truestep/ranks/watch.py"),
         ),
     ),
     "families": (
