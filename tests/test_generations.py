@@ -301,7 +301,8 @@ def test_the_agents_of_a_machine_share_it(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_two_signals_at_once_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher and SLURM may both send it; the run saves."""
-    own, exits = part(tmp_path, "a/1"), []
+    own = part(tmp_path, "a/1")
+    exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
     own.asked_at = lambda: time.monotonic() - 1
     own._told_to_end(signal.SIGTERM, None)
