@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,10 @@ def test_the_printed_line_has_the_agents_signals_and_exit_codes(
     (tmp_path / "torchrun").write_text(f"#!/bin/sh\n{AGENTS[what]}\n")
     (tmp_path / "torchrun").chmod(0o700)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    with subprocess.Popen([shell, "-c", line], stdout=subprocess.PIPE, text=True, env=os.environ | path) as started:
+    heeds = partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)  # a shell cannot heed what it was started to ignore
+    with subprocess.Popen(
+        [shell, "-c", line], stdout=subprocess.PIPE, text=True, env=os.environ | path, preexec_fn=heeds
+    ) as started:
         assert started.stdout is not None
         if what == "is told":
             assert [started.stdout.readline() for _ in range(3)] == ["there\n"] * 3
