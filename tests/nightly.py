@@ -45,6 +45,13 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("src/truestep/generate/endpoint/*", "src/truestep/generate/command.py"),
         ),
     ),
+    "elastic": (
+        ("tests/test_elastic.py",),
+        (
+            *("src/truestep/run/elastic.py", "src/truestep/tools/elastic_command.py", "src/truestep/run/checkpoint/*"),
+            *("src/truestep/ranks/elastic.py", "src/truestep/ranks/watch.py"),
+        ),
+    ),
     "families": (
         ("tests/families/test_families.py",),
         ("docs/families.md", "src/truestep/model/*", "src/truestep/generate/engine/*"),

@@ -344,7 +344,7 @@ def test_the_messages_of_ranks_are_those_of_the_watch() -> None:
 
 def test_every_command_has_a_row_in_the_readme() -> None:
     rows = re.findall(
-        r"^\| `truestep ([a-z ]+?)(?: [A-Z-].*?)?` \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+        r"^\| `truestep ([a-z -]+?)(?: [A-Z-].*?)?` \|", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
     )
     commands = {
         f"{name} {inner}".strip()

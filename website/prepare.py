@@ -51,6 +51,7 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/speed.md",
         "docs/ranks.md",
         "docs/launch.md",
+        "docs/machines.md",
     ],
     "Reference": ["docs/options.md", "docs/python.md", "docs/configuration.md", "docs/metrics.md", "docs/contract.md"],
     "More": [],

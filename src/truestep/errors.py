@@ -3,3 +3,7 @@
 
 class TruestepError(Exception):
     """The base class of errors with a message for the user."""
+
+
+class MachineError(TruestepError):
+    """An error of one machine, which may not come on another."""

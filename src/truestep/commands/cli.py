@@ -135,13 +135,22 @@ def _config_command(command: Callable[..., None]) -> click.Command:
     def with_config(config: Path, overrides: tuple[str, ...], **options: Any) -> None:
         from truestep.config.load import check_secrets, load_config
 
-        loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
-        check_secrets(loaded, config)
+        try:
+            loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
+            check_secrets(loaded, config)
+        except Exception:
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher would start it again and again
+                from truestep.ranks.elastic import leave_after_error
+
+                leave_after_error()
+            raise
         command(loaded, **options)
 
     words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
     file = click.argument("config", type=click.Path(path_type=Path))
-    return main.command(cls=ConfigCommand, context_settings=_FREE_OPTIONS)(file(words(_guarded(with_config))))
+    name = command.__name__.replace("_", "-")
+    made = main.command(name=name, cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+    return made(file(words(_guarded(with_config))))
 
 
 _output = click.option("--output", required=True, type=click.Path(path_type=Path), help="Directory for the results.")
@@ -200,6 +209,21 @@ def plan(
     _print(text)
     if not fits:
         sys.exit(1)
+
+
+@_config_command
+@click.option("--hosts", required=True, help="The machines, with commas between them. The first has the rendezvous.")
+@click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of each machine.")
+@click.option("--least", type=click.IntRange(1), help="The fewest agents to go on with. Default: half of them.")
+@click.option("--port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="A port of the first.")
+def elastic_command(config: "Config", hosts: str, gpus: int, least: int | None, port: int) -> None:
+    """Print a command for each machine. They start a run that goes on when GPUs are lost or join (docs/machines.md)."""
+    from truestep.tools.elastic_command import elastic_commands
+
+    names = [name for name in hosts.split(",") if name]
+    train = ["truestep", "train", *_as_typed()[2:]]
+    for host, command in zip(names, elastic_commands(config, train, names, gpus, least, port), strict=True):
+        click.echo(f"# {host}\n{command}")
 
 
 @_config_command

@@ -591,6 +591,10 @@ class ScheduleConfig(Section):
     Tokens, micro-batches, layers, bytes and processor time all count as progress, so a slow run is not ended."""
     updates_per_batch: Count = 1
     """The number of optimizer updates on the same documents."""
+    preemption_file: str | None = None
+    """A file that announces the end of a rank's machine: when it is there, the run ends after the step in hand and
+    saves, as after SIGTERM. Under an elastic launcher, this rank leaves and the others go on. Each rank looks on its
+    own machine, so the path should not be on a shared disk. null: none."""
 
 
 class ParallelConfig(Section):

@@ -10,7 +10,7 @@ PREFIX = "evaluation/"  # trackers have the metrics of evaluations under such na
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
-def step_of(checkpoint: Path) -> int | None:
+def step_by_name(checkpoint: Path) -> int | None:
     """Return the step of a checkpoint by its directory's name; None if the name is not that of a checkpoint."""
     named = _CHECKPOINT.fullmatch(checkpoint.name)
     return None if named is None else int(named[1])
@@ -42,18 +42,18 @@ class Best:
 
     def is_best(self, step: int, checkpoints: Sequence[Path]) -> bool:
         """Return whether the evaluation after a step is better than those after the steps of all checkpoints."""
-        steps = [other for path in checkpoints if (other := step_of(path)) is not None and other < step]
+        steps = [other for path in checkpoints if (other := step_by_name(path)) is not None and other < step]
         return step in self.values and step == self._best_of([*steps, step])
 
     def checkpoint(self, checkpoints: Sequence[Path]) -> Path | None:
         """Return the best one of checkpoints, which are named after their steps; None if no value of them is known."""
-        by_step = {step: path for path in checkpoints if (step := step_of(path)) is not None}
+        by_step = {step: path for path in checkpoints if (step := step_by_name(path)) is not None}
         best = self._best_of(by_step)
         return None if best is None else by_step[best]
 
     def better_than(self, checkpoint: Path) -> str | None:
         """Return a sentence on the best evaluation if it is better than that of a checkpoint, the best that is kept."""
-        step, best = step_of(checkpoint), self._best_of(self.values)
+        step, best = step_by_name(checkpoint), self._best_of(self.values)
         if best is None or step not in self.values or self.values[best] == self.values[step]:
             return None
         where = "of the first weights" if best == 0 else f"after step {best}, which has no checkpoint,"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from truestep.config.schema import Config
-from truestep.errors import TruestepError
+from truestep.errors import MachineError, TruestepError
 from truestep.plan.advice import layout_of, savings
 from truestep.plan.memory import GIB, GRADIENTS, MASTERS, REFERENCE, STATES, UNREDUCED, WEIGHTS, plan_memory
 from truestep.plan.shape import read_shape
@@ -18,7 +18,7 @@ _SAMPLING = "the sampler's cache"
 _SHOWN = 3
 
 
-class MemoryExhaustedError(TruestepError):
+class MemoryExhaustedError(MachineError):
     """Raised if the GPU's memory ran out."""
 
 

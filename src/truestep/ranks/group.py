@@ -23,12 +23,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from truestep.errors import MachineError
 from truestep.process import progress
 from truestep.ranks.axes import CUT, DATA, DERIVED, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
 from truestep.ranks.pipeline import wires
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class NoDeviceError(RankError, MachineError):
+    """A rank has no GPU."""
+
 
 # torch's timeouts are off: ranks may wait for a slow rank, and `watch` ends a run that stalls.
 _NO_CLOCK = timedelta(days=7)
@@ -257,8 +263,9 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
-    """Connect the ranks that torchrun started, and make their groups. Raise `RankError` if the layout does not fit."""
+def join(layout: RankLayout, *, device: str, stall_timeout: float, patience: float | None = None) -> Ranks:
+    """Connect the ranks that torchrun started, and make their groups. Raise `RankError` if the layout does not fit.
+    `patience`: seconds after which this process ends if the ranks are not connected."""
     size = world_size()
     layout = layout.over(size)
     if size == 1:
@@ -267,12 +274,12 @@ def join(layout: RankLayout, *, device: str, stall_timeout: float) -> Ranks:
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if on_gpu:
         if local >= torch.cuda.device_count():
-            raise RankError(
+            raise NoDeviceError(
                 f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; start as many processes "
                 "a machine as it has GPUs (torchrun --nproc-per-node), or set model.device: cpu"
             )
         torch.cuda.set_device(local)
-    with _connecting(2 * stall_timeout + 60):
+    with _connecting(patience or 2 * stall_timeout + 60):
         if not dist.is_initialized():
             _connect("cpu:gloo,cuda:nccl" if on_gpu else "gloo", torch.device("cuda", local) if on_gpu else None)
         return _lay_out(layout, "cuda" if on_gpu else "cpu")

@@ -5,6 +5,7 @@ launcher's store, and reads the other ranks' entries. A run of one process is wa
 hang.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,9 +21,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from truestep.errors import MachineError, TruestepError
 from truestep.gpu import marks
 from truestep.process import progress
-from truestep.ranks.axes import RankError
+from truestep.ranks.elastic import SHARES_STORE, Agent, RankLostError
 from truestep.ranks.group import Ranks
 from truestep.ranks.place import CodeLocation, find_place
 from truestep.ranks.processes import Activity, Identity
@@ -35,6 +37,10 @@ _OF_AN_END = ("closed", "reset by peer", "broken pipe", "remote worker")
 _CAUSE_SHOWS = 30.0  # seconds within which the cause of a closed connection is known
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _MOST_READ = 64  # most entries that a rank reads in a second; each rank reads those of all others
+# In a run whose ranks come and go: seconds without a word of a rank of another machine, or of the store of rank 0. A
+# call that holds the GIL makes a rank silent.
+_SILENCE = 60.0
+_HOLDS_STORE = 30.0  # most seconds that the first rank waits for the others to end before it
 ENDED_BY_ANOTHER = 3  # exit code of a rank that ends because of another
 STALLED = 1  # exit code of a rank that stalled itself
 
@@ -76,13 +82,7 @@ def verdict(
     if gone:
         return "; ".join(_farewell(lost) for lost in gone)
     everyone = [own, *others]
-    still = [state for state in everyone if state.idle > timeout + grace]
-    # A stalled rank that does not wait is the cause, even if other ranks still make progress.
-    late = [state for state in still if not state.waits or len(everyone) == 1]
-    if not late and len(still) == len(everyone):
-        slowest = min(state.number for state in everyone)
-        late = [state for state in everyone if state.number == slowest]
-        late = [state for state in late if state.waits == "device"] or late
+    late = stalled(everyone, timeout + grace)
     if not late:
         return None
     option = f"(schedule.stall_timeout: {timeout:g})"
@@ -92,6 +92,28 @@ def verdict(
     rest = [state for state in everyone if state not in late]
     others_wait = ", and the others wait for it" if rest and all(state.waits for state in rest) else ""
     return f"{names}{others_wait} {option}"
+
+
+def stalled(everyone: Sequence[RankState], timeout: float) -> list[RankState]:
+    """Return the ranks that the run stalls on."""
+    still = [state for state in everyone if state.idle > timeout]
+    # A stalled rank that does not wait is the cause, even if other ranks still make progress.
+    late = [state for state in still if not state.waits or len(everyone) == 1]
+    if not late and len(still) == len(everyone):
+        slowest = min(state.number for state in everyone)
+        late = [state for state in everyone if state.number == slowest]
+        late = [state for state in late if state.waits == "device"] or late
+    return late
+
+
+def lost_ranks(own: RankState, others: Sequence[RankState], timeout: float, silence: float) -> list[int]:
+    """Return the ranks whose agents have failed, if `verdict` ends the run: those whose processes have ended, or those
+    that others wait for. Silence is no failure, since a connection or a machine may be the cause."""
+    others = [state for state in others if state.phase != _DONE]
+    if any(_is_gone(state, silence) for state in others):
+        return [state.rank for state in others if state.process == "gone"]
+    late = stalled([own, *others], timeout)
+    return [state.rank for state in late] if len(late) <= len(others) else []
 
 
 def _is_gone(state: RankState, silence: float) -> bool:
@@ -129,12 +151,19 @@ class _Heard:
 class Watch:
     """The watch of one rank: the main thread names its phases, and another thread compares all ranks."""
 
-    def __init__(self, ranks: Ranks, timeout: float):
-        self._ranks, self._timeout = ranks, timeout
+    def __init__(self, ranks: Ranks, timeout: float, agent: Agent | None = None):
+        self._ranks, self._timeout, self._agent = ranks, timeout, agent
+        # Called by the watch's thread before it ends the process, with the reason, and True if the run is over for all.
+        self.before_exit: Callable[[str, bool], None] = lambda reason, over: None
+        self.lost: list[int] = []  # the ranks that failed, as far as it is known
+        self.over = False  # a rank has failed in a way that no restart mends
         self._grace = min(5.0, max(2.0, timeout / 10))
         self._number, self._phase, self._since = 0, "starting", time.monotonic()
         self._beat = min(max(1.0, ranks.size / _MOST_READ), timeout / 10)
+        self._silence = timeout if agent is None else min(timeout, max(_SILENCE, 5 * self._beat))
         self._stopped = threading.Event()
+        self._ended = threading.Event()
+        self._answers = 0  # of the store
         self._heard: dict[int, _Heard] = {}
         self._process = Identity.own()
         self._activity: Activity | None = None
@@ -164,27 +193,68 @@ class Watch:
                 timeout=timedelta(seconds=10),
             )
         self._thread.start()
+        if self._agent is not None:
+            threading.Thread(target=self._guard, args=(self._agent,), daemon=True, name="guard").start()
+        try:
+            yield from self._watched()
+        finally:
+            self._ended.set()
+
+    def _watched(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
             self._stop()
             cause = self._cause_elsewhere(error)
             if cause is not None:
-                raise RankError(cause) from error
-            self._report_failure(f"{type(error).__name__}: {error}")
+                raise RankLostError(cause, self._next) from error
+            self._report_failure(error)
             raise
         self._stop()
         self.phase(_DONE)
         if self._store is not None:
             self._report(self._own())
+            self._hold_store()
 
     def _stop(self) -> None:
         self._stopped.set()
         self._thread.join()
 
+    def end_all(self, reason: str) -> None:
+        """Let all ranks end for this reason, because this one does."""
+        with contextlib.suppress(Exception):  # the store is gone, or held by this process and the others see its end
+            if self._store is not None and not self._store.check([_ENDED]):
+                self._store.set(_ENDED, json.dumps({"reason": reason, "lost": []}))
+
+    @property
+    def _next(self) -> str:
+        """What comes after the end, where the run goes on without the rank that is lost."""
+        if self._agent is None or self.over:
+            return ""
+        return f"; the next generation begins when the launcher has {self._agent.least} agents or more"
+
+    @property
+    def _holds_store(self) -> bool:
+        """True if the store ends with this process. Else the launcher holds it."""
+        return self._ranks.first and self._ranks_hold_store
+
+    @property
+    def _ranks_hold_store(self) -> bool:
+        """True if the first rank holds the store, in a run whose ranks come and go."""
+        return self._agent is not None and os.environ.get(SHARES_STORE) != str(True)
+
+    def _hold_store(self) -> None:
+        """Wait until the other ranks are done, if the store ends with this process."""
+        deadline = time.monotonic() + _HOLDS_STORE
+        while self._holds_store and time.monotonic() < deadline:
+            others = self._others()
+            if all(state.phase == _DONE or state.process == "gone" for state in others):
+                break
+            time.sleep(self._beat / 10)
+
     def _cause_elsewhere(self, error: BaseException) -> str | None:
         """Return the message that names another rank as the cause of a communication error, or None."""
-        if self._store is None or not _raised_between_ranks(error):
+        if self._store is None or not raised_between_ranks(error):
             return None
         # After a connection error, a few beats without an entry show that a rank is gone. If the other end closed the
         # connection there must be a cause, which may take long to show on a busy machine.
@@ -201,12 +271,30 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._beat):
-            reason, code = self._reason_to_end(self._timeout)
+            reason, code = self._reason_to_end(self._silence)
             if reason is not None and not self._stopped.is_set():
-                # The main thread may be inside a call that never returns: end the process at once.
-                name = f"rank {self._ranks.rank} ends: " if self._ranks.size > 1 else ""
-                print(f"error: {name}{reason}", file=sys.stderr, flush=True)
-                os._exit(code)
+                self._exit(reason, code)
+
+    def _guard(self, agent: Agent) -> None:
+        """End the process if nobody is left who would, or if the store does not answer. The watch may wait for the
+        store without end: the process or the machine of rank 0 stands still."""
+        answers, waited = 0, 0.0
+        while not self._ended.wait(self._beat):
+            if answers != self._answers:
+                answers, waited = self._answers, 0.0
+            elif self._ranks_hold_store and not self._ranks.first:
+                waited += self._beat  # not by the clock, which goes on while this process is stopped
+            if agent.gone:
+                self._exit("its launcher has ended", ENDED_BY_ANOTHER)
+            if waited > self._silence:
+                self._exit(f"the store of rank 0 has not answered for {waited:.0f} s", ENDED_BY_ANOTHER)
+
+    def _exit(self, reason: str, code: int) -> None:
+        """End the process at once: the main thread may be inside a call that never returns."""
+        name = f"rank {self._ranks.rank} ends: " if self._ranks.size > 1 else ""
+        print(f"error: {name}{reason}{self._next}", file=sys.stderr, flush=True)
+        self.before_exit(reason, self.over)
+        os._exit(code)
 
     def _reason_to_end(self, silence: float) -> tuple[str | None, int]:
         """Return why this rank has to end, or None, and the exit code."""
@@ -218,24 +306,34 @@ class Watch:
             told = self._told()
             if told is not None:
                 return told, ENDED_BY_ANOTHER
-            reason = verdict(own, self._others(), self._timeout, silence, self._grace)
+            others = self._others()
+            reason = verdict(own, others, self._timeout, silence, self._grace)
             if reason is not None:
                 told = self._told()  # a rank that is gone may have written its reason only now
                 if told is not None:
                     return told, ENDED_BY_ANOTHER
-                self._store.set(_ENDED, json.dumps(reason))  # otherwise the others would blame this rank for being gone
+                self.lost = lost_ranks(own, others, self._timeout + self._grace, silence)
+                # Otherwise the others would blame this rank for being gone.
+                self._store.set(_ENDED, json.dumps({"reason": reason, "lost": self.lost}))
         except Exception as error:  # the launcher or rank that hosted the store is gone
-            return f"the launcher's store cannot be reached any more: {error}", ENDED_BY_ANOTHER
+            holder = "the launcher's store"
+            if self._ranks_hold_store:
+                holder, self.lost = "the store of rank 0", [0]
+            return f"{holder} cannot be reached any more: {error}", ENDED_BY_ANOTHER
         return reason, STALLED if own.idle > self._timeout and not own.waits else ENDED_BY_ANOTHER
 
     def _told(self) -> str | None:
         """Return the reason to end that another rank has written to the store, or None."""
         assert self._store is not None
         if self._store.check([_ENDED]):
-            return str(json.loads(self._store.get(_ENDED)))
+            ended = json.loads(self._store.get(_ENDED))
+            self.lost = ended["lost"]
+            return str(ended["reason"])
         if self._store.check([_FAILED]):
             failed = json.loads(self._store.get(_FAILED))
+            self.over = failed["over"]
             if failed["rank"] != self._ranks.rank:
+                self.lost = [failed["rank"]]
                 return f"rank {failed['rank']} failed: {failed['error']}"
         return None
 
@@ -296,6 +394,7 @@ class Watch:
             if known is None or known.entry != entry:
                 known = self._heard[rank] = _Heard(entry, now, Identity(**read["process"]))
             others.append(self._judge(RankState(**read["state"]), known, now))
+        self._answers += 1
         return others
 
     def _judge(self, said: RankState, heard: _Heard, now: float) -> RankState:
@@ -310,18 +409,26 @@ class Watch:
                 idle = now - heard.moved
         return dataclasses.replace(said, since=said.since + silent, idle=idle, silent=silent, process=process)
 
-    def _report_failure(self, error: str) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         if self._store is None:
             return
+        failed = {"rank": self._ranks.rank, "error": f"{type(error).__name__}: {error}", "over": ends_run(error)}
         try:
             self._report(self._own())
             if not self._store.check([_FAILED]):
-                self._store.set(_FAILED, json.dumps({"rank": self._ranks.rank, "error": error}))
+                self._store.set(_FAILED, json.dumps(failed))
+            if self._holds_store:
+                time.sleep(3 * self._beat)  # the others read it meanwhile
         except Exception as unreachable:
             print(f"rank {self._ranks.rank}: the others could not be told: {unreachable}", file=sys.stderr)
 
 
-def _raised_between_ranks(error: BaseException) -> bool:
+def ends_run(error: BaseException) -> bool:
+    """Tell whether an error would come again on any ranks: one of the configuration, the data or the training."""
+    return isinstance(error, TruestepError) and not isinstance(error, RankLostError | MachineError)
+
+
+def raised_between_ranks(error: BaseException) -> bool:
     """Return True if a call of torch.distributed raised the error, or one of its messages in flight failed."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     # An error of an asynchronous message has no frame in torch.distributed: only its words tell.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from truestep.metrics.best import PREFIX, Best, step_of
+from truestep.metrics.best import PREFIX, Best, step_by_name
 from truestep.report.formats import format_compact, format_duration, format_number
 from truestep.report.runs import Run, is_finite
 from truestep.report.tables import Table
@@ -151,7 +151,7 @@ def best_tile(run: Run) -> Figure:
         known = {name: value for name in names if (value := run.evaluations.value(place, name)) is not None}
         best.add({"step": int(run.evaluations.steps[place]), **known})
     kept = best.checkpoint(sorted((run.path / "checkpoints").glob("step-*")))
-    if kept is None or (step := step_of(kept)) is None:
+    if kept is None or (step := step_by_name(kept)) is None:
         return Figure(label, format_number(None), "none is kept yet")
     said, better = f"{printable(metric, 60)} {format_number(best.values[step], 3)}", best.better_than(kept)
     return Figure(label, f"step {format_number(step)}", said if better is None else f"{said}; {better}")

@@ -3,6 +3,7 @@
 train             builds a trainer, restores its last checkpoint, and runs its loop
 trainer           the loop over steps
 assemble          makes the parts of a run from its options
+elastic           generations of a run whose ranks come and go
 checkpoint        checkpoints, each complete or absent
 directory         the run's files: metrics, ledger, evaluations, rejected records
 callbacks         the user's own code, called on events of a run

@@ -32,7 +32,7 @@ from truestep.run.assemble.step import (
 )
 from truestep.run.callbacks import Callbacks, Run
 from truestep.run.checkpoint.saves import SaveRule, Saves
-from truestep.run.checkpoint.store import CheckpointStore, Progress
+from truestep.run.checkpoint.store import CheckpointStore, Progress, step_of
 from truestep.run.directory import RunDirectory
 from truestep.run.train import (
     ODD_CONTENT,
@@ -135,13 +135,13 @@ class Past:
             raise ReplayError(f"{run} is not the directory of a run that made steps: it has no ledger.jsonl with one")
         if step not in ledger:
             raise ReplayError(f"{run} has no step {step}: its ledger has steps {min(ledger)} to {max(ledger)}")
-        found = [path for path in CheckpointStore(directory.checkpoints, 1).complete() if _step_of(path) < step]
+        found = [path for path in CheckpointStore(directory.checkpoints, 1).complete() if step_of(path) < step]
         return Past(directory, step, found[-1] if found else None, ledger)
 
     @property
     def begins(self) -> int:
         """The step that the checkpoint was written after; 0 at the run's beginning."""
-        return 0 if self.checkpoint is None else _step_of(self.checkpoint)
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
     @property
     def steps(self) -> range:
@@ -183,10 +183,6 @@ class Past:
                     f"trained on: its digest is {now}, and that of the ledger {was}"
                 )
         return documents
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 @dataclass(frozen=True)

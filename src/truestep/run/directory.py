@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from truestep.files.whole import (
     write_text_whole,
     write_whole,
 )
+from truestep.process import progress
 from truestep.rollouts.digests import digests_of
 from truestep.rollouts.kept import files as kept_files
 from truestep.rollouts.kept import records
@@ -44,13 +46,18 @@ class RunError(TruestepError):
     """A run's directory cannot be used."""
 
 
+class LockedError(RunError):
+    """Another process writes the run."""
+
+
 class RunDirectory:
     """The files of a run. Only the first rank writes them; `writes` is False on the other ranks."""
 
-    def __init__(self, path: Path, writes: bool = True, locks: bool = True):
+    def __init__(self, path: Path, writes: bool = True, locks: bool = True, patience: float = 0.0):
         self.path = path
         self.writes = writes
         self._locks = locks
+        self._patience = patience  # seconds to wait for a lock of a process that is ending
         self.ledger = path / "ledger.jsonl"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluation.jsonl"
@@ -88,11 +95,19 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         handle = (self.path / ".lock").open("a+", encoding="utf-8", errors="replace")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            with handle:
-                raise RunError(self._why_not_locked(handle, error)) from error
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in _HELD and time.monotonic() < deadline:
+                    progress.made("waits for the lock")  # so that the watch does not end the ranks
+                    time.sleep(0.2)
+                    continue
+                kind = LockedError if error.errno in _HELD else RunError
+                with handle:
+                    raise kind(self._why_not_locked(handle, error)) from error
         self._lock = handle
         with writing(self.path / ".lock"):
             handle.truncate(0)

@@ -1,7 +1,7 @@
 """Builds a trainer from a configuration, restores its last checkpoint, and runs its loop."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from truestep.plan.rates import Rates, rates_here
 from truestep.plan.room import too_small
 from truestep.plan.search import settle_on
 from truestep.process.randomness import seed_random
-from truestep.ranks.group import ALONE, Ranks
+from truestep.ranks.elastic import SECONDS_TO_STOP, find_agent, unknown_launcher
+from truestep.ranks.group import ALONE, Ranks, leave
 from truestep.ranks.watch import Watch
 from truestep.report.verdicts.watching import Watching
 from truestep.rollouts.rejects import write_rejected
@@ -49,6 +50,7 @@ from truestep.run.checkpoint.checksums import find_damage
 from truestep.run.checkpoint.saves import SaveRule, Saves
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.run.directory import RunDirectory
+from truestep.run.elastic import JOIN_PATIENCE, Elastic, check_elastic
 from truestep.run.notes import options_before, run_notes, what_runs
 from truestep.run.terminal.display import Display
 from truestep.run.trainer import Evaluates, RunState, Trainer, TrainingError
@@ -77,12 +79,68 @@ def train(
     sinks: Sequence[Sink] = (),
 ) -> Trainer:
     """Train to the end and return the trainer. Only the first rank calls callbacks and writes to sinks."""
-    ranks = join_ranks(config)
+    elastic = _elastic(config)
+    with nullcontext() if elastic is None else elastic.ending():
+        trainer = _train(config, console, title, callbacks, sinks, elastic)
+    if elastic is not None:
+        elastic.ended(trainer.stopped_by is not None, trainer.notice)
+        if trainer.stopped_by is not None:  # a launcher whose processes end well ends the run
+            leave()
+            raise SystemExit(128 + trainer.stopped_by)
+    return trainer
+
+
+def _elastic(config: Config) -> Elastic | None:
+    """Return this rank's part in a run whose ranks come and go; None if their number is fixed."""
+    agent = find_agent()
+    return None if agent is None else Elastic(agent, Path(config.checkpoint.directory or "."))
+
+
+def _train(
+    config: Config,
+    console: Console,
+    title: str,
+    callbacks: Sequence[Callback],
+    sinks: Sequence[Sink],
+    elastic: Elastic | None,
+) -> Trainer:
     notes: list[str] = []
+    if elastic is not None:
+        check_elastic(config, elastic.agent)
+    elif unknown_launcher():
+        notes.append("the launcher is not torchrun: the number of ranks is fixed, also where it could start fewer")
+    _refuse_notice(config)
+    ranks = join_ranks(config, None if elastic is None else JOIN_PATIENCE)
+    watch = Watch(ranks, config.schedule.stall_timeout, None if elastic is None else elastic.agent)
+    with ExitStack() as watched:
+        if elastic is not None:  # a rank may be lost at any time
+            watched.enter_context(watch.watching())
+            elastic.count_beside(ranks)
+        return _train_watched(config, console, title, callbacks, sinks, elastic, ranks, watch, watched, notes)
+
+
+def _refuse_notice(config: Config) -> None:
+    """Raise if the end of this machine is announced: the run would stop at its first step."""
+    notice = config.schedule.preemption_file
+    if notice is not None and Path(notice).exists():
+        raise TrainingError(f"schedule.preemption_file: {notice} is there already: remove it, and start again")
+
+
+def _train_watched(
+    config: Config,
+    console: Console,
+    title: str,
+    callbacks: Sequence[Callback],
+    sinks: Sequence[Sink],
+    elastic: Elastic | None,
+    ranks: Ranks,
+    watch: Watch,
+    watched: ExitStack,
+    notes: list[str],
+) -> Trainer:
     rates = measured_rates(config, ranks, notes)
     running, switched_on = settle_on(as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
     config = with_model(running, config.model.path)
-    watch = Watch(ranks, config.schedule.stall_timeout)
     display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
     for name, value in switched_on.items():
         display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
@@ -91,8 +149,17 @@ def train(
     warning = too_small(running, ranks.size) if config.logging.console and ranks.first else None
     if warning is not None:
         display.say(f"warning: {warning}")
-    with watch.watching(), exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
-        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates)
+    if elastic is None:
+        watched.enter_context(watch.watching())
+    with exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
+        marks: dict[str, float] = {}
+        if elastic is not None:
+            marks, sentence = elastic.joined(ranks, watch)
+            display.say(sentence)
+        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates, elastic)
+        trainer.marks = marks
+        if elastic is not None:
+            elastic.asked_at = lambda: trainer.state.asked_at
         display.asked_to_stop = lambda: trainer.stopped_by
         if ranks.first:
             trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
@@ -117,10 +184,13 @@ def make_trainer(
     callbacks: Sequence[Callback] = (),
     display: Display | None = None,
     rates: Rates | None = None,
+    elastic: Elastic | None = None,
 ) -> Trainer:
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     with ExitStack() as opened:
-        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened)
+        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened, elastic)
+        if config.schedule.preemption_file is not None:
+            trainer.notice = Path(config.schedule.preemption_file)
         opened.pop_all()  # from here on they end with the run
     return trainer
 
@@ -134,10 +204,16 @@ def _make_trainer(
     display: Display,
     rates: Rates | None,
     opened: ExitStack,
+    elastic: Elastic | None,
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
-    directory = _check(config, ranks)
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best))
+    directory = _check(config, ranks, elastic)
+    store = CheckpointStore(
+        directory.checkpoints,
+        config.checkpoint.keep,
+        Best(config.checkpoint.keep_best),
+        "" if elastic is None else elastic.mark,
+    )
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
@@ -158,10 +234,8 @@ def _make_trainer(
         sinks = make_sinks(config, directory, display, title, progress.step)
         begun = _begin(directory, config, policy, supply.source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
-    if latest is not None:  # the run may have been killed before it told the source of this checkpoint
-        supply.source.checkpointed(queue.documents_seen)
-        if supply.publication is not None:
-            supply.publication.saved(latest, progress.step, queue.documents_seen)
+    if latest is not None:
+        _tell_again(supply, latest, progress.step, queue.documents_seen)
     runner = runner.with_entropy_bonus(progress.entropy_bonus)
     trace = Trace(policy.weights) if keeps_records(config) else None
     return Trainer(
@@ -176,7 +250,7 @@ def _make_trainer(
         directory=directory,
         checkpoints=store,
         saves=Saves(store, ranks),
-        save_rule=_save_rule(config),
+        save_rule=_save_rule(config, elastic is not None),
         observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
         evaluator=evaluator,
@@ -193,6 +267,13 @@ def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDire
     if metric is not None:
         store.evaluated_before(ranks.share(lambda: Best(metric, read_json_lines(directory.evaluations)).values))
     return ranks.share(directory.last_evaluated)
+
+
+def _tell_again(supply: Supply, checkpoint: Path, step: int, documents_seen: int) -> None:
+    """Tell the source of a checkpoint: the run may have been killed before it did."""
+    supply.source.checkpointed(documents_seen)
+    if supply.publication is not None:
+        supply.publication.saved(checkpoint, step, documents_seen)
 
 
 def _start_servers(
@@ -246,7 +327,7 @@ def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
         display.say(shown(note))
 
 
-def _check(config: Config, ranks: Ranks) -> RunDirectory:
+def _check(config: Config, ranks: Ranks, elastic: Elastic | None) -> RunDirectory:
     """Check the configuration and its inputs before the model is loaded, which can take minutes; return the run's
     directory."""
     keep_secrets_of(config.model_dump())
@@ -255,6 +336,8 @@ def _check(config: Config, ranks: Ranks) -> RunDirectory:
     check_inputs(config, ranks)
     check_custom_code(config)
     assert config.checkpoint.directory is not None
+    if elastic is not None and elastic.directory is not None:  # which is locked already
+        return elastic.directory
     directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
     ranks.share(directory.check)
     return directory
@@ -289,12 +372,13 @@ def policy_of(
     return policy
 
 
-def _save_rule(config: Config) -> SaveRule:
+def _save_rule(config: Config, elastic: bool) -> SaveRule:
     given, source = config.checkpoint, config.data.source
     announced = source is not None and source.type != "custom"  # rollout workers load the announced checkpoints
     announced &= config.adapter is None  # a checkpoint of an adapter is in peft's format already
     nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
-    return SaveRule(given.every, nth, given.grace)
+    grace = SECONDS_TO_STOP if elastic and given.grace is None else given.grace
+    return SaveRule(given.every, nth, grace)
 
 
 def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:

@@ -89,6 +89,8 @@ class Trainer:
     annotators: Annotators = field(default_factory=Annotators)
     check: SamplerCheck | None = None
     times: StepTimes = field(default_factory=StepTimes)
+    notice: Path | None = None  # a file that announces the end of this rank's machine
+    marks: dict[str, float] = field(default_factory=dict)  # metrics of this generation, for each of its steps
     ended: str = "not run yet"  # how the run ended, as a sentence
     finished: bool = False  # all steps were made or the data ended: the run was not stopped
     _num_rejected: int = 0  # records rejected since the last step
@@ -146,7 +148,7 @@ class Trainer:
         self.saves.close()
 
     def _run(self) -> tuple[str, bool]:
-        self.source.asked_to_stop = lambda: self.stopped_by is not None
+        self.source.asked_to_stop = self._told_to_stop
         self.source.put_rejected = self._put_rejected
         self.observers.started()
         with self._stop_between_steps():
@@ -218,9 +220,16 @@ class Trainer:
         """Tell whether any rank was asked to stop. All ranks get the same answer, and end after the same step."""
         return self._agree() is not None or self.callbacks.run.stop_reason is not None
 
+    def _told_to_stop(self) -> bool:
+        """Tell whether a signal or the announced end of this machine asked this rank to stop."""
+        if self.stopped_by is None and self.notice is not None and self.notice.exists():
+            self.ask_to_stop(signal.SIGTERM)
+        return self.stopped_by is not None
+
     def _agree(self) -> int | None:
         """Gather stop signals, callback requests and save reports from all ranks, and act on them alike. Return the
         number of the signal that asked a rank to stop. A signal that comes during the gather counts at the next one."""
+        self._told_to_stop()
         told = self.ranks.gather((self.stopped_by, self.callbacks.asked, self.saves.report()))
         agreed = next((number for number, *_ in told if number is not None), None)
         if agreed is not None and self.stopped_by is None:
@@ -279,7 +288,9 @@ class Trainer:
             "step_time": elapsed,
             **spent,
             **gpu_metrics(self.policy, plan, spent),
+            **self.marks,
         }
+        self.marks.pop("lost_seconds", None)  # it is a number of the first step
         self.observers.step(line)
 
     def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:

@@ -13,10 +13,14 @@ from truestep.ranks.axes import AXES, DERIVED, RankLayout
 from truestep.ranks.group import Ranks, join
 
 
-def join_ranks(config: Config) -> Ranks:
+def layout_of(config: Config) -> RankLayout:
     parallel = config.parallel
-    layout = RankLayout(**{name: getattr(parallel, name) for name in (*(axis.name for axis in AXES), *DERIVED)})
-    return join(layout, device=config.model.device, stall_timeout=config.schedule.stall_timeout)
+    return RankLayout(**{name: getattr(parallel, name) for name in (*(axis.name for axis in AXES), *DERIVED)})
+
+
+def join_ranks(config: Config, patience: float | None = None) -> Ranks:
+    timeout = config.schedule.stall_timeout
+    return join(layout_of(config), device=config.model.device, stall_timeout=timeout, patience=patience)
 
 
 def chosen(value: Any) -> Any:

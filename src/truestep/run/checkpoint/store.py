@@ -25,7 +25,7 @@ import torch
 from truestep.files.disks import writing
 from truestep.files.tensors import write_image
 from truestep.files.whole import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
-from truestep.metrics.best import Best, step_of
+from truestep.metrics.best import Best, step_by_name
 from truestep.model import towers
 from truestep.model.adapter import Adapter, is_adapters
 from truestep.model.adapter_files import write_adapter
@@ -109,20 +109,25 @@ class Written:
     tensors: Mapping[str, Any]
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a complete checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 class CheckpointStore:
     """The checkpoints of a run, complete or being written."""
 
-    def __init__(self, directory: Path, keep: int, best: Best | None = None):
+    def __init__(self, directory: Path, keep: int, best: Best | None = None, mark: str = ""):
         self._directory = directory
         self._keep = keep
         self._best = best or Best()
+        self._mark = mark  # of this start's incomplete checkpoints: a rank of another start cannot write into them
         self._under_way: Path | None = None  # the checkpoint that is written, or was written last
 
     def complete(self) -> list[Path]:
         """List the complete checkpoints, oldest first. Directories of other names, such as copies, are none."""
-        return sorted(
-            path for path in self._directory.glob("step-*") if step_of(path) is not None and _is_complete(path)
-        )
+        found = self._directory.glob("step-*")
+        return sorted(path for path in found if step_by_name(path) is not None and _is_complete(path))
 
     def newest(self) -> list[Path]:
         """List the newest complete checkpoints, as many as the run keeps. Older ones are there only as the best."""
@@ -160,7 +165,7 @@ class CheckpointStore:
         return self._directory / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        return self._directory / f".step-{step:08d}.partial"
+        return self._directory / f".step-{step:08d}{self._mark}.partial"
 
     def put_aside(self, checkpoint: Path) -> Path:
         """Rename a damaged checkpoint, so that no run resumes from it but its files are kept."""

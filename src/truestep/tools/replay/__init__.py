@@ -7,6 +7,7 @@ jumps             finds the step at which a metric jumped
 search            finds the few of many that make most of a sum
 parts             each document's and each label's part of a metric, from one forward pass
 gradient_parts    each document's and each label's part of the gradient's norm, by replays of parts of a step
+outliers          the few parts that stand out among many
 found             found documents as text and as files
 files             what a run has written of each step: ledger, metrics, weights, options, records
 differences       differences of metrics, norms and documents, and what they are judged by

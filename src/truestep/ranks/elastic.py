@@ -1,0 +1,166 @@
+"""The agent of torch's elastic launcher (`torchrun --nnodes MIN:MAX`) that started this process.
+
+An agent starts its worker processes anew, in another generation of the run, when one of them has failed, when the
+workers of another agent have ended, and when an agent joins. An agent whose workers end too often, or whose worker
+ends well, closes the run for all agents. One that is ended by a signal does not: so a rank that must leave ends its
+agent by SIGTERM.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from truestep.ranks.axes import RankError
+
+_ANCESTORS = 3  # an agent may start a worker through numactl or a shell
+_MANY = 1000  # restarts
+# An agent gives its workers 30 s before it kills them, when it starts them anew.
+SECONDS_TO_STOP = 25.0
+SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+class RankLostError(RankError):
+    """The ranks cannot go on, because of another rank or the connection to it; the message names the cause."""
+
+    def __init__(self, cause: str, what_next: str = ""):
+        super().__init__(cause + what_next)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The agent of this process, in a run whose number of agents may change."""
+
+    number: int  # the id of its process
+    least: int  # agents of a generation
+    most: int
+    processes: int = 1  # worker processes of an agent
+    local_rank: int = 0
+    last_start: bool = False  # after another failure it would close the run for all
+    restarts: int = _MANY  # that the agent may make
+
+    @property
+    def name(self) -> str:
+        return f"{socket.gethostname()}/{self.number}"
+
+    @property
+    def gone(self) -> bool:
+        """True if the agent has ended, so that nobody would end this process."""
+        return not any(number == self.number for number in _ancestors())
+
+    def end(self) -> None:
+        """End the agent by a signal, so that it leaves the run to the others. Of the workers of an agent one does it:
+        a second signal would keep it from ending the rest."""
+        if not self.gone and _first_to_take(f"truestep ends agent {self.number}"):
+            os.kill(self.number, signal.SIGTERM)
+
+
+_taken: dict[str, socket.socket] = {}
+
+
+def _first_to_take(name: str) -> bool:
+    """Return True if no living process of this machine has taken the name. This one then has it until it ends."""
+    taken = socket.socket(socket.AF_UNIX)
+    try:
+        taken.bind(f"\0{name}")
+    except OSError:
+        taken.close()
+        return False
+    _taken[name] = taken
+    return True
+
+
+def leave_after_error() -> None:
+    """End the agent of this process, if it has one: an error of this machine's configuration would come again."""
+    agent = find_agent()
+    if agent is not None:
+        ignore_end()
+        agent.end()
+
+
+def ignore_end() -> None:
+    """Ignore SIGTERM, which an agent that is ended sends to its workers in turn."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def find_agent() -> Agent | None:
+    """Return the agent that started this process; None if the number of agents cannot change."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    for number in _ancestors():
+        nodes = _nodes_of(_command_line(number))
+        if nodes is None:
+            continue
+        return agent_of(number, *nodes)
+    return None
+
+
+def agent_of(number: int, least: int, most: int) -> Agent | None:
+    """Return the agent with this process id, by the variables that it set; None if its run has a fixed size."""
+    if least == most:
+        return None
+    count, limit = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", given))
+        for name, given in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", str(_MANY)))
+    )
+    processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    return Agent(number, least, most, processes, local, last_start=count >= limit, restarts=limit)
+
+
+def unknown_launcher() -> bool:
+    """Tell whether a launcher of torch started this process whose command line is not that of torchrun."""
+    known = (_nodes_of(_command_line(number)) for number in _ancestors())
+    return "TORCHELASTIC_RUN_ID" in os.environ and all(nodes is None for nodes in known)
+
+
+def generation_id() -> str:
+    """Return what tells the ranks of this generation from those of another: where they meet."""
+    return "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+
+
+def _ancestors() -> list[int]:
+    """Return the ids of the process's parents, nearest first."""
+    found, number = [os.getppid()], os.getppid()
+    while len(found) < _ANCESTORS:
+        try:
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            break
+        number = int(fields[1])
+        if number < 1:
+            break
+        found.append(number)
+    return found
+
+
+def _command_line(number: int) -> list[str]:
+    try:
+        words = Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [word.decode(errors="replace") for word in words[:-1]]
+
+
+def _nodes_of(words: Sequence[str]) -> tuple[int, int] | None:
+    """Return the least and the most agents by an agent's command line; None if it is not one of torchrun."""
+    start = next((place for place, word in enumerate(words[:6]) if _is_torchrun(word)), None)
+    if start is None:
+        return None
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    try:
+        given, _ = get_args_parser().parse_known_args(list(words[start + 1 :]))
+        least, most = parse_min_max_nnodes(given.nnodes)
+    except (SystemExit, RuntimeError, ValueError):
+        return None
+    return int(least), int(most)
+
+
+def _is_torchrun(word: str) -> bool:
+    return word == "torch.distributed.run" or word.endswith("torch/distributed/run.py") or Path(word).name == "torchrun"

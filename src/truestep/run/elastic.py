@@ -1,0 +1,286 @@
+"""Runs whose ranks come and go, under torch's elastic launcher.
+
+A generation is the run between two changes of its ranks. When a rank is lost, all others end too; the agents of the
+launcher then start the next generation with the ranks that are there, and it goes on from the last checkpoint. The file
+generations.jsonl of the run has a line for each generation: its ranks, why the one before ended, and what was lost.
+"""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from truestep.config.schema import Config
+from truestep.config.sections import ServerSampler
+from truestep.errors import TruestepError
+from truestep.files.whole import append_json_line, lines_from_the_end, read_json_lines
+from truestep.ranks.axes import RankError, RankLayout
+from truestep.ranks.elastic import OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id, ignore_end
+from truestep.ranks.group import Ranks
+from truestep.ranks.processes import machine
+from truestep.ranks.watch import Watch, ends_run, raised_between_ranks
+from truestep.run.assemble.policy import layout_of
+from truestep.run.assemble.sources import own_part
+from truestep.run.checkpoint.store import CheckpointStore, step_of
+from truestep.run.directory import LockedError, RunDirectory
+from truestep.text import printable
+
+GENERATIONS = "generations.jsonl"
+MARKS = ("generation", "ranks", "lost_seconds")  # metrics
+_NOTE = ".generation-ended-"  # why a generation ended: written by the first rank that knows, removed by the next
+_MOST_FAILURES = 2  # of an agent's ranks after the same checkpoint
+_LEAST_RESTARTS = 10
+JOIN_PATIENCE = 180.0  # seconds in which all ranks must be connected
+_LOCK_PATIENCE = 120.0  # seconds to wait for the lock of a rank that is ending: a lease of NFS lasts 90
+_MOST_TO_FAIL = 20.0  # seconds after a signal to stop in which the end of a rank is its own failure
+_SIGNALS_TOGETHER = 5.0  # seconds in which two signals are one: a launcher and SLURM may both send it
+
+
+class ElasticError(TruestepError):
+    """A run that cannot go on with other ranks."""
+
+
+def check_elastic(config: Config, agent: Agent) -> None:
+    """Raise if the results of the run would depend on how many ranks there are."""
+    for problem in (*_depends_on_ranks(config), *_of_launcher(config, agent)):
+        raise ElasticError(f"{problem} (the launcher was started with --nnodes {agent.least}:{agent.most})")
+
+
+def _depends_on_ranks(config: Config) -> Iterator[str]:
+    schedule, sampler = config.schedule, config.sampler
+    changes = "the number of ranks may change"
+    if schedule.docs_per_step == 0:
+        yield f"{changes}, and with schedule.docs_per_step: 0 a step depends on it: set schedule.docs_per_step"
+    if schedule.overshoot == "keep":
+        yield f"{changes}, and with schedule.overshoot: keep a step depends on it: set schedule.overshoot: carry"
+    if own_part(config):
+        yield f"{changes}, and data.path with {{rank}} gives each rank its own files: name files that all ranks see"
+    if isinstance(sampler, ServerSampler) and sampler.start is not None:
+        yield "sampler.start starts servers beside the first rank, which may change: start them, and set sampler.urls"
+
+
+def _of_launcher(config: Config, agent: Agent) -> Iterator[str]:
+    if config.parallel.data_shard != -1:
+        given = config.parallel.data_shard
+        yield f"the number of ranks may change, and parallel.data_shard: {given} fixes it: set parallel.data_shard: -1"
+    if not config.checkpoint.lock:
+        yield "checkpoint.lock: false would let two generations write the run's directory: it needs a disk with locks"
+    if os.environ.get(SHARES_STORE) == str(True):
+        yield (
+            f"set {OWN_STORE}=1 for torchrun, on every machine: else its agents do not find each other when the first "
+            "of them has left"
+        )
+    if agent.restarts < _LEAST_RESTARTS:
+        yield (
+            f"--max-restarts {agent.restarts} is too few, since every agent spends one when a rank is lost or joins: "
+            "set --max-restarts 1000"
+        )
+    layout: RankLayout = layout_of(config)
+    for agents in range(agent.least, agent.most + 1):
+        try:
+            layout.over(agents * agent.processes)
+        except RankError as error:
+            yield f"with {agents} agents of {agent.processes} process{'es' * (agent.processes > 1)}: {error}"
+
+
+@dataclass
+class Elastic:
+    """The part of one rank in a run whose ranks come and go."""
+
+    agent: Agent
+    path: Path  # the run's directory
+    ranks: Ranks = field(default_factory=Ranks)
+    agents: Sequence[str] = ()  # of this generation, in the order of ranks
+    watch: Watch | None = None
+    directory: RunDirectory | None = None  # locked by the first rank
+    asked_at: Callable[[], float] = lambda: math.inf  # `time.monotonic` when this rank was first asked to stop
+
+    @property
+    def mark(self) -> str:
+        """What the names of this generation's incomplete checkpoints end with."""
+        return f"-{generation_id()}"
+
+    def count_beside(self, ranks: Ranks) -> None:
+        """Let LOCAL_WORLD_SIZE be the ranks of this machine, which share its memory and cores: an agent counts its own.
+        Every rank calls this."""
+        machines = ranks.gather(machine())
+        os.environ["LOCAL_WORLD_SIZE"] = str(machines.count(machine()))
+
+    def joined(self, ranks: Ranks, watch: Watch) -> tuple[dict[str, float], str]:
+        """Begin a generation with these ranks; return metrics for its steps, and what is said of it. Raise on all ranks
+        if one is on an agent that fails again and again."""
+        self.ranks, self.watch = ranks, watch
+        watch.before_exit = self._before_exit
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, self._told_to_end)
+        self.agents = ranks.gather(self.agent.name)
+        if ranks.size < self.agent.least * self.agent.processes:  # agents left while the launcher counted them
+            raise RankLostError(
+                f"{ranks.size} ranks are fewer than those of {self.agent.least} agents: all wait for more"
+            )
+        self.directory = RunDirectory(self.path, writes=ranks.first, patience=_LOCK_PATIENCE)
+        line, before = ranks.share(self._begin)
+        if line["unfit"]:
+            if self.agent.name in line["unfit"]:
+                self._leave()
+            names = ", ".join(line["unfit"])
+            raise RankLostError(f"{names} failed {_MOST_FAILURES} times without a checkpoint in between, and leaves")
+        marks: dict[str, float] = {name: float(line[name]) for name in MARKS if name in line}
+        return marks, _sentence(line, before)
+
+    def _begin(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Write the line of this generation; return it and the line before. Called on the first rank, which locks the
+        run first: a rank of the generation before may still write it."""
+        directory = self.directory or RunDirectory(self.path)
+        directory.check()
+        try:
+            directory.lock()
+        except LockedError as error:
+            raise RankLostError(f"{error}; all try again") from error
+        file = self.path / GENERATIONS
+        lines = read_json_lines(file) if file.is_file() else []
+        note = self._read_note([line.get("id", "") for line in lines])
+        latest = CheckpointStore(directory.checkpoints, 1).latest()
+        step = 0 if latest is None else step_of(latest)
+        agents, before = list(dict.fromkeys(self.agents)), set(lines[-1]["agents"]) if lines else set()
+        failed = note.get("failed", [])
+        failures = [name for line in lines if line["step"] == step for name in line["failed"]] + failed
+        line: dict[str, Any] = {
+            "generation": lines[-1]["generation"] + 1 if lines else 1,
+            "id": generation_id(),
+            "time": time.time(),
+            "step": step,
+            "ranks": self.ranks.size,
+            "agents": agents,
+            "left": sorted(before - set(agents)),
+            "joined": sorted(set(agents) - before) if lines else [],
+            "failed": failed,
+            "reason": note.get("reason"),
+            "unfit": [name for name in agents if failures.count(name) >= _MOST_FAILURES],
+        }
+        if before & set(agents):  # else all launchers were started anew
+            line |= _lost(directory, step, lines[-1]["time"])
+        append_json_line(file, line)
+        self._remove_notes()
+        return line, lines[-1] if lines else None
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Note why this generation ends. End the agent too where its rank leaves, or where the run is over."""
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            yield
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGTERM, before)
+        except BaseException as error:
+            own = isinstance(error, Exception) and not isinstance(error, RankLostError)
+            own = own and not raised_between_ranks(error)
+            failure = f"rank {self.ranks.rank} failed: {type(error).__name__}: {error}"
+            cause = error.cause if isinstance(error, RankLostError) else str(error)
+            self.note(failure if own else cause, own)
+            over = self.watch is not None and self.watch.over  # an error of another rank
+            if ends_run(error) or over or self.agent.last_start:
+                self._leave()
+            raise
+
+    def ended(self, stopped: bool, notice: Path | None) -> None:
+        """End a generation in which no rank failed. `notice`: the file that may announce the end of this machine."""
+        leaves = stopped and notice is not None and notice.exists()
+        if leaves:
+            self.note(f"rank {self.ranks.rank} leaves: {notice} announces the end of its machine", own=False)
+        if stopped and (leaves or self.agent.last_start):
+            self._leave()
+        if not stopped and self.ranks.first:
+            self._remove_notes()
+
+    def _told_to_end(self, number: int, frame: object) -> None:
+        """End all ranks at once, by a signal of the agent before the first step, or by a second one."""
+        if time.monotonic() < self.asked_at() + _SIGNALS_TOGETHER:
+            return
+        reason = f"rank {self.ranks.rank} was told to end by its launcher"
+        if self.watch is not None:
+            self.watch.end_all(reason)
+        self.note(reason, own=False)
+        os._exit(128 + number)
+
+    def _before_exit(self, reason: str, over: bool) -> None:
+        self.note(reason, False)
+        if over or self.agent.last_start:
+            self.agent.end()
+
+    def _leave(self) -> None:
+        ignore_end()
+        self.agent.end()
+
+    def note(self, reason: str, own: bool) -> None:
+        """Write why the generation ends, unless another rank has. `own`: this rank failed."""
+        gone = self.watch.lost if self.watch is not None and not own else ()
+        if time.monotonic() > self.asked_at() + _MOST_TO_FAIL:
+            gone = ()  # agents kill what does not stop in 30 s
+        failed = [self.agent.name] if own else [self.agents[rank] for rank in gone if rank < len(self.agents)]
+        file = self.path / f"{_NOTE}{generation_id()}"
+        with contextlib.suppress(OSError), file.open("x", encoding="utf-8") as opened:
+            json.dump({"reason": printable(reason, 500), "failed": failed}, opened)
+
+    def _read_note(self, ids: Sequence[str]) -> dict[str, Any]:
+        """Return the note of the last of these generations, or of a later one that never began; {} if there is none. A
+        rank of an earlier one that went on later may have left a note, too."""
+        notes = {file.name.removeprefix(_NOTE): file for file in self.path.glob(f"{_NOTE}*")}
+        last = ids[-1] if ids else None
+        later = [name for name in notes if name not in ids]
+        for file in (notes[name] for name in [last, *later] if name in notes):
+            with contextlib.suppress(OSError, ValueError):  # a rank was killed while it wrote
+                return dict(json.loads(file.read_text(encoding="utf-8")))
+        return {}
+
+    def _remove_notes(self) -> None:
+        for file in self.path.glob(f"{_NOTE}*"):
+            file.unlink(missing_ok=True)
+
+
+def _lost(directory: RunDirectory, step: int, began: float) -> dict[str, Any]:
+    """Count the steps that are rolled back, and the seconds since the step that the run goes on from. `began`: when the
+    generation before began; if it wrote no step, what was lost before it is counted already."""
+    if not directory.ledger.is_file():
+        return {}
+    seen: list[int] = []  # documents seen after the last step, and after the one that the run goes on from
+    written = directory.ledger.stat().st_mtime
+    steps, seconds = 0, max(0.0, time.time() - max(written, began))
+    if written < began:
+        return {"lost_steps": 0, "lost_documents": 0, "lost_seconds": round(seconds, 3)}
+    for line in lines_from_the_end(directory.ledger):
+        if line.value is None or not line.value.get("documents"):
+            continue
+        seen.append(line.value["documents_seen"])
+        if line.value["step"] <= step:
+            break
+        steps += 1
+    else:
+        seen.append(0)
+    for line in lines_from_the_end(directory.metrics):
+        if line.value is None or line.value["step"] <= step:
+            break
+        seconds += line.value["step_time"]
+    return {"lost_steps": steps, "lost_documents": seen[0] - seen[-1], "lost_seconds": round(seconds, 3)}
+
+
+def _sentence(line: dict[str, Any], before: dict[str, Any] | None) -> str:
+    many = f"{line['ranks']} rank{'s' * (line['ranks'] > 1)}"
+    said = [f"generation {line['generation']}: {many}" + (f", {before['ranks']} before" if before else "")]
+    for what in ("left", "joined"):
+        if line[what]:
+            said.append(f"{what}: {', '.join(line[what])}")
+    if line["reason"]:
+        said.append(f"the one before ended because {line['reason']}")
+    if line.get("lost_steps"):
+        made = f"{line['lost_steps']} step{'s' * (line['lost_steps'] > 1)} ({line['lost_documents']} documents)"
+        said.append(f"{made} {'are' if line['lost_steps'] > 1 else 'is'} made again")
+    if "lost_seconds" in line:
+        said.append(f"{line['lost_seconds']:.0f} s lost")
+    return "; ".join(said)

@@ -1,0 +1,244 @@
+"""Ranks that come and go, under agents of torch's elastic launcher: the run is the one that lost nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+
+from agents import LEAST, MOST, Agents, free_port
+from checkpoints import latest, read_states, read_weights
+from small_runs import write_rollouts
+from truestep.commands.cli import main
+
+DOCUMENTS, STEPS = 150, 30
+
+
+def make_config(folder: Path, model: Path, **options: Any) -> Path:
+    write_rollouts(folder / "rollouts.jsonl", DOCUMENTS)
+    config = {
+        "model": {"path": str(model), "dtype": "float32", "device": "cpu"},
+        "data": {"path": str(folder / "rollouts.jsonl"), "advantages": "none", "tokens_per_microbatch": 40},
+        "schedule": {"docs_per_step": DOCUMENTS // STEPS, "stall_timeout": 20},
+        "optimizer": {"learning_rate": 1e-3},
+        "checkpoint": {"directory": str(folder / "run"), "every": 3},
+        "deterministic": True,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | options), encoding="utf-8")
+    return folder / "config.yaml"
+
+
+def agents_of(folder: Path, model: Path, **more: Any) -> Agents:
+    folder.mkdir(exist_ok=True)
+    return Agents(folder, make_config(folder, model), folder / "run", **more)
+
+
+def undisturbed(folder: Path, model: Path, ranks: int) -> Path:
+    with agents_of(folder, model, nodes=(ranks, ranks)) as agents:
+        agents.start(*range(ranks))
+        assert agents.wait(*range(ranks)) == [0] * ranks, agents.log()[-6000:]
+    return folder / "run"
+
+
+def compare(run: Path, whole: Path, bitwise: bool = False) -> None:
+    """The ledgers are the same, and the weights by the law, or bit for bit."""
+    assert (run / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
+    for read in (read_weights, read_states):
+        found, expected = read(latest(run)), read(latest(whole))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if bitwise:
+                assert torch.equal(found[name], value), name
+            else:
+                # By the norm: Adam's update of a weight without a gradient to speak of is rounding.
+                assert (found[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def nothing_left(agents: Agents) -> None:
+    assert agents.alive() == []
+    assert not [path.name for path in agents.run.iterdir() if path.name.startswith(".generation")]
+    assert not list((agents.run / "checkpoints").glob(".*"))
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_comes_back_and_the_run_is_bit_for_bit_the_same(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    with agents_of(tmp_path / "elastic", model, nodes=(2, 3), waits_for_all=True) as agents:
+        agents.start(0, 1, 2)
+        agents.until(lambda: agents.steps >= 7)
+        agents.signal(1, signal.SIGKILL)
+        assert agents.wait(0, 1, 2) == [0, 0, 0], agents.log()[-6000:]
+        first, second = agents.generations
+        assert first["ranks"] == second["ranks"] == 3
+        nothing_left(agents)
+    compare(agents.run, undisturbed(tmp_path / "whole", model, 3), bitwise=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "whole", tiny_model("llama"), 3)
+
+
+@pytest.mark.long
+def test_ranks_that_leave_and_join(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    """One by a signal to its agent, one by a file, one that comes late."""
+    notice = tmp_path / "notice"
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        agents.start(0, 1)
+        agents.start(2, options=("--schedule.preemption_file", str(notice)))
+        agents.until(lambda: agents.steps >= 4)
+        agents.agents[1].terminate()
+        agents.until(lambda: len(agents.generations) == 2 and agents.steps >= 10)
+        agents.start(3)
+        agents.until(lambda: len(agents.generations) == 3 and agents.steps >= 14)
+        notice.touch()
+        assert agents.wait(0, 1, 2, 3) == [0, 1, 1, 0], agents.log()[-6000:]
+        assert [line["ranks"] for line in agents.generations] == [3, 2, 3, 2]
+        assert [line.get("lost_steps", 0) for line in agents.generations] == [0, 0, 0, 0]
+        assert "announces the end of its machine" in agents.generations[-1]["reason"]
+        nothing_left(agents)
+    compare(agents.run, whole)
+    steps = [line["step"] for line in agents.lines("metrics.jsonl")]
+    assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.long
+def test_a_rank_that_stands_still(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        agents.start(0, 1, 2, options=("--schedule.stall_timeout", "4"))
+        agents.until(lambda: agents.steps >= 5)
+        agents.signal(2, signal.SIGSTOP)
+        # Its own agent kills it after 30 s, and joins again if the run still goes on.
+        assert agents.wait(0, 1) == [0, 0], agents.log()[-6000:]
+        agents.wait(2)
+        assert "has made no progress" in agents.generations[1]["reason"]
+        nothing_left(agents)
+    compare(agents.run, whole)
+
+
+def first_rank(agents: Agents) -> int:
+    """The agent that has rank 0, whose process has the store of the generation."""
+    number = int(agents.generations[-1]["agents"][0].rpartition("/")[2])
+    return next(name for name, agent in agents.agents.items() if agent.pid == number)
+
+
+@pytest.mark.long
+def test_the_first_rank_stands_still(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    """The store of the others stands still with it, and it still has the lock of the run."""
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        agents.start(0, 1, 2, options=("--schedule.stall_timeout", "4"))
+        agents.until(lambda: agents.steps >= 5)
+        agents.signal(first_rank(agents), signal.SIGSTOP)
+        agents.until(lambda: "the data ended after step" in agents.log())
+        agents.end()
+        assert "the store of rank 0 has not answered" in agents.generations[1]["reason"]
+        assert agents.generations[1]["failed"] == []
+        nothing_left(agents)
+    compare(agents.run, whole)
+
+
+def disturb(agents: Agents, seed: int) -> None:
+    """Let ranks be killed, stopped, told to go and join, one or two at a time, at random instants. The first agent
+    stays, since it has the rendezvous, and no rank is killed twice."""
+    draw = random.Random(seed)
+    agents.start(*range(4))
+    alive, unhurt, new = [0, 1, 2, 3], [0, 1, 2, 3], 4
+    instants = sorted(draw.sample(range(1, STEPS - 4), 3))
+    for instant in instants:
+        agents.until(lambda instant=instant: agents.steps >= instant)
+        time.sleep(draw.uniform(0.0, 0.4))
+        for _ in range(draw.choice((1, 1, 2))):
+            what = draw.choice(("kill", "kill", "stop", "go", "lose", "join"))
+            leaving = [number for number in unhurt if number > 0]
+            if what in ("go", "lose", "stop") and leaving and len(alive) > LEAST:
+                number = draw.choice(leaving)
+                unhurt.remove(number)
+                alive.remove(number)
+                if what == "stop":
+                    agents.signal(number, signal.SIGSTOP)
+                elif what == "go":
+                    agents.agents[number].terminate()
+                else:
+                    agents.agents[number].kill()
+                    agents.signal(number, signal.SIGKILL)
+            elif what == "kill" and unhurt:
+                number = draw.choice(unhurt)
+                unhurt.remove(number)
+                agents.signal(number, signal.SIGKILL)
+            elif len(alive) < MOST:
+                agents.start(new)
+                alive.append(new)
+                unhurt.append(new)
+                new += 1
+            time.sleep(draw.choice((0.0, draw.uniform(0.0, 4.0))))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3)),
+        *(pytest.param(seed, marks=pytest.mark.release) for seed in range(3, 100)),
+    ],
+)
+def test_seeded_losses_and_joins(seed: int, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        disturb(agents, seed)
+        agents.until(lambda: "the data ended after step" in agents.log())
+        # One that joins when the run ends keeps the others waiting for minutes: torch's agents wait for each other.
+        agents.end()
+        nothing_left(agents)
+        steps = [line["step"] for line in agents.lines("metrics.jsonl")]
+        assert steps == list(range(1, STEPS + 1))
+        numbers = [line["generation"] for line in agents.lines("metrics.jsonl")]
+        assert numbers == sorted(numbers) and {line["generation"] for line in agents.generations} >= set(numbers)
+    compare(agents.run, whole)
+
+
+def children(process: int) -> list[int]:
+    listed = Path(f"/proc/{process}/task/{process}/children")
+    return [int(word) for word in listed.read_text().split()] if listed.exists() else []
+
+
+@pytest.mark.nightly
+def test_the_printed_command_starts_a_run_that_survives(
+    tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    """As a user has it: torchrun in a shell, which nothing but its command line tells to be elastic."""
+    options = ["--hosts", "127.0.0.1", "--gpus", "2", "--least", "1", "--port", str(free_port())]
+    config = make_config(tmp_path, tiny_model("llama"))
+    printed = CliRunner().invoke(main, ["elastic-command", str(config), *options]).output.splitlines()[1]
+    command = printed.replace(" torchrun ", f" {sys.executable} -m torch.distributed.run ")
+    assert command != printed
+    run, log = tmp_path / "run", tmp_path / "log"
+    ledger = run / "ledger.jsonl"
+    with log.open("w", encoding="utf-8") as file:
+        shell = subprocess.Popen(["bash", "-c", command], stdout=file, stderr=file, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 400
+        while not (ledger.is_file() and len(ledger.read_text().splitlines()) >= 2):
+            assert time.monotonic() < deadline and shell.poll() is None, log.read_text()[-6000:]
+            time.sleep(0.01)
+        second = children(shell.pid)[1]
+        os.kill(children(second)[0], signal.SIGKILL)
+        assert shell.wait(timeout=500) == 0, log.read_text()[-6000:]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM)  # the agents end their workers
+            shell.wait(timeout=60)
+    said = log.read_text()
+    assert "generation 2: 2 ranks, 2 before; the one before ended because rank" in said, said[-6000:]
+    compare(run, whole)

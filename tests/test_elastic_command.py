@@ -1,0 +1,258 @@
+"""The commands of a run whose ranks come and go, and what such a run is refused for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+from small_runs import merged
+from truestep.commands.cli import main
+from truestep.config.schema import Config
+from truestep.ranks import elastic
+from truestep.ranks.elastic import Agent, agent_of, find_agent
+from truestep.run.elastic import ElasticError, check_elastic
+from truestep.run.train import _refuse_notice
+from truestep.run.trainer import TrainingError
+
+GIVEN: dict[str, Any] = {
+    "model": {"path": "model"},
+    "data": {"path": "rollouts.jsonl", "advantages": "none"},
+    "schedule": {"docs_per_step": 8},
+}
+AGENT = Agent(number=1, least=2, most=4)
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate(merged(GIVEN, sections))
+
+
+def printed(tmp_path: Path, *words: str, **sections: Any) -> str:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged(GIVEN, sections)), encoding="utf-8")
+    done = CliRunner().invoke(main, ["elastic-command", str(tmp_path / "run.yaml"), *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def parsed(line: str) -> tuple[list[str], dict[str, Any]]:
+    """The GPUs of each agent, and what torchrun's own parser makes of its command."""
+    gpus, _, rest = line.partition("for gpus in ")[2].partition("; do ")
+    command, _, _ = rest.partition(" & ")
+    words = command.split()
+    threads = "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
+    assert words[:4] == [f"{elastic.OWN_STORE}=1", threads, "CUDA_VISIBLE_DEVICES=$gpus", "torchrun"]
+    return gpus.split(), vars(get_args_parser().parse_args(words[4:]))
+
+
+def test_one_agent_a_gpu(tmp_path: Path) -> None:
+    lines = printed(tmp_path, "--hosts", "one,two", "--gpus", "4", "--seed", "3").splitlines()
+    assert lines[::2] == ["# one", "# two"]
+    for line, host in zip(lines[1::2], ("one", "two"), strict=True):
+        gpus, given = parsed(line)
+        assert gpus == ["0", "1", "2", "3"]
+        assert parse_min_max_nnodes(given["nnodes"]) == (4, 8) and given["nproc_per_node"] == "1"
+        assert (given["rdzv_backend"], given["rdzv_endpoint"], given["local_addr"]) == ("c10d", "one:29500", host)
+        assert given["max_restarts"] >= 100
+        settings = _parse_rendezvous_config(given["rdzv_conf"])
+        assert settings.keys() == {
+            *("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
+        }
+        assert given["module"] and given["training_script"] == "truestep"
+        assert given["training_script_args"] == ["train", str(tmp_path / "run.yaml"), "--seed", "3"]
+
+
+AGENTS = {
+    "ends": "exit $((CUDA_VISIBLE_DEVICES * 3))",
+    "is told": "trap 'echo told $CUDA_VISIBLE_DEVICES; exit 1' TERM; echo there; while :; do sleep 0.05; done",
+}
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+@pytest.mark.parametrize(("what", "code"), [("ends", 6), ("is told", 1)])
+def test_the_printed_line_has_the_agents_signals_and_exit_codes(
+    shell: str, what: str, code: int, tmp_path: Path
+) -> None:
+    """The shell is what SLURM and Kubernetes start and end."""
+    line = printed(tmp_path, "--hosts", "one", "--gpus", "3", "--least", "1").splitlines()[1]
+    (tmp_path / "torchrun").write_text(f"#!/bin/sh\n{AGENTS[what]}\n")
+    (tmp_path / "torchrun").chmod(0o700)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    heeds = partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)  # a shell cannot heed what it was started to ignore
+    with subprocess.Popen(
+        [shell, "-c", line], stdout=subprocess.PIPE, text=True, env=os.environ | path, preexec_fn=heeds
+    ) as started:
+        assert started.stdout is not None
+        if what == "is told":
+            assert [started.stdout.readline() for _ in range(3)] == ["there\n"] * 3
+            started.terminate()
+        assert started.wait(timeout=20) in (code, 128 + signal.SIGTERM if what == "is told" else code)
+        told = started.stdout.read().split("\n")
+    assert sorted(told) == (["", "told 0", "told 1", "told 2"] if what == "is told" else [""])
+
+
+def test_gpus_that_a_layout_needs_together_have_one_agent(tmp_path: Path) -> None:
+    words = ("--hosts", "one", "--gpus", "8", "--least", "1", "--port", "4000")
+    gpus, given = parsed(printed(tmp_path, *words, parallel={"tensor": 2, "data_replicate": 2}).splitlines()[1])
+    assert gpus == ["0,1,2,3", "4,5,6,7"] and given["nproc_per_node"] == "4"
+    assert given["nnodes"] == "1:2" and given["rdzv_endpoint"] == "one:4000"
+
+
+@pytest.mark.parametrize(
+    ("words", "sections", "said"),
+    [
+        (["--hosts", "one,one"], {}, "names a machine twice"),
+        (["--hosts", "one", "--least", "9"], {}, "more than the 8 agents"),
+        (["--hosts", "one", "--gpus", "3"], {"parallel": {"tensor": 2}}, "make no team"),
+        (["--hosts", "one"], {"schedule": {"overshoot": "keep"}}, "set schedule.overshoot: carry"),
+    ],
+)
+def test_a_command_that_cannot_be_made(words: list[str], sections: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(merged(GIVEN, sections)), encoding="utf-8")
+    done = CliRunner().invoke(main, ["elastic-command", str(tmp_path / "run.yaml"), *words])
+    assert done.exit_code == 1 and said in " ".join(done.output.split())
+
+
+SERVER = {
+    "type": "server",
+    "start": {"environment": "engine"},
+    "prompts": "prompts.jsonl",
+    "reward": "package.module:reward",
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"schedule": {"docs_per_step": 0}}, "set schedule.docs_per_step"),
+        ({"schedule": {"overshoot": "keep"}}, "set schedule.overshoot: carry"),
+        ({"data": {"path": "part-{rank}.jsonl"}}, "name files that all ranks see"),
+        ({"parallel": {"data_shard": 2}}, "set parallel.data_shard: -1"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor: 2 does not divide the 3 ranks"),
+        ({"checkpoint": {"lock": False}}, "checkpoint.lock: false"),
+    ],
+)
+def test_what_a_run_whose_ranks_change_is_refused_for(sections: dict[str, Any], said: str) -> None:
+    check_elastic(config(), AGENT)
+    with pytest.raises(ElasticError, match="--nnodes 2:4") as refused:
+        check_elastic(config(**sections), AGENT)
+    assert said in str(refused.value)
+
+
+def test_servers_that_the_first_rank_starts_are_refused() -> None:
+    given = Config.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"group_size": 2},
+            "sampler": SERVER,
+            "schedule": {"docs_per_step": 8, "steps": 1},
+        }
+    )
+    with pytest.raises(ElasticError, match=r"sampler\.start"):
+        check_elastic(given, AGENT)
+
+
+def test_agents_that_share_a_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's agents keep the address of the first agent's store when another agent becomes the first."""
+    monkeypatch.setenv(elastic.SHARES_STORE, "True")
+    with pytest.raises(ElasticError, match=f"{elastic.OWN_STORE}=1"):
+        check_elastic(config(), AGENT)
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes"),
+    [
+        (["python", "/bin/torchrun", "--nnodes", "2:4", "-m", "truestep", "train", "run.yaml"], (2, 4)),
+        (["python", "-m", "torch.distributed.run", "--nnodes=2:4", "-m", "truestep", "train", "run.yaml"], (2, 4)),
+        (["python", "/bin/torchrun", "--nnodes", "2", "-m", "truestep", "train", "run.yaml"], None),
+        (["python", "/bin/torchrun", "-m", "truestep", "train", "--nnodes", "2:4"], None),
+        (["python", "train.py", "--nnodes", "2:4"], None),
+        ([], None),
+    ],
+)
+def test_an_agent_is_known_by_its_command(
+    words: list[str], nodes: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "_command_line", lambda number: words if number == os.getppid() else [])
+    assert find_agent() is None, "a process that torchrun did not start"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    found = find_agent()
+    assert (None if found is None else (found.least, found.most)) == nodes
+    assert found is None or (found.number == os.getppid() and not found.gone)
+
+
+def test_an_agent_that_has_ended_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    agent = agent_of(2**22 + 1, 1, 2)
+    assert agent is not None and agent.gone and agent.last_start
+    agent.end()  # no process of another kind has its number
+
+
+def test_one_rank_of_a_team_ends_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is; a second signal would keep the agent from ending the others."""
+    told: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda number, kind: told.append(number))
+    monkeypatch.setattr(elastic, "_taken", {})
+    for local in (3, 0):
+        Agent(os.getppid(), 1, 2, processes=4, local_rank=local).end()
+    assert told == [os.getppid()]
+
+
+def test_few_restarts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun makes none where it is not told otherwise."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    agent = agent_of(os.getppid(), 1, 2)
+    assert agent is not None
+    with pytest.raises(ElasticError, match="set --max-restarts 1000"):
+        check_elastic(config(), agent)
+
+
+@pytest.mark.parametrize("text", [None, "model: 3", "schedule: {docs_per_step: 8}"])
+def test_a_configuration_that_cannot_be_loaded_ends_the_agent(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher would start the same command a thousand times."""
+    ended: list[int] = []
+    words = ["python", "/bin/torchrun", "--nnodes", "2:4", "-m", "truestep", "train", "run.yaml"]
+    monkeypatch.setattr(elastic, "_command_line", lambda number: words if number == os.getppid() else [])
+    monkeypatch.setattr(Agent, "end", lambda self: ended.append(self.number))
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for elastically in (False, True):
+            if elastically:
+                monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+            assert CliRunner().invoke(main, ["train", str(tmp_path / "run.yaml")]).exit_code == 1
+            assert ended == [os.getppid()] * elastically
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "which the agent sends to its workers in turn"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_launcher_that_is_not_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_command_line", lambda number: ["python", "launch.py"])
+    assert not elastic.unknown_launcher()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    assert elastic.unknown_launcher()
+    words = ["python", "/bin/torchrun", "--nnodes", "2", "train.py"]
+    monkeypatch.setattr(elastic, "_command_line", lambda number: words)
+    assert not elastic.unknown_launcher()
+
+
+def test_a_notice_that_is_there_already_is_refused(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+    given = config(schedule={"preemption_file": str(notice)})
+    _refuse_notice(given)
+    notice.touch()
+    with pytest.raises(TrainingError, match="is there already: remove it"):
+        _refuse_notice(given)
