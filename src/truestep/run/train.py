@@ -208,12 +208,8 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks, elastic)
-    store = CheckpointStore(
-        directory.checkpoints,
-        config.checkpoint.keep,
-        Best(config.checkpoint.keep_best),
-        "" if elastic is None else elastic.mark,
-    )
+    mark = "" if elastic is None else elastic.mark
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best), mark)
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
