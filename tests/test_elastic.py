@@ -213,6 +213,10 @@ def children(process: int) -> list[int]:
     return [int(word) for word in listed.read_text().split()] if listed.exists() else []
 
 
+def command_line(process: int) -> bytes:
+    return Path(f"/proc/{process}/cmdline").read_bytes()
+
+
 @pytest.mark.nightly
 def test_the_printed_command_starts_a_run_that_survives(
     tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
@@ -232,8 +236,8 @@ def test_the_printed_command_starts_a_run_that_survives(
         while not (ledger.is_file() and len(ledger.read_text().splitlines()) >= 2):
             assert time.monotonic() < deadline and shell.poll() is None, log.read_text()[-6000:]
             time.sleep(0.01)
-        second = children(shell.pid)[1]
-        os.kill(children(second)[0], signal.SIGKILL)
+        (rank,) = [each for each in children(children(shell.pid)[1]) if b"truestep" in command_line(each)]
+        os.kill(rank, signal.SIGKILL)
         assert shell.wait(timeout=500) == 0, log.read_text()[-6000:]
     finally:
         with contextlib.suppress(ProcessLookupError):
