@@ -84,7 +84,7 @@ SLOW = [
     ("step", "computing step 1", 1.6),
     ("evaluation", "evaluating after step 0", 0.1),
     ("save", "saving after step 1", 0.28),
-    ("load", "loading the model", 1.2),
+    ("load", "loading the model", 1.3),
 ]
 
 
