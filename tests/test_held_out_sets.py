@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from small_runs import quiet_trainer, read_lines, sampled_config, sort_prompts, word_model, write_lines
+from truestep.commands.cli import main
 from truestep.commands.running import train
 from truestep.config.load import ConfigError, config_of
 from truestep.config.schema import Config, evaluation_metrics
@@ -244,3 +247,23 @@ def test_a_set_has_limits_of_turns_and_may_be_removed(words: Path, prompts: Path
     options["evaluation"] = {"sets": {"plain": {"prompts": "held_out.jsonl"}}}
     with pytest.raises(ConfigError, match="sampler.max_turns is for sampler.environment"):
         config_of(options)
+
+
+def test_records_are_scored_whatever_evaluations_keep(words: Path, prompts: Path, tmp_path: Path) -> None:
+    """Without an evaluation, keep_best names a metric that there is not."""
+    config = tmp_path / "run.yaml"
+    sections = {
+        "model": {"path": str(words), "dtype": "float32", "device": "cpu"},
+        "data": {"advantages": "none", "tokens_per_microbatch": 64},
+        "schedule": {"docs_per_step": 1},
+        "sampler": {"prompts": str(prompts), "reward": "plain_rewards:digit_reward", "max_new_tokens": 4},
+        "evaluation": {"prompts": str(prompts)},
+        "checkpoint": {"directory": str(tmp_path / "run"), "keep_best": "evaluation/sampled_reward"},
+    }
+    config.write_text(json.dumps(sections))
+    record = {"id": "a", "input_ids": [2, 3, 4], "prompt_length": 1, "logprobs": [-1.0, -1.0], "advantage": 1.0}
+    records = write_lines(tmp_path / "records.jsonl", [record])
+    done = CliRunner().invoke(
+        main, ["score", str(config), "--data.path", str(records), "--output", str(tmp_path / "o")]
+    )
+    assert done.exit_code == 0, done.output

@@ -125,7 +125,11 @@ def main() -> None:
 def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
     """Return overrides that remove the sampler and the evaluation if --data.path gives rollouts to score or verify."""
     named = any(word.partition("=")[0] == "--data.path" for word in overrides)
-    return ("--sampler", "null", "--evaluation", "null") if named and command in ("score", "verify") else ()
+    if not named or command not in ("score", "verify"):
+        return ()
+    from truestep.config.schema import NOTHING_IS_DRAWN
+
+    return tuple(word for name in NOTHING_IS_DRAWN for word in (f"--{name}", "null"))
 
 
 def _config_command(command: Callable[..., None]) -> click.Command:

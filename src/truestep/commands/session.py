@@ -16,7 +16,7 @@ import torch
 
 from truestep.commands.running import configured
 from truestep.commands.samples import Prompt, Sample, ids_of, with_options
-from truestep.config.schema import Config
+from truestep.config.schema import NOTHING_IS_DRAWN, Config
 from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
@@ -393,7 +393,7 @@ class Session:
         if name not in self._parts:
             config, runner = self.config, self._here.runner
             if isinstance(loss, Mapping):
-                config = config.changed({"loss": dict(loss), "sampler": None, "evaluation": None})
+                config = config.changed({"loss": dict(loss), **NOTHING_IS_DRAWN})
                 runner = replace(runner, objective=make_objective(config))
             annotators = make_annotators(
                 config, runner, lambda of: make_policy(config, self._ranks, of or config.model.path, frozen=True)

@@ -554,6 +554,10 @@ def evaluation_metrics(config: "Config") -> list[str]:
     return [f"evaluation/{name}" for name in dict.fromkeys(names)]
 
 
+# What a configuration is given where records alone are scored or trained on, and nothing is drawn.
+NOTHING_IS_DRAWN = {"sampler": None, "evaluation": None, "checkpoint.keep_best": None}
+
+
 def _keep_best(config: "Config") -> Iterator[str]:
     metric, known = config.checkpoint.keep_best, evaluation_metrics(config)
     if metric is None or metric in known:

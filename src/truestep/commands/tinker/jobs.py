@@ -22,7 +22,7 @@ from truestep.commands.tinker.requests import Asked, Batch
 from truestep.commands.tinker.scoring import Scored, score
 from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
 from truestep.commands.tinker.wire import Completed, Sampled, forward_backward_output, sample_response
-from truestep.config.schema import Config
+from truestep.config.schema import NOTHING_IS_DRAWN, Config
 from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
 from truestep.generate.engine.service import EngineGenerator
@@ -205,8 +205,7 @@ class Jobs:
                 "loss": PLAIN,
                 "optimizer": {"type": "adamw", "learning_rate": 1e-4, "gradient_clip": None},
                 "data.fields": fields,
-                "sampler": None,
-                "evaluation": None,
+                **NOTHING_IS_DRAWN,
             }
         )
 
