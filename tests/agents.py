@@ -28,6 +28,7 @@ from truestep.ranks.forks import fork_context
 from truestep.run.trainer import Trainer
 
 LEAST, MOST = 2, 5
+_GAVE_UP = "ends: DistStoreError"
 STEP_TAKES = 0.05  # seconds more than it would: so that steps are there to be interrupted
 
 
@@ -156,7 +157,19 @@ class Agents:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, self.log()[-6000:]
+            self._start_again()
             time.sleep(0.02)
+
+    def _start_again(self) -> None:
+        """Start the same agents again where torch's agents gave up, since one was lost while they counted each other.
+
+        docs/machines.md promises no more for that."""
+        if self.agents and all(agent.exitcode is not None for agent in self.agents.values()):
+            logs = {number: self.folder / f"agent-{number}.log" for number in self.agents}
+            gave_up = [number for number, log in logs.items() if log.is_file() and _GAVE_UP in log.read_text()]
+            for number in gave_up:
+                logs[number].rename(logs[number].with_suffix(f".{time.monotonic_ns()}.log"))
+            self.start(*gave_up)
 
     def wait(self, *numbers: int, seconds: float = 300) -> list[int | None]:
         """The exit codes of these agents, when they have ended."""

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from rich.cells import cell_len
 
@@ -38,7 +37,7 @@ from truestep.step.compute.runner import StepRunner
 from truestep.step.update.blame import only
 from truestep.step.update.gradient_clipping import gradient_norm
 from truestep.tools.replay.bisect import Bisection, _Finder, bisect
-from truestep.tools.replay.found import wrapped
+from truestep.tools.replay.found import _files, _line_of, wrapped
 from truestep.tools.replay.gradient_parts import Direction, GradientParts
 from truestep.tools.replay.jumps import Jump, find_jump, jump_at
 from truestep.tools.replay.outliers import Typical
@@ -49,12 +48,6 @@ from truestep.types import StepPlan
 Model = Callable[[str], Path]
 Record = dict[str, Any]
 STEPS, DOCUMENTS, JUMP = 8, 40, 6  # steps of a run, documents of each, and the step with the planted documents
-
-
-@pytest.fixture(autouse=True)
-def _no_deterministic_after() -> Any:
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def records(count: int, seed: int = 1) -> list[Record]:
@@ -545,3 +538,12 @@ def test_two_ranks(run: Callable[..., Path]) -> None:
     """A run of one process, looked into by two: weights and documents are divided."""
     path = run(a_huge_advantage)
     on_ranks(2, find_on_ranks, str(path), f"d{(JUMP - 1) * DOCUMENTS + 17}", ("grad_norm", "loss"))
+
+
+def test_a_prompt_is_found_in_a_file_of_a_mixture(tmp_path: Path) -> None:
+    """Of sources by name, one of which is a dataset whose rows are no lines."""
+    file = write_lines(tmp_path / "b.jsonl", [{"id": f"p{number}", "prompt": "1"} for number in range(3)])
+    prompts = {"a": {"dataset": "owner/set"}, "b": str(file)}
+    config = sampled_config(tmp_path / "model", file, tmp_path / "run", sampler={"prompts": prompts})
+    assert _files(config, prompts=True) == [file] and _files(config, prompts=False) == []
+    assert _line_of(file, ("p1",)) == 2

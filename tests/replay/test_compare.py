@@ -23,12 +23,6 @@ from truestep.types import StepPlan
 Model = Callable[[str], Path]
 
 
-@pytest.fixture(autouse=True)
-def _no_deterministic_after() -> Any:
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture
 def run(tiny_model: Model, tmp_path: Path) -> Callable[..., Path]:
     def make(name: str, change: Callable[[Trainer], None] = lambda trainer: None, **sections: Any) -> Path:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from ranks.cases import on_ranks
+from replay.made_again import KEEP, exactly
 from selection import long_except
 from server.models import make_mixture, make_model
 from server.runs import label_versions, server_config
@@ -34,25 +34,10 @@ from tool_models import STOPS, tool_model
 from truestep.config.schema import Config
 from truestep.rollouts.kept.records import blocks_of
 from truestep.run.train import train
-from truestep.tools.replay.replay import Replay, replay
+from truestep.tools.replay.replay import replay
 from truestep.types import ROUTES, Rollout
 
 Model = Callable[[str], Path]
-KEEP: dict[str, Any] = {
-    "logging": {"rollouts": {"documents": "all"}},
-    "checkpoint": {"every": 2, "keep": 9},
-    "deterministic": True,
-}
-
-
-@pytest.fixture(autouse=True)
-def _no_deterministic_after() -> Any:
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def exactly(found: Replay) -> None:
-    assert found.exact and found.lawful and not found.changed, found.text
 
 
 def made_again(run: Path, *steps: int) -> None:

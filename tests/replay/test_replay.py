@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import latest, read_weights
 from ranks.cases import on_ranks
+from replay.made_again import KEEP, exactly
 from small_runs import (
     file_config,
     quiet_trainer,
@@ -34,26 +35,15 @@ from truestep.run.directory import RunDirectory
 from truestep.run.train import train
 from truestep.run.weight_lines import read_weight_lines
 from truestep.tools.replay.compare import compare
-from truestep.tools.replay.replay import Replay, replay
+from truestep.tools.replay.replay import replay
 
 Model = Callable[[str], Path]
-KEEP: dict[str, Any] = {
-    "logging": {"rollouts": {"documents": "all"}},
-    "checkpoint": {"every": 2, "keep": 9},
-    "deterministic": True,
-}
 
 
 def trained(config: Config) -> Path:
     quiet_trainer(config).run()
     assert config.checkpoint.directory is not None
     return Path(config.checkpoint.directory)
-
-
-@pytest.fixture(autouse=True)
-def _no_deterministic_after() -> Any:
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -66,11 +56,6 @@ def of_files(tiny_model: Model, tmp_path: Path) -> Callable[..., Path]:
         return trained(file_config(tiny_model(kind), tmp_path / "r.jsonl", tmp_path / name, **given))
 
     return make
-
-
-def exactly(found: Replay) -> None:
-    assert found.exact and found.lawful and not found.changed, found.text
-    assert "bit for bit" in found.text
 
 
 def test_a_step_of_files_is_what_it_was_bit_for_bit(of_files: Callable[..., Path], tmp_path: Path) -> None:

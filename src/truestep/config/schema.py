@@ -519,11 +519,11 @@ def _sets(config: "Config") -> Iterator[str]:
     for name in ("prompts", "path"):
         if getattr(evaluation, name) is not None:
             yield f"evaluation.{name} and evaluation.sets are both given: make it one of the sets, or remove the sets"
+    alone_of = of_sets(config)
     for name, given in evaluation.sets.items():
-        section = f"evaluation.sets.{name}"
+        section, alone = f"evaluation.sets.{name}", alone_of[name]
         if given.reward is not None and given.environment is not None:
             yield f"{section}.reward and {section}.environment are both given: one of the two rates answers"
-        alone = of_sets(config)[name]
         if given.prompts is None and not makes_held_out_prompts(alone):
             yield f"{section} needs {section}.prompts: it has no environment that makes them"
         for rule in (_evaluation, _environment) if given.environment is not None else (_evaluation,):

@@ -17,7 +17,7 @@ from pathlib import Path
 from truestep.ranks.axes import RankError
 
 _ANCESTORS = 3  # an agent may start a worker through numactl or a shell
-_MANY = 1000  # restarts
+MAX_RESTARTS = 1000  # what an agent is to be given: each spends one when a rank is lost or joins
 # An agent gives its workers 30 s before it kills them, when it starts them anew.
 SECONDS_TO_STOP = 25.0
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -42,7 +42,7 @@ class Agent:
     processes: int = 1  # worker processes of an agent
     local_rank: int = 0
     last_start: bool = False  # after another failure it would close the run for all
-    restarts: int = _MANY  # that the agent may make
+    restarts: int = MAX_RESTARTS  # that the agent may make
 
     @property
     def name(self) -> str:
@@ -52,6 +52,11 @@ class Agent:
     def gone(self) -> bool:
         """True if the agent has ended, so that nobody would end this process."""
         return not any(number == self.number for number in _ancestors())
+
+    def leave(self) -> None:
+        """End the agent, and ignore the SIGTERM that it sends to its workers in turn."""
+        ignore_end()
+        self.end()
 
     def end(self) -> None:
         """End the agent by a signal, so that it leaves the run to the others. Of the workers of an agent one does it:
@@ -79,8 +84,7 @@ def leave_after_error() -> None:
     """End the agent of this process, if it has one: an error of this machine's configuration would come again."""
     agent = find_agent()
     if agent is not None:
-        ignore_end()
-        agent.end()
+        agent.leave()
 
 
 def ignore_end() -> None:
@@ -91,14 +95,8 @@ def ignore_end() -> None:
 
 def find_agent() -> Agent | None:
     """Return the agent that started this process; None if the number of agents cannot change."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    for number in _ancestors():
-        nodes = _nodes_of(_command_line(number))
-        if nodes is None:
-            continue
-        return agent_of(number, *nodes)
-    return None
+    launcher = _launcher()
+    return None if launcher is None else agent_of(*launcher)
 
 
 def agent_of(number: int, least: int, most: int) -> Agent | None:
@@ -107,7 +105,7 @@ def agent_of(number: int, least: int, most: int) -> Agent | None:
         return None
     count, limit = (
         int(os.environ.get(f"TORCHELASTIC_{name}", given))
-        for name, given in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", str(_MANY)))
+        for name, given in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", str(MAX_RESTARTS)))
     )
     processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     return Agent(number, least, most, processes, local, last_start=count >= limit, restarts=limit)
@@ -115,8 +113,15 @@ def agent_of(number: int, least: int, most: int) -> Agent | None:
 
 def unknown_launcher() -> bool:
     """Tell whether a launcher of torch started this process whose command line is not that of torchrun."""
-    known = (_nodes_of(_command_line(number)) for number in _ancestors())
-    return "TORCHELASTIC_RUN_ID" in os.environ and all(nodes is None for nodes in known)
+    return "TORCHELASTIC_RUN_ID" in os.environ and _launcher() is None
+
+
+def _launcher() -> tuple[int, int, int] | None:
+    """Return the torchrun that started this process: the id of its process, its least and its most agents."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    found = ((number, _nodes_of(_command_line(number))) for number in _ancestors())
+    return next(((number, *nodes) for number, nodes in found if nodes is not None), None)
 
 
 def generation_id() -> str:

@@ -21,7 +21,7 @@ from truestep.config.sections import ServerSampler
 from truestep.errors import TruestepError
 from truestep.files.whole import append_json_line, lines_from_the_end, read_json_lines
 from truestep.ranks.axes import RankError, RankLayout
-from truestep.ranks.elastic import OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id, ignore_end
+from truestep.ranks.elastic import MAX_RESTARTS, OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id
 from truestep.ranks.group import Ranks
 from truestep.ranks.processes import machine
 from truestep.ranks.watch import Watch, ends_run, raised_between_ranks
@@ -79,7 +79,7 @@ def _of_launcher(config: Config, agent: Agent) -> Iterator[str]:
     if agent.restarts < _LEAST_RESTARTS:
         yield (
             f"--max-restarts {agent.restarts} is too few, since every agent spends one when a rank is lost or joins: "
-            "set --max-restarts 1000"
+            f"set --max-restarts {MAX_RESTARTS}"
         )
     layout: RankLayout = layout_of(config)
     for agents in range(agent.least, agent.most + 1):
@@ -128,7 +128,7 @@ class Elastic:
         line, before = ranks.share(self._begin)
         if line["unfit"]:
             if self.agent.name in line["unfit"]:
-                self._leave()
+                self.agent.leave()
             names = ", ".join(line["unfit"])
             raise RankLostError(f"{names} failed {_MOST_FAILURES} times without a checkpoint in between, and leaves")
         marks: dict[str, float] = {name: float(line[name]) for name in MARKS if name in line}
@@ -186,7 +186,7 @@ class Elastic:
             self.note(failure if own else cause, own)
             over = self.watch is not None and self.watch.over  # an error of another rank
             if ends_run(error) or over or self.agent.last_start:
-                self._leave()
+                self.agent.leave()
             raise
 
     def ended(self, stopped: bool, notice: Path | None) -> None:
@@ -195,7 +195,7 @@ class Elastic:
         if leaves:
             self.note(f"rank {self.ranks.rank} leaves: {notice} announces the end of its machine", own=False)
         if stopped and (leaves or self.agent.last_start):
-            self._leave()
+            self.agent.leave()
         if not stopped and self.ranks.first:
             self._remove_notes()
 
@@ -213,10 +213,6 @@ class Elastic:
         self.note(reason, False)
         if over or self.agent.last_start:
             self.agent.end()
-
-    def _leave(self) -> None:
-        ignore_end()
-        self.agent.end()
 
     def note(self, reason: str, own: bool) -> None:
         """Write why the generation ends, unless another rank has. `own`: this rank failed."""

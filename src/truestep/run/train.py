@@ -116,7 +116,35 @@ def _train(
         if elastic is not None:  # a rank may be lost at any time
             watched.enter_context(watch.watching())
             elastic.count_beside(ranks)
-        return _train_watched(config, console, title, callbacks, sinks, elastic, ranks, watch, watched, notes)
+        rates = measured_rates(config, ranks, notes)
+        running, switched_on = settle_on(as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
+        config = with_model(running, config.model.path)
+        display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
+        for name, value in switched_on.items():
+            display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
+        for note in notes:
+            display.say(note)
+        warning = too_small(running, ranks.size) if config.logging.console and ranks.first else None
+        if warning is not None:
+            display.say(f"warning: {warning}")
+        if elastic is None:
+            watched.enter_context(watch.watching())
+        with exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
+            marks: dict[str, float] = {}
+            if elastic is not None:
+                marks, sentence = elastic.joined(ranks, watch)
+                display.say(sentence)
+            trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates, elastic)
+            trainer.marks = marks
+            if elastic is not None:
+                elastic.asked_at = lambda: trainer.state.asked_at
+            display.asked_to_stop = lambda: trainer.stopped_by
+            if ranks.first:
+                trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
+            trainer.run()
+        shows = [sink.sentence for sink in trainer.sinks if isinstance(sink, Watching) and sink.sentence]
+        display.say(". ".join([f"{trainer.ended}; the run is in {shown(trainer.directory.path)}", *shows]))
+        return trainer
 
 
 def _refuse_notice(config: Config) -> None:
@@ -124,49 +152,6 @@ def _refuse_notice(config: Config) -> None:
     notice = config.schedule.preemption_file
     if notice is not None and Path(notice).exists():
         raise TrainingError(f"schedule.preemption_file: {notice} is there already: remove it, and start again")
-
-
-def _train_watched(
-    config: Config,
-    console: Console,
-    title: str,
-    callbacks: Sequence[Callback],
-    sinks: Sequence[Sink],
-    elastic: Elastic | None,
-    ranks: Ranks,
-    watch: Watch,
-    watched: ExitStack,
-    notes: list[str],
-) -> Trainer:
-    rates = measured_rates(config, ranks, notes)
-    running, switched_on = settle_on(as_it_runs(config, ranks.share(lambda: _latest(config))), ranks, rates)
-    config = with_model(running, config.model.path)
-    display = Display(console) if config.logging.console and ranks.first else Display(Console(quiet=True))
-    for name, value in switched_on.items():
-        display.say(f"auto: {name} is {str(value).lower()} here, so that it fits or is faster")
-    for note in notes:
-        display.say(note)
-    warning = too_small(running, ranks.size) if config.logging.console and ranks.first else None
-    if warning is not None:
-        display.say(f"warning: {warning}")
-    if elastic is None:
-        watched.enter_context(watch.watching())
-    with exhaustion_explained(running, ranks.size, lambda: watch.doing), display:
-        marks: dict[str, float] = {}
-        if elastic is not None:
-            marks, sentence = elastic.joined(ranks, watch)
-            display.say(sentence)
-        trainer = make_trainer(config, console, title, ranks, watch, callbacks, display, rates, elastic)
-        trainer.marks = marks
-        if elastic is not None:
-            elastic.asked_at = lambda: trainer.state.asked_at
-        display.asked_to_stop = lambda: trainer.stopped_by
-        if ranks.first:
-            trainer.sinks.extend([make_watching(config, trainer.directory, display), *sinks])
-        trainer.run()
-    shows = [sink.sentence for sink in trainer.sinks if isinstance(sink, Watching) and sink.sentence]
-    display.say(". ".join([f"{trainer.ended}; the run is in {shown(trainer.directory.path)}", *shows]))
-    return trainer
 
 
 def measured_rates(config: Config, ranks: Ranks, notes: list[str]) -> Rates | None:

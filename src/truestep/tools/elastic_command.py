@@ -8,14 +8,13 @@ from pathlib import Path
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.ranks.axes import RankError
-from truestep.ranks.elastic import OWN_STORE, Agent
+from truestep.ranks.elastic import MAX_RESTARTS, OWN_STORE, Agent
 from truestep.run.assemble.policy import layout_of
 from truestep.run.elastic import check_elastic
 
 # Settings of torch's rendezvous, in seconds. Agents wait a week for others; a generation begins this long after the
 # least number of agents is there; an agent that is silent for 5 intervals has left.
 RENDEZVOUS = {"join_timeout": 604800, "last_call_timeout": 15, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
-MAX_RESTARTS = 1000  # every agent spends one when a rank is lost
 _THREADS = "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"  # torchrun sets it for several processes of an agent, not for one
 # Waits for all agents, also after a signal, which ends a `wait`; the exit code is the greatest of theirs.
 _WAIT = (

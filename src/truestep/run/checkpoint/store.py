@@ -111,7 +111,9 @@ class Written:
 
 def step_of(checkpoint: Path) -> int:
     """Return the step of a complete checkpoint."""
-    return int(checkpoint.name.removeprefix("step-"))
+    step = step_by_name(checkpoint)
+    assert step is not None, checkpoint
+    return step
 
 
 class CheckpointStore:

@@ -4,16 +4,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.cells import cell_len, chop_cells, set_cell_size
 
 from truestep.config.schema import Config
+from truestep.config.sections import files_of, place_of
 from truestep.files.whole import write_json_lines
 from truestep.losses.labels import Labels
 from truestep.model.policy import Policy
 from truestep.rollouts.documents import record_lines
+from truestep.rollouts.files import DataError, expand_paths
 from truestep.rollouts.kept import files as kept_files
 from truestep.rollouts.kept.reader import Reader
 from truestep.rollouts.kept.rows import row_of
@@ -240,9 +241,7 @@ def _where(config: Config, document: Rollout) -> str | None:
     """Return the file and the line of a document's prompt, or of its record."""
     asked = document.metadata.get("prompt_id")
     wanted = (str(asked),) if asked is not None else (document.id, *document.record_ids)
-    sampler = config.sampler.model_dump() if config.sampler is not None else {}
-    given = sampler.get("prompts") if asked is not None else config.data.path
-    for file in _files(given):
+    for file in _files(config, prompts=asked is not None):
         if f"{file.name}:" in wanted[0] and wanted[0].rpartition(":")[2].isdigit():
             return f"{file}:{wanted[0].rpartition(':')[2]}"  # the id of a prompt that has none of its own
         if (line := _line_of(file, wanted)) is not None:
@@ -250,19 +249,20 @@ def _where(config: Config, document: Rollout) -> str | None:
     return None if asked is None else f"prompt {printable(asked, 60)}"
 
 
-def _files(given: Any) -> list[Path]:
-    """Return the JSONL files that an option names: a path, a pattern, a list of these, or objects with a path."""
-    if isinstance(given, Mapping):
-        return _files(given.get("path"))
-    if isinstance(given, list | tuple):
-        return [file for one in given for file in _files(one)]
-    if not isinstance(given, str | Path):
-        return []
-    path = Path(given)
+def _files(config: Config, prompts: bool) -> list[Path]:
+    """Return the JSONL files of the run's prompts, or of its records, as far as they are there."""
     try:
-        found = [path] if path.is_file() else sorted(path.parent.glob(path.name))
-        return [file for file in found if file.suffix == ".jsonl" and file.stat().st_size <= _LARGEST_FILE]
-    except (OSError, ValueError):
+        if prompts:
+            sources = files_of(None if config.sampler is None else config.sampler.prompts).values()
+            found = [Path(place_of(source)) for source in sources]
+        else:
+            found = [] if config.data.path is None else expand_paths(config.data.path)
+        return [
+            file
+            for file in found
+            if file.suffix == ".jsonl" and file.is_file() and file.stat().st_size <= _LARGEST_FILE
+        ]
+    except (OSError, ValueError, DataError):
         return []
 
 

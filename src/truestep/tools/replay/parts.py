@@ -35,11 +35,17 @@ class ByDocument:
 
     found: Mapping[int, tuple[Any, ...]]
 
+    @staticmethod
+    def of(pairs: Iterable[tuple[int, Any]]) -> "ByDocument":
+        found: dict[int, tuple[Any, ...]] = {}
+        for number, one in pairs:
+            found[number] = (*found.get(number, ()), one)
+        return ByDocument(found)
+
     def merge(self, other: "ByDocument") -> "ByDocument":
-        both = dict(self.found)
-        for number, some in other.found.items():
-            both[number] = (*both.get(number, ()), *some)
-        return ByDocument(both)
+        return ByDocument.of(
+            (number, one) for part in (self, other) for number, some in part.found.items() for one in some
+        )
 
     def value(self) -> None:
         return None
@@ -52,20 +58,21 @@ def document_metrics(runner: StepRunner, plan: StepPlan, metric: str) -> dict[in
         if metric in measure(plan.documents):
             alone = {number: measure([document]) for number, document in enumerate(plan.documents)}
             return {number: found[metric] for number, found in alone.items() if metric in found}
-    measures = tuple(measure for _, measure in BUILT_IN) + tuple(runner.custom_metrics.values())
+    measures = _measures(runner)
 
     def each(labels: Labels, step: StepFacts) -> dict[str, Metric]:
         known = [measure for measure in measures if metric in measure(labels, step)]
         if not known:
             return {}
-        found: dict[int, tuple[Metric, ...]] = {}
-        for number, own in by_document(labels):
-            if (measured := known[0](own, step).get(metric)) is not None:
-                found[number] = (*found.get(number, ()), measured)
-        return {_NAME: ByDocument(found)}
+        measured = ((number, known[0](own, step).get(metric)) for number, own in by_document(labels))
+        return {_NAME: ByDocument.of((number, one) for number, one in measured if one is not None)}
 
     found = _carried(runner, plan, each)
     return {number: merged(some) for number, some in sorted(found.items())} or None
+
+
+def _measures(runner: StepRunner) -> tuple[Measure, ...]:
+    return (*(measure for _, measure in BUILT_IN), *runner.custom_metrics.values())
 
 
 def labels_of(runner: StepRunner, plan: StepPlan) -> dict[int, list[Labels]]:
@@ -73,10 +80,7 @@ def labels_of(runner: StepRunner, plan: StepPlan) -> dict[int, list[Labels]]:
     this."""
 
     def capture(labels: Labels, step: StepFacts) -> dict[str, Metric]:
-        found: dict[int, tuple[Labels, ...]] = {}
-        for number, own in by_document(labels):
-            found[number] = (*found.get(number, ()), own)
-        return {_NAME: ByDocument(found)}
+        return {_NAME: ByDocument.of(by_document(labels))}
 
     found = _carried(runner, plan, capture)
     return {number: sorted(some, key=_first_place) for number, some in sorted(found.items())}
@@ -198,7 +202,7 @@ def label_metric(
     found = []
     for sequence in labels:
         some = SomeLabels.some(sequence, torch.isin(places_of(sequence), wanted))
-        for measure in (*(measure for _, measure in BUILT_IN), *runner.custom_metrics.values()):
+        for measure in _measures(runner):
             if (measured := measure(some, facts).get(metric)) is not None:
                 found.append(measured)
                 break
