@@ -161,7 +161,7 @@ class Agents:
             time.sleep(0.02)
 
     def _start_again(self) -> None:
-        """Start the same agents again where torch's agents gave up, since one was lost while they counted each other.
+        """Start the same agents again where torch's agents gave up, since one was lost while they found one another.
 
         docs/machines.md promises no more for that."""
         if self.agents and all(agent.exitcode is not None for agent in self.agents.values()):
