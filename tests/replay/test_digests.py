@@ -21,7 +21,7 @@ from truestep.rollouts.digests import digest_of
 from truestep.run.directory import RunDirectory
 from truestep.run.weight_lines import WeightLines, read_weight_lines
 from truestep.types import Rollout, Turn
-from truestep.weights.digests import Answer, Trace, digest, digest_of_box, run_of
+from truestep.weights.digests import Answer, Squares, Trace, digest, digest_of_box, run_of
 from truestep.weights.tensor_parts import Box
 
 SHAPES = ((5,), (4, 6), (3, 4, 5), (2, 3, 4, 2), ())
@@ -125,10 +125,23 @@ def test_where_the_kernel_fails_plain_torch_makes_the_digests(tmp_path: Path, mo
     monkeypatch.setattr(Trace, "_by_kernel", fail)
     failing, parts = Trace(OnGpu()), dict(trace.weights.master)  # type: ignore[arg-type]
     for _ in range(2):
-        digests, norms = failing._added_up(parts)
-        assert {name: int(value) % 2**64 for name, value in digests.items()} == expected
-        assert norms.keys() == parts.keys()
+        ((names, digests, squares),) = failing._added_up(parts)
+        assert {name: int(value) % 2**64 for name, value in zip(names, digests, strict=True)} == expected
+        assert names == list(parts) and len(squares) == len(parts)
     assert failing._kernel_fails
+
+
+def test_norms_are_those_of_their_own_weights_in_whatever_order_gradients_come(tmp_path: Path) -> None:
+    trace = Trace(load_policy(make_model(tmp_path / "model", "llama"), device="cpu").weights)
+    some = list(reversed(trace.names))[:-2]  # two weights have no gradient on this rank
+    trace.ask(Squares(some, torch.arange(1, len(some) + 1, dtype=torch.float64) ** 2))
+    assert trace.latest is not None
+    measured = trace.latest.read()
+    assert list(measured.digests) == trace.names
+    assert measured.gradient_norms == dict.fromkeys(trace.names, 0.0) | {name: at for at, name in enumerate(some, 1)}
+    for name, weight in trace.weights.master.items():
+        assert measured.weight_norms[name] == pytest.approx(float(weight.detach().double().norm()), rel=1e-5)
+        assert measured.digests[name] == plain_digest(weight.detach())
 
 
 def test_lines_are_read_by_the_names_that_they_were_written_with(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _digest_kernel(
-    table_pointer,  # [W, 5] int64: address and number of elements, then the width, stride and start of its rows
+    table_pointer,  # [W, 5] int64: address and number of elements, then the width, stride and start of its rows.
+    #                 A stride of 0: there is one row.
     work_pointer,  # [P, 2] int32: index of a weight, and of a part of it
     sums_pointer,  # [P] int64
     squares_pointer,  # [P] float32
@@ -40,12 +41,24 @@ def _digest_kernel(
     stride, start = tl.load(own + 3), tl.load(own + 4)
     total = tl.zeros([BLOCK], tl.int64)
     squares = tl.zeros([BLOCK], tl.float32)
-    for block in range(BLOCKS):
-        place = first + block * BLOCK + tl.arange(0, BLOCK)
-        number = tl.load(begin + place, mask=place < count, other=0.0)
-        where = start + place // width * stride + place % width
-        total += number.to(BITS, bitcast=True).to(tl.int64) * (2 * where + 1)
-        squares += number.to(tl.float32) * number.to(tl.float32)
+    if stride == 0:  # element i is element `start + i` of the weight, so there is nothing to divide
+        plain = tl.zeros([BLOCK], tl.int64)  # sums of bits, and below, of bits times 2 i + 1 within a program
+        odd = 2 * tl.arange(0, BLOCK) + 1
+        for block in range(BLOCKS):
+            place = first + block * BLOCK + tl.arange(0, BLOCK)
+            number = tl.load(begin + place, mask=place < count, other=0.0)
+            bits = number.to(BITS, bitcast=True).to(tl.int64)
+            plain += bits
+            total += bits * (odd + 2 * BLOCK * block).to(tl.int64)
+            squares += number.to(tl.float32) * number.to(tl.float32)
+        total += plain * (2 * (start + first))
+    else:
+        for block in range(BLOCKS):
+            place = first + block * BLOCK + tl.arange(0, BLOCK)
+            number = tl.load(begin + place, mask=place < count, other=0.0)
+            where = start + place // width * stride + place % width
+            total += number.to(BITS, bitcast=True).to(tl.int64) * (2 * where + 1)
+            squares += number.to(tl.float32) * number.to(tl.float32)
     tl.store(sums_pointer + program, tl.sum(total, 0))
     tl.store(squares_pointer + program, tl.sum(squares, 0))
 
