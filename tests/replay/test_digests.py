@@ -76,20 +76,30 @@ def test_a_flipped_bit_and_two_numbers_that_change_places_are_seen() -> None:
         assert int(digest(changed, run)) != before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernel_adds_up_what_plain_torch_does(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "whole_shape", "boxes"),
+    [
+        (torch.float32, (90, 100), [Box((0, 0), (90, 100)), Box((30, 0), (17, 100)), Box((0, 40), (90, 33))]),
+        (torch.float16, (90, 100), [Box((0, 0), (90, 100)), Box((30, 0), (17, 100)), Box((0, 40), (90, 33))]),
+        # sizes and addresses are multiples of 16: reads take 16 bytes
+        (torch.float32, (96, 112), [Box((0, 0), (96, 112)), Box((32, 0), (16, 112)), Box((0, 48), (96, 32))]),
+    ],
+)
+def test_the_kernel_adds_up_what_plain_torch_does(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, whole_shape: tuple[int, int], boxes: list[Box]
+) -> None:
     device = use("kernels", monkeypatch)
     from truestep.weights import digest_kernel
 
     monkeypatch.setattr(digest_kernel, "_BLOCKS", 2)  # so that a weight has several programs
     generator = torch.Generator().manual_seed(4)
-    whole = torch.randn(90, 100, generator=generator).to(dtype)
-    boxes = [Box((0, 0), (90, 100)), Box((30, 0), (17, 100)), Box((0, 40), (90, 33))]
+    whole = torch.randn(*whole_shape, generator=generator).to(dtype)
     parts = [whole[tuple(slice(a, a + n) for a, n in zip(b.start, b.shape, strict=True))].contiguous() for b in boxes]
-    runs = [run for box in boxes if (run := run_of(box, (90, 100))) is not None]
+    runs = [run for box in boxes if (run := run_of(box, whole_shape)) is not None]
     assert len(runs) == 3
     table_parts = [part.to(device) for part in parts]
     table = digest_kernel.Table(table_parts, [(run.width, run.stride, run.start) for run in runs])
+    assert table._aligned == (whole_shape == (96, 112))
     sums, squares = table.add_up()
     assert sums.tolist() == [int(digest(part, run)) for part, run in zip(parts, runs, strict=True)]
     assert squares.tolist() == pytest.approx([float(part.double().square().sum()) for part in parts], rel=1e-5)

@@ -30,6 +30,7 @@ def _digest_kernel(
     squares_pointer,  # [P] float32
     TYPE: tl.constexpr,
     BITS: tl.constexpr,
+    ALIGNED: tl.constexpr,  # addresses and numbers of elements are multiples of 16, so that reads take 16 bytes
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -39,6 +40,8 @@ def _digest_kernel(
     begin = tl.load(own).to(tl.pointer_type(TYPE))
     count, width = tl.load(own + 1), tl.load(own + 2)
     stride, start = tl.load(own + 3), tl.load(own + 4)
+    if ALIGNED:
+        begin, count = tl.multiple_of(begin, 16), tl.multiple_of(count, 16)
     total = tl.zeros([BLOCK], tl.int64)
     squares = tl.zeros([BLOCK], tl.float32)
     if stride == 0:  # element i is element `start + i` of the weight, so there is nothing to divide
@@ -84,6 +87,7 @@ class Table:
         with on_device(self._device):
             self._table = sent(torch.tensor(lines), self._device)
             self._work = _work(tuple(part.numel() for part in parts), self._device)
+        self._aligned = all(address % 16 == 0 and count % 16 == 0 for address, count, *_ in lines)
         self._owners = self._work[:, 0].long()
 
     def add_up(self) -> tuple[torch.Tensor, torch.Tensor]:  # [W] int64, [W] float64
@@ -94,7 +98,7 @@ class Table:
             _digest_kernel[(programs,)](
                 self._table, self._work, sums, squares,
                 TYPE=_TYPES[self._dtype], BITS=tl.int32 if self._dtype == torch.float32 else tl.int16,
-                BLOCK=_BLOCK, BLOCKS=_BLOCKS, num_warps=8,
+                ALIGNED=self._aligned, BLOCK=_BLOCK, BLOCKS=_BLOCKS, num_warps=8,
             )  # fmt: skip
         digests = torch.zeros(self._count, dtype=torch.int64, device=device).index_add_(0, self._owners, sums)
         norms = torch.zeros(self._count, dtype=torch.float64, device=device)
