@@ -300,7 +300,7 @@ def everyday() -> list[Option]:
 
 
 def in_short(option: Option) -> str:
-    """Return the first sentence of an option's meaning; of a `type`, what the section is and the types."""
+    """Return the first sentence of an option's meaning. For an option `type`: that of its section, and the types."""
     of_types = option.name.endswith(".type")
     text = sections()[option.section].meaning if of_types else option.meaning
     sentence = text.partition("\n")[0].partition(". ")[0].rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""Translates option names and values of other trainers to this trainer's, for error messages. Imports no torch.
+"""Translates option names and values of other trainers to ours, for error messages and `convert`. Imports no torch.
 
 The names are in foreign.yaml, which is read when an option is unknown.
 """
@@ -43,14 +43,15 @@ class Foreign:
     of: Sequence[str]
     here: str | None  # this trainer's option; None: there is none
     note: str = ""
-    value: str = ""  # a conversion; `differs`: none; `times the group`: it counts prompts, and ours documents
-    values: Mapping[Any, Any] = field(default_factory=dict)  # our values by theirs
-    # For `truestep convert`: options of theirs that have to be set for this one to count, and ours that belong to it.
-    when: Sequence[str] = ()  # `name`, or `name=value`
-    also: Mapping[str, Any] = field(default_factory=dict)  # their values, or those by the value of this one
-    unless: Sequence[str] = ()  # options of theirs with which `also` does not hold
-    differs_with: Sequence[str] = ()  # options of theirs with which it has no equal
-    gives_way: bool = False  # to another one of theirs that is the same option of ours
+    value: str = ""  # a conversion; `differs`: impossible; `times the group`: from prompts to documents
+    values: Mapping[Any, Any] = field(default_factory=dict)  # our value for each of theirs
+    # For `truestep convert`. A condition is `name` (an option of that trainer is set) or `name=value`.
+    when: Sequence[str] = ()  # conditions without which this option has no effect
+    # More of our options to set: a value for each, or a mapping from this option's value to ours.
+    also: Mapping[str, Any] = field(default_factory=dict)
+    unless: Sequence[str] = ()  # conditions under which `also` is ignored
+    differs_with: Sequence[str] = ()  # conditions under which this option cannot be converted
+    gives_way: bool = False  # True: another option with the same equivalent takes precedence
 
     def converted(self, value: Any, group_size: Any = None) -> Any:
         if self.values:
@@ -69,7 +70,7 @@ class Foreign:
             raise NoValueError from None
 
     def all_converted(self, value: Any, group_size: Any = None) -> dict[str, Any]:
-        """Return the values of all of our options that this one is: `here` names one, or several joined by `and`."""
+        """Return the values of our options in `here`, which names one option, or several joined by `and`."""
         ours = (self.here or "").split(" and ")
         if len(ours) == 1:
             return {ours[0]: self.converted(value, group_size)} if " or " not in ours[0] else self._none()
@@ -97,7 +98,7 @@ class _Table:
     read: Mapping[str, str]
     sections: Mapping[str, str]
     options: Mapping[str, Foreign]
-    alone: Mapping[str, Foreign]  # known where it has no section
+    alone: Mapping[str, Foreign]  # options that are known only without a section
 
     def find(self, name: Name) -> Foreign | str | None:
         """Return the option that the last parts of a name match, or the reason why its section does not exist here."""
