@@ -140,24 +140,25 @@ KlReferenceConfig = create_model(
             Literal["k1", "k2", "k3", "unbiased"] | None,
             Field(
                 None,
-                description="The KL estimator, with r = log-prob - reference's log-prob. k1: r. k2: r² / 2. "
-                "k3: exp(-r) - 1 + r. unbiased: the importance ratio times k3. null: k3 in the loss, k1 in the reward.",
+                description="The KL estimator, with r = log-prob - reference's log-prob. `k1`: r. `k2`: r² / 2. "
+                "`k3`: exp(-r) - 1 + r. `unbiased`: the importance ratio times k3. `null`: k3 in the loss, k1 in the "
+                "reward.",
             ),
         ),
         "in": (
             Literal["loss", "reward"],
             Field(
                 "loss",
-                description="loss: a term of the loss, with the loss's denominator. reward: weight x (old log-prob - "
-                "reference's log-prob) is subtracted from each label's advantage.",
+                description="`loss`: a term of the loss, with the loss's denominator. `reward`: weight x (old log-prob "
+                "- reference's log-prob) is subtracted from each label's advantage.",
             ),
         ),
         "path": (
             str | None,
             Field(
                 None,
-                description="The reference model: a Hugging Face directory with the same vocabulary. null: the "
-                "weights that the run started with. records: no model; the records have reference_logprobs.",
+                description="The reference model: a Hugging Face directory with the same vocabulary. `null`: the "
+                "weights that the run started with. `records`: no model; the records have reference_logprobs.",
             ),
         ),
         "offload": (

@@ -244,25 +244,28 @@ EnvironmentConfig = create_model(
             Literal["python", "command", "reasoning_gym", "openenv", "verifiers"],
             Field(
                 "python",
-                description="python: a class of yours. command: a program that asks for completions as OpenAI's "
-                "clients do (docs/agents.md). reasoning_gym: tasks of the package reasoning-gym. openenv: an OpenEnv "
-                "server. verifiers: environments of the package verifiers.",
+                description="`python`: a class of your own. `command`: a program that asks for completions through "
+                "OpenAI's API (docs/agents.md). `reasoning_gym`: tasks of the package reasoning-gym. `openenv`: an "
+                "OpenEnv server. `verifiers`: environments of the package verifiers.",
             ),
         ),
         "class": (
             str | None,
-            Field(None, description="With python: package.module:Class, a class as truestep.Environment is one."),
+            Field(None, description="With `python`: package.module:Class, with truestep.Environment's methods."),
         ),
         "run": (
             str | Annotated[list[str], Field(min_length=1)] | None,
             Field(
                 None,
-                description="With command: the program and its arguments, one text or a list. {name} is a field of the "
-                "prompt's record; the whole record is a line of JSON on its standard input. OPENAI_BASE_URL and "
-                "OPENAI_API_KEY say where it asks.",
+                description="With `command`: the program and its arguments, one text or a list. {name} is replaced by "
+                "a field of the prompt's record. The program gets the whole record as a line of JSON on standard "
+                "input, and the address and key of the policy's API in OPENAI_BASE_URL and OPENAI_API_KEY.",
             ),
         ),
-        "options": (dict[str, Any] | None, Field(None, description="Its options, by name. null: none.")),
+        "options": (
+            dict[str, Any] | None,
+            Field(None, description="The environment's options, by name. `null`: none."),
+        ),
     },  # type: ignore[call-overload]
 )
 
