@@ -53,9 +53,9 @@ class LossBase(Section):
     supervised: ClassVar[bool] = False  # True: the loss needs no advantage and no log-probs of a sampler
 
     normalize_by: NormalizeBy = "labels"
-    """The denominator of every term of the loss. labels: all labels of the step, so that each label weighs the same.
-    documents: all documents of the step. document_means: the mean over each document's labels, then over documents, so
-    that each document weighs the same. constant: documents x max_labels (Dr. GRPO)."""
+    """The denominator of every term of the loss. `labels`: all labels of the step, so that each label weighs the same.
+    `documents`: all documents of the step. `document_means`: the mean over each document's labels, then over documents,
+    so that each document weighs the same. `constant`: documents x max_labels (Dr. GRPO)."""
     max_labels: Count | None = None
     """With `normalize_by: constant`, the constant: a number of labels, usually the longest completion allowed."""
     gradient_divisor: Literal["none", "deepspeed"] | Positive = "none"
