@@ -185,14 +185,14 @@ def _documents(config: "Config") -> Iterator[str]:
         yield "data.path and sampler are both given: documents come from one source; remove one of the two"
     if data.source is None:
         if data.group_timeout != type(data).model_fields["group_timeout"].default:
-            yield "data.group_timeout needs data.source: other groups are complete at the end of their data"
+            yield "data.group_timeout needs data.source: groups from other sources are complete at the end of the data"
         return
     if data.path is not None:
         yield "data.source and data.path are both given: documents come from one source; remove one of the two"
     if config.sampler is not None:
         yield "data.source and sampler are both given: documents come from one source; remove one of the two"
     if data.shuffle:
-        yield "data.shuffle is for the files of data.path; those of data.source are trained on in the order they come"
+        yield "data.shuffle is for the files of data.path; those of data.source are used as they arrive"
     if data.epochs != 1:
         yield "data.epochs is for the files of data.path; the documents of data.source come once"
     if data.group_size is None and data.advantages != "none" and not config.loss.supervised:
@@ -372,9 +372,9 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
     if config.schedule.last_step == "drop":
         yield "schedule.last_step: drop is for files; a sampler's documents never end"
     if config.data.fields:
-        yield "data.fields is for the records of data.path and data.source; what a sampler makes has no other fields"
+        yield "data.fields is for the records of data.path and data.source; a sampler's documents have no others"
     if config.data.temperature != 1.0:
-        yield "data.temperature is for files; a sampler's is sampler.temperature"
+        yield "data.temperature is for files; with a sampler, set sampler.temperature"
 
 
 def _servers(config: "Config") -> Iterator[str]:
@@ -386,13 +386,13 @@ def _servers(config: "Config") -> Iterator[str]:
         yield "sampler.urls names a server twice"
     start = sampler.start
     if (start is None) is (sampler.urls is None):
-        yield "sampler needs sampler.urls, servers that run, or sampler.start, servers that the run starts: one of them"
+        yield "sampler needs sampler.urls (running servers) or sampler.start (servers that the run starts): one of them"
     if start is None:
         return
     if sampler.protocol not in ("vllm", "sglang"):
-        yield f"sampler.start starts vllm and sglang; sampler.protocol: {sampler.protocol} has servers of your own"
+        yield f"sampler.start starts vllm or sglang; start servers of sampler.protocol: {sampler.protocol} yourself"
     if sampler.api_key_env is not None:
-        yield "sampler.api_key_env is for sampler.urls; servers that the run starts get a key of its own"
+        yield "sampler.api_key_env is for sampler.urls; the run makes a key for servers that it starts"
     gpus = start.gpus or []
     if len(set(gpus)) < len(gpus):
         yield "sampler.start.gpus names a GPU twice"
