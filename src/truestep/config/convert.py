@@ -271,7 +271,7 @@ def _drop_what_does_not_load(converted: Converted) -> None:
             if (theirs := converted.of.pop(option, None)) is not None:
                 converted.left[theirs] = f"not taken: {problem.removeprefix('options: ')}"
         _fill_in(converted)
-    raise ConfigError("the options cannot be converted to any that agree")
+    raise ConfigError("the options cannot be converted: they contradict each other")
 
 
 def _blamed(name: str, problem: str, converted: Converted) -> str:
@@ -310,8 +310,8 @@ def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
 def _written(converted: Converted, given: Given, path: Path) -> str:
     head = [
         f"# Made from {printable(path.name)} by `truestep convert`: {converted.summary}.",
-        "# Behind each option stands theirs. Their options that have no equal here are at the end, by the reason.",
-        "# An option that their file leaves out has our default here, which may be another than theirs.",
+        "# A comment after an option has the original one. Options without an equivalent are at the end, by reason.",
+        "# An option that the original file leaves out has truestep's default here, which may differ.",
         "",
     ]
     lines = list(_section(_tree(converted.ours), (), converted, given))

@@ -253,7 +253,7 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
     """
     section, leaf = ".".join(name[:-1]), name[-1]
     if (opened := re.match(r"(\w+)\s*[{\[]", leaf)) is not None:
-        return f"a colon is missing behind {opened[1]}"
+        return f"a colon is missing after {opened[1]}"
     split = {item.name: item.name.rpartition(".") for item in _walk_schema()}
     if "." in leaf and leaf in split:
         return f"in a file it is {split[leaf][2]} under {split[leaf][0]}"

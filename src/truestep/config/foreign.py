@@ -175,21 +175,20 @@ def markdown_table() -> str:
         "<!-- Written by `python -m truestep.config.foreign > docs/coming-from.md`; a test compares the two. -->",
         "",
         "An option under another trainer's name is an error that says what to write instead, in a file and on the",
-        "command line, in whatever sections it stands: `actor_rollout_ref.actor.optim.lr`, `trainer.optim.lr` and `lr`",
-        "are all known. A file's options are answered all at once. A value that has another meaning here is converted",
-        "in the message.",
+        "command line, in any section: `actor_rollout_ref.actor.optim.lr`, `trainer.optim.lr` and `lr` are all known.",
+        "One message covers all options of a file. A value that has another meaning here is converted in the message.",
         "",
-        "`truestep convert THEIRS --output run.yaml` makes a configuration of a whole file of theirs: YAML, TOML, or a",
-        "script with `--name value` or `name=value`. Behind each option stands theirs; each of theirs that has no",
-        "equal, and each value that cannot be taken over, is a comment with the reason.",
+        "`truestep convert THEIRS --output run.yaml` converts a whole file of another trainer: YAML, TOML, or a",
+        "script with `--name value` or `name=value`. A comment after each converted option has the original. Options",
+        "without an equivalent, and values that cannot be converted, become comments with the reason.",
         "",
-        "- What their file leaves out has our default ([configuration.md](configuration.md)), which may be another",
-        "  than theirs.",
-        "- A step here is an update: `schedule.docs_per_step` is their mini-batch in documents, where they make",
-        "  several updates of a batch. `schedule.steps` counts updates, and is taken over as it is.",
-        "- Passwords and keys are `***` in comments. A script's variables are filled in where the script sets them.",
+        "- An option that the original file leaves out has our default ([configuration.md](configuration.md)), which",
+        "  may differ from the other trainer's.",
+        "- A step here is one update. If the other trainer makes several updates of a batch, `schedule.docs_per_step`",
+        "  is its mini-batch in documents. `schedule.steps` counts updates; its value is not converted.",
+        "- Passwords and keys are `***` in comments. A script's variables are replaced if the script sets them.",
         "",
-        "The names were read in their sources:",
+        "The names are from the sources of these trainers:",
         "",
         *(
             line
@@ -197,7 +196,7 @@ def markdown_table() -> str:
             for line in wrap(f"- {trainer}: {read}", 120, subsequent_indent="  ")
         ),
         "",
-        "Those of transformers and DeepSpeed are of their documentation. Another version may have other names.",
+        "The names of transformers and DeepSpeed are from their documentation. Other versions may have other names.",
     ]
     options = table().options
     owners = {owner for found in options.values() for owner in found.of}

@@ -105,5 +105,5 @@ def _packed(name: str) -> str:
     except Exception as error:  # pickling may run code of the object, which can raise anything
         raise HeldError(
             f"{name.partition(':')[2]} cannot be sent to a process of its own: {type(error).__name__}: {error}. Make "
-            "what it needs inside of it, or have it called in this process: train(..., isolated=False)"
+            "its objects inside the function, or call it in this process: train(..., isolated=False)"
         ) from error

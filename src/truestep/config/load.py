@@ -344,7 +344,7 @@ def _unknowns(name: Name, variant: str, source: _Source) -> list[str]:
         return [f"{source.where(name)}: {_unknown(name, variant, source)}"]
     return [
         f"{source.where(option)}: {dotted(option)} is unknown: "
-        + (foreign.explain(option, given, source.data) or f"section {dotted(name)} is none of truestep's")
+        + (foreign.explain(option, given, source.data) or f"truestep has no section {dotted(name)}")
         for option, given in inside.items()
     ]
 

@@ -28,8 +28,8 @@ class ExpertsConfig(Section):
     replay: Literal["auto", "off", "require"] = "auto"
     """Which experts compute a token. `auto`: the experts in its record (`routed_experts`); a token without recorded
     experts uses the router's own choice. `require`: every record must have `routed_experts`, and servers must return
-    them. `off`: always the router's own choice. In each case, the policy's router computes the weights of the token's
-    experts, with their gradient."""
+    them. `off`: the router's own choice for every token. In each case, the policy's router computes the weights of the
+    token's experts, with their gradient."""
     router: Literal["trained", "frozen"] = "trained"
     """Whether the routers are trained. `frozen`: their weights do not change."""
     balance: Literal["none", "loss", "bias"] = "none"
@@ -219,7 +219,7 @@ class DataConfig(Section):
     memory runs out."""
     share_prefixes: Literal["auto", "always", "off"] = "auto"
     """Compute a prefix that several documents share only once, forward and backward: the prompt of a group, or the
-    earlier turns of a conversation. Results do not change. `auto`: share where it saves time. `always`: share wherever
+    earlier turns of a conversation. No result changes. `auto`: share where it saves time. `always`: share wherever
     documents of a micro-batch begin with the same token. `off`: compute each document alone."""
     pad_to_multiple: Count = 1
     """Pad each micro-batch to a multiple of this many tokens. Padding does not affect results."""
