@@ -154,7 +154,7 @@ class Session:
         of the same model, whose frozen weights an adapter shares."""
         self.config = configured(config)
         if base is not None and self.config.adapter is None:
-            raise SessionError("without a section adapter all weights are trained, and none can be shared")
+            raise SessionError("without the section adapter all weights are trained, and none can be shared")
         if self.config.data.truncated == "drop":
             raise SessionError("data.truncated: drop leaves documents without a score: a session takes keep or mask")
         if self.config.deterministic:
@@ -195,7 +195,7 @@ class Session:
             given |= {f"adapter.{option}": value for option, value in options.items()}
             self.adapters[name] = Session(self.config.changed(given), weights=weights, base=self.policy)
         elif options or weights is not None:
-            raise SessionError(f"there is an adapter {name} already: remove it first, or give no options")
+            raise SessionError(f"the adapter {name} exists already: remove it first, or give no options")
         return self.adapters[name]
 
     def remove(self, name: str) -> None:
@@ -290,7 +290,7 @@ class Session:
         """
         if callable(loss) and not isinstance(loss, LabelLoss):
             if totals is not None:
-                raise SessionError("the number that a function gives is divided by nothing: leave out `totals`")
+                raise SessionError("the number that a function returns is not divided by anything: leave out `totals`")
             return self._by_autograd(documents, loss)
         parts = self._parts_of(loss)
         made = self._checked(documents, parts.config)
@@ -334,7 +334,7 @@ class Session:
 
     def _by_autograd(self, documents: Documents, loss: Closure) -> list[DocumentScore]:
         if self._has_router_terms:
-            raise SessionError("model.experts: terms of routers have no place in a function of log-probs")
+            raise SessionError("model.experts: a function of log-probs cannot include the routers' terms of the loss")
         self._check_open("a function")
         made = self._checked(documents, None)
         scores = self.forward(made)
@@ -366,11 +366,11 @@ class Session:
         if (open_ := self._gradient) is None:
             return
         if open_.norm is not None or open_.complete:
-            raise SessionError("the gradient of this step is whole: call step() or drop() before forward_backward")
+            raise SessionError("the gradient of this step is complete: call step() or drop() before forward_backward")
         if open_.kind != kind:
             raise SessionError(
-                "the calls of a step must be divided alike: all by their own count, by one normalize_by, or all by the "
-                "same `totals`, or all by functions"
+                "all calls of a step need the same denominators: all without `totals` and with the same normalize_by, "
+                "or all with the same `totals`, or all with functions as the loss"
             )
 
     @property
