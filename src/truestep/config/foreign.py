@@ -43,7 +43,7 @@ class Foreign:
     of: Sequence[str]
     here: str | None  # this trainer's option; None: there is none
     note: str = ""
-    value: str = ""  # a conversion; `differs`: impossible; `times the group`: from prompts to documents
+    value: str = ""  # a conversion; `differs`: there is none; `times the group`: from prompts to documents
     values: Mapping[Any, Any] = field(default_factory=dict)  # our value for each of theirs
     # For `truestep convert`. A condition is `name` (an option of that trainer is set) or `name=value`.
     when: Sequence[str] = ()  # conditions without which this option has no effect

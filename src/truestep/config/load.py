@@ -185,7 +185,7 @@ class _Source:
     origins: dict[Name, str] = field(default_factory=dict)
 
     def where(self, name: Name) -> str:
-        """Return where an option was given, or else the nearest section around it."""
+        """Return where an option was given, or else where the nearest section around it was given."""
         while name:
             inside = [origin for option, origin in self.origins.items() if option[: len(name)] == name]
             if inside:

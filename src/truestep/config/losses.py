@@ -255,7 +255,7 @@ class SapoLoss(PolicyLoss):
 
 class GmpoLoss(Clipped):
     type: Literal["gmpo"]
-    """The geometric mean over each document of its labels' clipped ratios."""
+    """The geometric mean of the clipped importance ratios of a document's labels."""
     normalize_by: NormalizeBy = "document_means"
     epsilon_low: NotNegative = 0.4
     epsilon_high: NotNegative = 0.4

@@ -510,15 +510,15 @@ class EvaluationSet(Section):
     """As sampler.environment. `null`: the answers are rated by the set's reward, else by evaluation.reward, else by the
     sampler's reward or environment."""
     max_prompts: Count | None = None
-    """As evaluation.max_prompts. `null`: evaluation.max_prompts."""
+    """Replaces evaluation.max_prompts for this set. `null`: evaluation.max_prompts."""
     samples_per_prompt: Count | None = None
-    """As evaluation.samples_per_prompt. `null`: evaluation.samples_per_prompt."""
+    """Replaces evaluation.samples_per_prompt for this set. `null`: evaluation.samples_per_prompt."""
     pass_reward: float | None = None
-    """As evaluation.pass_reward. `null`: evaluation.pass_reward."""
+    """Replaces evaluation.pass_reward for this set. `null`: evaluation.pass_reward."""
     temperature: Positive | None = None
-    """As evaluation.temperature. `null`: evaluation.temperature."""
+    """Replaces evaluation.temperature for this set. `null`: evaluation.temperature."""
     max_new_tokens: Count | None = None
-    """As evaluation.max_new_tokens. `null`: evaluation.max_new_tokens."""
+    """Replaces evaluation.max_new_tokens for this set. `null`: evaluation.max_new_tokens."""
 
 
 def _without_nulls(sets: Any) -> Any:
