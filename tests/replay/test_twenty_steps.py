@@ -158,8 +158,7 @@ def test_each_of_twenty_steps(tiny_model: Callable[[str], Path], tmp_path: Path,
     how, run = KINDS[kind], tmp_path / "run"
     how.make(tmp_path, tiny_model("llama"), merged(WHOLE, how.sections))
     each_again(run)
-    moved = [by_the_law(str(run), step, how.other) for step in JUDGED]
-    assert not all(moved), "the other layout rounds otherwise"
+    on_these_ranks(str(run), JUDGED, how.other)
     on_ranks(2, on_these_ranks, str(run), JUDGED, ())
 
 
@@ -179,7 +178,8 @@ def by_the_law(run: str, step: int, overrides: tuple[str, ...]) -> bool:
 
 
 def on_these_ranks(run: str, steps: tuple[int, ...], overrides: tuple[str, ...]) -> None:
-    assert not all([by_the_law(run, step, overrides) for step in steps])
+    same = [by_the_law(run, step, overrides) for step in steps]
+    assert not all(same), "another layout rounds otherwise"
 
 
 def train_here(config: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ def test_each_of_twenty_steps_of_several_ranks(tiny_model: Callable[[str], Path]
         config = file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", **cut)
     on_ranks(ranks, train_here, config.model_dump())
     whole = ("--parallel.tensor", "1")
-    assert not all([by_the_law(run, step, whole) for step in JUDGED])
+    on_these_ranks(run, JUDGED, whole)
     if ranks == 2:
         on_ranks(2, on_these_ranks, run, JUDGED, ("--parallel.tensor", "2"))
     else:

@@ -29,6 +29,7 @@ from truestep.run.assemble.step import (
     make_queue,
     make_runner,
     needs_logprobs,
+    other_annotators,
 )
 from truestep.run.callbacks import Callbacks, Run
 from truestep.run.checkpoint.saves import SaveRule, Saves
@@ -296,10 +297,7 @@ def _adapted(document: Rollout, keeps_reference: bool, config: Config) -> Rollou
 def _annotators(config: Config, runner: StepRunner, past: Past, keeps_reference: bool) -> Annotators:
     if not keeps_reference:
         return annotators_of(config, runner, past.directory, past.checkpoint)
-    given = config.changed({"loss.kl_reference.path": "records"})
-    annotators = annotators_of(given, runner, past.directory, past.checkpoint)
-    annotators.all.insert(0, KeptReference())
-    return annotators
+    return Annotators([KeptReference(), *other_annotators(config)])
 
 
 def _rate(past: Past, original: Config, config: Config, callbacks: Callbacks) -> LearningRate:
