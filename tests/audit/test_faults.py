@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from audit.faults import KEPT, PLANTED, TRL_TABLES, Fault
+from audit.odd import ODD, Odd
 from audit.world import World, sample
 from audit.writers import WRITERS
 from truestep.tools.audit.formats.table import NAMES
@@ -41,6 +42,15 @@ def test_a_clean_dump_gives_no_finding(source: str, world: World, tmp_path: Path
     result = audit(WRITERS[source](sample(world), tmp_path))
     assert result.samples >= world.steps * world.groups * world.size
     assert not result.findings
+
+
+@pytest.mark.parametrize(
+    ("odd", "source"),
+    [pytest.param(odd, source, id=f"{odd.what}-{source}") for odd in ODD for source in odd.formats],
+)
+def test_an_odd_dump_without_a_fault_gives_no_finding(odd: Odd, source: str, tmp_path: Path) -> None:
+    result = audit(odd.write(source, tmp_path))
+    assert result.samples and not result.findings, [(one.name, one.evidence) for one in result.findings]
 
 
 def test_every_format_and_every_finding_is_planted() -> None:

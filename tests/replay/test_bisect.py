@@ -508,13 +508,16 @@ def short(number: int) -> Record:
 def found_among(tiny_model: Model, tmp_path: Path, count: int) -> None:
     lines = [short(number) for number in range(count)]
     lines[count // 3]["advantage"] = 10.0 * count
+    lines[count // 2]["logprobs"] = [-20.0]
+    assert lines[count // 2]["advantage"] > 0, "its ratio is clipped, so the loss does not see it"
     sections = {"data": {"tokens_per_microbatch": 16384}, "schedule": {"docs_per_step": count}}
     config = run_config(tiny_model("llama"), write_lines(tmp_path / "r.jsonl", lines), tmp_path / "run", **sections)
     quiet_trainer(config).run()
-    for metric in ("grad_norm", "loss"):
+    for metric, bad in (("grad_norm", 3), ("loss", 3), ("kl_new_old", 2), ("ratio_new_old", 2)):
         found = bisect(tmp_path / "run", metric, 1)
-        assert [one.id for one in found.documents] == [f"d{count // 3}"], found.text
+        assert [one.id for one in found.documents] == [f"d{count // bad}"], found.text
         assert found.replays <= 40 and found.computed <= 3.1
+        print(f"{metric}: {found.replays} replays, {found.computed:.1f} steps in all")
         assert found.replay is not None and found.replay.exact
 
 
