@@ -40,6 +40,12 @@ def surprise(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     }
 
 
+def unsteady(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """How far log-ratios are apart."""
+    values = labels.log_ratio.double()
+    return {"ratio_spread": Spread(values.new_tensor(len(values)), values.sum(), values.square().sum())}
+
+
 def clash(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return {"loss": Sum(0.0)}
 

@@ -13,7 +13,7 @@ import numpy as np
 from truestep.config.schema import Config
 from truestep.losses.labels import Labels
 from truestep.metrics.observers import Computed, Observer
-from truestep.metrics.types import Max, Metric
+from truestep.metrics.types import Max, Metric, Sum
 from truestep.run.again import ReplayError
 from truestep.run.trainer import Trainer
 from truestep.step.compute.runner import StepRunner
@@ -23,7 +23,7 @@ from truestep.tools.replay.found import Found, FoundDocument, describe, wrapped,
 from truestep.tools.replay.gradient_parts import Direction, GradientParts
 from truestep.tools.replay.jumps import FAR, Jump, farthest, find_jump, jump_at, number, values_of
 from truestep.tools.replay.outliers import Typical
-from truestep.tools.replay.parts import Scale, document_metrics, label_metric, labels_of, merged, places_of
+from truestep.tools.replay.parts import Scale, document_metrics, label_metric, labels_of, left_out, merged, places_of
 from truestep.tools.replay.replay import Replay, making_again
 from truestep.tools.replay.search import MOST_MEASURED, Part, Searched, search, search_extreme
 from truestep.types import Rollout, StepPlan
@@ -142,7 +142,7 @@ class _Finder(Observer):
                 )
             return {}
         known = document_metrics(runner, plan, metric)
-        if not known or not Scale.known(next(iter(known.values()))):
+        if not known:
             raise ReplayError(f"{metric} is not made of single documents, so none of them can be left out of it")
         self.replays, self.computed = self.replays + 1, self.computed + 1
         whole = merged(known.values()).value()
@@ -246,7 +246,10 @@ class _Finder(Observer):
 
     def _of_labels(self, plan: StepPlan, known: Mapping[int, Metric]) -> None:
         runner, metric = self.trainer.runner, self.jump.metric
-        whole = merged(known.values())
+        own_type = not Scale.known(next(iter(known.values())))
+        measured, whole = known, merged(known.values())
+        if own_type:
+            known, whole = left_out(known), Sum(whole.value() or 0.0)
         scale = Scale(whole, whole.value() or 0.0, self._usual)
         if scale.falls_short:
             kind = "maximum fell" if isinstance(whole, Max) else "minimum rose"
@@ -265,15 +268,15 @@ class _Finder(Observer):
         else:
             found = self._choose(parts, (), typical, 1.0)
         named = [*(one.members[0] for one in found), *self.together]
-        if named and scale.extreme:
-            rest = [one for number, one in known.items() if number not in set(named)]
+        if named and (scale.extreme or own_type):
+            rest = [one for number, one in measured.items() if number not in set(named)]
             self.without = merged(rest).value() if rest else None
         elif named:
             self.without = scale.without(merged(known[number] for number in named))
         labels = labels_of(runner, only(plan, [one.members[0] for one in found])) if found else {}
         for place, one in enumerate(found):
             number, of_it = one.members[0], NOTHING
-            if place < MOST_NAMED:
+            if place < MOST_NAMED and not own_type:
                 of_it = self._labels_by_metric(runner, plan, labels[place], scale, known[number])
             share = one.part if scale.extreme else typical.excess(one)
             self._add(number, scale.amount(known[number]), share, labels[place], of_it)
