@@ -1,4 +1,4 @@
-"""Where in a step two makings of it part: in the forward pass, in the gradient of some layers, or in the update.
+"""Finds where two makings of a step part: in the forward pass, in the gradient of some layers, or in the update.
 
 Metrics show the forward pass, and norms of gradients the backward pass. A backward pass goes from the last layer to the
 first, so a layer that makes its gradient otherwise leaves those behind it as they were.
