@@ -70,6 +70,18 @@ def of_a_module(end: str, ahead: float = 1.0, back: float = 1.0) -> Fault:
     return plant
 
 
+def of_a_modules_entry(end: str) -> Fault:
+    """The gradient that goes from it to what is before it is wrong."""
+
+    def plant(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+        def hook(_: nn.Module, given: tuple[Any, ...]) -> Any:
+            return (Off.apply(given[0], 1.0, WRONG), *given[1:]) if due(trainer) else None
+
+        module(trainer, end).register_forward_pre_hook(hook)
+
+    return plant
+
+
 def of_a_weights_gradient(end: str) -> Fault:
     """The product for one weight, while what goes on to the layers before is right."""
 
@@ -161,6 +173,16 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
         "backward pass of model.layers.0",
     ),
     "an MLP, backward": (of_a_module("layers.1.mlp", back=WRONG), "gradient", "backward pass of model.layers.1"),
+    "a norm's entry, backward": (
+        of_a_modules_entry("layers.1.input_layernorm"),
+        "gradient",
+        "the backward pass of model.layers.0, or the entry of model.layers.1: model.layers.0 and what is before it",
+    ),
+    "the first norm's entry, backward": (
+        of_a_modules_entry("layers.0.input_layernorm"),
+        "gradient",
+        "the gradient of model.embed_tokens.weight alone, or the entry of model.layers.0: no layer's",
+    ),
     "the last norm, backward": (
         of_a_module("model.norm", back=WRONG),
         "gradient",

@@ -1,5 +1,6 @@
 """Finds the first difference between two runs, or a run and its replay, and says what made it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,11 @@ _MOST = 3  # documents or weights that are named
 _ENOUGH = 3  # steps that differ by rounding, from which others are compared with them
 _FAR = 30.0  # times the largest of these differences: then a step differs by more than rounding
 _NOISE = 3.0  # times the same: up to there a difference is rounding
-_OF_FEW = ("max_", "min_", "ratio_new_old_squared")  # metrics that one label can make
+# Metrics that one label or document changes by far more than rounding: extremes, and shares of labels or documents.
+_OF_FEW = re.compile(
+    r"max_|min_|ratio_new_old_squared|ended_by/|source_|.*(fraction|disagreement)|.*_(completions?|groups|prompts|tokens"
+    r"|tool_calls|expert_share)(/|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,13 @@ def compare(first: Path, second: Path) -> Comparison:
     rounded: list[_Numbers] = []  # steps that differ by rounding
     for step in steps:
         if (documents := _of_documents(mine, theirs, step)) is not None:
+            if rounded and not all(run.reads_a_file(step) for run in runs):
+                return rounded[0].said([])  # a policy that rounds otherwise draws other documents
             cause, lines = documents
-            said = Comparison(step, cause, (f"step {step} is the first that differs: {lines[0]}", *lines[1:]))
-            return rounded[0].said([]) if rounded else said
-        numbers = _Numbers.of(mine, theirs, step)
+            return Comparison(
+                step, cause, (f"{_first_step(step, rounded)}: {lines[0]}", *lines[1:], *_earlier(rounded))
+            )
+        numbers = _Numbers.of(mine, theirs, step, carried=bool(rounded))
         if numbers is not None and (not numbers.rounding or numbers.stands_out(rounded)):
             return numbers.said(rounded)
         rounded += [] if numbers is None else [numbers]
@@ -156,13 +164,14 @@ class _Numbers:
     lines: list[str]
     metrics: list[Difference]
     made: tuple[WeightLine | None, WeightLine | None]
-    before_same: bool  # the weights before the step are known to be the same
+    before_same: bool  # the weights before the step are known to be the same, to the last bit
     size: float  # of the largest difference
     bound: float  # of rounding
     rounding: bool  # a reason is known for which the runs round otherwise
 
     @staticmethod
-    def of(first: RunFiles, second: RunFiles, step: int) -> "_Numbers | None":
+    def of(first: RunFiles, second: RunFiles, step: int, carried: bool) -> "_Numbers | None":
+        """`carried`: steps before this one differ by rounding, which later steps take on with the weights."""
         metrics, _ = compare_metrics(first.metrics.get(step, {}), second.metrics.get(step, {}))
         weights = compare_weights(first.weights.get(step), second.weights.get(step))
         if not metrics and (weights is None or not (weights.weights or weights.norms)):
@@ -171,7 +180,7 @@ class _Numbers:
         changed = Changed.of(options, second.options(step))
         differences = [*metrics, *_norms(weights)]
         lines = [_what_differs(metrics, weights), *table(differences, ("first", "second"))]
-        size = max((one.size for one in differences if not one.name.startswith(_OF_FEW)), default=0.0)
+        size = max((one.size for one in _steady(differences)), default=0.0)
         made = first.weights.get(step), second.weights.get(step)
         made_by = [dict(line.made_by) if line else {} for line in made]
         why, rounding = numerics(changed, *made_by), rounds(changed, *made_by)
@@ -184,34 +193,70 @@ class _Numbers:
             cause, why = "option", f"the documents are the same, and options differ: {changed.said(changed.of_numbers)}"
         else:
             why = f"documents and options are the same: {why}"
-        noted = all(step - 1 in run.weights for run in (first, second))
+        before_same = _same_weights(first.weights.get(step - 1), second.weights.get(step - 1))
         bound = BOUND.get(str(options.get("model.dtype")), HALF_BOUND)
+        # The optimizer's states, which have no digests, carry rounding to an update from equal weights too.
+        rounding |= carried and not (before_same and metrics)
         rounding &= cause == "numerics"
-        return _Numbers(step, cause, [*lines, why], metrics, made, noted, size, bound, rounding)
+        return _Numbers(step, cause, [*lines, why], metrics, made, before_same, size, bound, rounding)
 
     def stands_out(self, before: Sequence["_Numbers"]) -> bool:
         """Tell whether a step differs far more than those before it, which differ by rounding."""
         if len(before) < _ENOUGH:
             return False
-        return self.size > max(_FAR * max(one.size for one in before), self.bound / 40)
+        return self.size > max(_FAR * max(one.size for one in before), self.bound)
 
     def said(self, before: Sequence["_Numbers"]) -> Comparison:
-        lines, more, least = list(self.lines), "", 0.0
-        if before:
-            most = max(one.size for one in before)
-            least = _NOISE * most
-            more = " by more than rounding"
-            lines[-1] = (
-                f"{len(before)} steps from {before[0].step} to {before[-1].step} differ by at most {most:.1e}: "
-                f"{before[0].lines[-1].removeprefix('documents and options are the same: ')}. Step {self.step} is "
-                "another matter: code that was changed, or a faulty machine"
-            )
+        lines, least, metrics, far = list(self.lines), 0.0, self.metrics, self.rounding and bool(before)
+        if far:
+            least, metrics = _NOISE * max(one.size for one in before), _steady(metrics)
+            lines[-1] = "this is another matter than rounding: code that was changed, or a faulty machine"
         elif self.rounding and self.size > self.bound:
             lines[-1] += f". But it is more than rounding makes ({self.bound:g})"
-        where = find_stage(self.metrics, *self.made, self.before_same, least) if self.cause == "numerics" else None
+        where = None
+        if self.cause == "numerics" and not (self.rounding and self.size <= self.bound):
+            where = find_stage(metrics, *self.made, self.before_same, least)
         said = [] if where is None else [f"where: {where.text}"]
-        head = f"step {self.step} is the first that differs{more}: {lines[0]}"
-        return Comparison(self.step, self.cause, (head, *said, *lines[1:]), None if where is None else where.stage)
+        head = f"{_first_step(self.step, before, far)}: {lines[0]}"
+        stage = None if where is None else where.stage
+        return Comparison(self.step, self.cause, (head, *said, *lines[1:], *_earlier(before)), stage)
+
+
+def _first_step(step: int, rounded: Sequence[_Numbers], far: bool = False) -> str:
+    """Name the step of a difference. `far`: it is larger than those before it, which differ by rounding."""
+    if not rounded:
+        return f"step {step} is the first that differs"
+    return f"step {step} is the first that differs " + ("by more than rounding" if far else "for another reason too")
+
+
+def _earlier(rounded: Sequence[_Numbers]) -> list[str]:
+    """Say by how much the steps before differ, and why."""
+    if not rounded:
+        return []
+    most, why = max(one.size for one in rounded), rounded[0].lines[-1]
+    which = (
+        f"{len(rounded)} steps from {rounded[0].step} to {rounded[-1].step} differ"
+        if len(rounded) > 1
+        else (f"step {rounded[0].step} differs")
+    )
+    return [f"before it, {which} by at most {most:.1e}: {why.removeprefix('documents and options are the same: ')}"]
+
+
+def _steady(differences: Sequence[Difference]) -> list[Difference]:
+    """Leave out metrics that one label or document can change by much: extremes, shares, and counts."""
+
+    def of_few(one: Difference) -> bool:
+        return _OF_FEW.match(one.name) is not None or one.first % 1 == one.second % 1 == 0
+
+    return [one for one in differences if one.name.endswith("norm") or not of_few(one)]
+
+
+def _same_weights(first: WeightLine | None, second: WeightLine | None) -> bool:
+    """Tell whether two lines show that all weights are the same. Copies of weights do not show their masters."""
+    found = compare_weights(first, second)
+    if found is None or first is None or first.made_by.get("digests_of") == "copies":
+        return False
+    return found.compared > 0 and not found.weights
 
 
 def _norms(weights: WeightDifferences | None) -> list[Difference]:

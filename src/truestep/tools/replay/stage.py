@@ -84,7 +84,7 @@ def _layer_that_stands_out(first: WeightLine | None, second: WeightLine | None) 
     mine, theirs = by_layer(first.measured.gradient_norms), by_layer(second.measured.gradient_norms)
     sizes = [Difference(f"{name} norm", mine[name], theirs[name]) for name in mine if name in theirs]
     ranked = sorted(sizes, key=lambda one: -one.size)
-    if len(ranked) < 2 or ranked[0].size < _CLEAR * ranked[1].size:
+    if len(ranked) < 2 or not ranked[0].size or ranked[0].size < _CLEAR * ranked[1].size:
         return ""
     return f"; the gradient of {ranked[0].name.removesuffix(' norm')} differs most, by {ranked[0].size:.1e}"
 
@@ -101,6 +101,10 @@ def _of_the_backward_pass(odd: Sequence[str], line: WeightLine | None) -> str:
     behind = [name for name in odd if order[name] > places[-1]]
     layers = {int(found[2]): found[1] for name in odd if (found := _LAYER.match(name))}
     if not layers:
+        if before := [name for name in odd if order[name] < places[0]]:
+            found = _LAYER.match(names[places[0]])
+            entry = f", or the entry of {found[1]}{found[2]}" if found else ""
+            return f"the gradient of {_named(before)} alone{entry}: no layer's gradient differs"
         return f"the gradient of {_named(odd)} alone, not what goes on to the layers"
     last = max(layers)
     if behind:
@@ -113,7 +117,8 @@ def _of_the_backward_pass(odd: Sequence[str], line: WeightLine | None) -> str:
         which = f"{layers[last]}{last}"
         if last == max(_layers(names)):
             return f"the backward pass of {which} or of what is behind it: the gradients of all layers differ"
-        return f"the backward pass of {which}: its gradient differs and those before it, and none behind it"
+        entry = f"or the entry of {layers[last]}{min(one for one in _layers(names) if one > last)}"
+        return f"the backward pass of {which}, {entry}: {which} and what is before it differ, and nothing behind it"
     return f"the gradient of {_named(odd)}"
 
 
