@@ -127,6 +127,16 @@ def one_token_answers(rollouts: list[Rollout]) -> None:
     give_advantages(rollouts)
 
 
+def two_answers(rollouts: list[Rollout]) -> None:
+    """Of the four samples of each prompt, chance made two answers of each kind."""
+    for place, one in enumerate(rollouts):
+        one.drawn, one.reward = [3 + place % 2, END], float(place % 2)
+        one.logprobs = one.trainer = [math.log(0.5), -1e-3]
+        one.entropy, one.mask = [0.6, 0.01], [0] * len(one.prompt) + [1, 1]
+        one.truncated, one.parts = False, {"right": one.reward, "short": 0.0}
+    give_advantages(rollouts)
+
+
 def unequal_groups(rollouts: list[Rollout]) -> list[Rollout]:
     draws = np.random.default_rng(2)
     chosen = []
@@ -186,6 +196,7 @@ ODD: tuple[Odd, ...] = (
     Odd("rewards of 0 and 1", (*FORMATS, "tinker", "openai"), right_or_wrong, World(groups=16)),
     Odd("rewards that are all 1", (*FORMATS, "tinker", "openai"), all_right, World(groups=16)),
     Odd("answers of one token", (*FORMATS, "tinker", "openai"), one_token_answers, World(groups=20)),
+    Odd("two answers, each twice a prompt", ("verl",), two_answers),
     Odd("advantages that are clipped", ("truestep", "prime-rl", "slime", "trl"), clipped),
     Odd("advantages less a penalty", ("truestep", "prime-rl", "slime", "trl"), penalised),
     Odd("positive advantages alone", ("truestep", "prime-rl", "slime", "trl"), positive_alone),

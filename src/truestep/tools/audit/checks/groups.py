@@ -7,7 +7,7 @@ import numpy as np
 
 from truestep.tools.audit.checks.tokens import members_of
 from truestep.tools.audit.finding import Evidence, sure
-from truestep.tools.audit.samples import Dump
+from truestep.tools.audit.samples import Dump, Sample
 
 CHANCE = 1e-6  # probability below which equal completions are not accidents
 TIMES = 4.0  # required number of equal pairs, as a multiple of the predicted number
@@ -52,36 +52,43 @@ def copies(dump: Dump) -> Iterator[Evidence]:
 
 
 def _all_twice(dump: Dump) -> Iterator[Evidence]:
-    """Find dumps of texts in which each completion of a prompt is there twice, as where two ranks write one batch."""
+    """Find dumps of texts in which each completion of a prompt is there twice, as where two ranks write one batch.
+    Short completions are equal by chance."""
     if any(one.group is not None or one.ids is not None for one in dump.samples):
         return
     groups, found = 0, list[int]()
     for members in members_of(dump.asked, dump.completions >= 0):
-        texts, counts = np.unique(dump.completions[members], return_counts=True)
+        counts = np.unique(dump.completions[members], return_counts=True)[1]
         groups += 1
-        if len(texts) > 1 and counts.min() > 1 and len(set(counts.tolist())) == 1:
+        long = any(_long(dump, int(i)) for i in members)
+        if long and len(counts) > 1 and counts.min() > 1 and len(set(counts.tolist())) == 1:
             found.append(int(members[-1]))
     if len(found) >= 4 and len(found) >= 0.8 * groups:
         text = f"each completion of a prompt is there more than once, for {len(found):,} of {groups:,} prompts"
-        yield Evidence(found[0], text, len(found))
+        yield Evidence(found[0], text, len(found), None, "medium")
 
 
 def no_numbers(dump: Dump) -> Iterator[Evidence]:
     """Find rewards and advantages that are NaN or infinite."""
-    first = dump.edges[0]
-    for what, bad in (
-        ("a reward", [one.reward is not None and one.reward != one.reward for one in dump.samples]),
-        (
-            "an advantage",
-            [
-                one.advantages is not None and len(one.advantages) > 0 and not np.isfinite(one.advantages[max(0, at)])
-                for one, at in zip(dump.samples, first.tolist(), strict=True)
-            ],
-        ),
+    rewards = [i for i, one in enumerate(dump.samples) if one.reward is not None and not np.isfinite(one.reward)]
+    places = {i: at for i, one in enumerate(dump.samples) if (at := _no_advantage(one)) is not None}
+    for what, found, at in (
+        ("a reward", rewards, None),
+        ("an advantage", [*places], next(iter(places.values()), None)),
     ):
-        if any(bad):
-            index = bad.index(True)
-            yield Evidence(index, f"{what} that is no number, in {sum(bad):,} of {len(bad):,} samples", sum(bad))
+        if found:
+            text = f"{what} that is no number, in {len(found):,} of {len(dump.samples):,} samples"
+            yield Evidence(found[0], text, len(found), at if dump.samples[found[0]].ids is not None else None)
+
+
+def _no_advantage(sample: Sample) -> int | None:
+    """Return the place of a sample's first label whose advantage is no number; 0 if it has one for all labels."""
+    if sample.advantages is None:
+        return None
+    bad = ~np.isfinite(sample.advantages)
+    if sample.mask is not None and len(sample.mask) == len(bad):
+        bad &= sample.mask
+    return int(bad.argmax()) if bad.any() else None
 
 
 def _long(dump: Dump, index: int) -> bool:
