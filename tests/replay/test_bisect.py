@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from rich.cells import cell_len
 
-from doors.toy_metrics import Spread
+from doors.toy_metrics import Largest, Spread
 from ranks.cases import on_ranks
 from report.test_rollouts import payload
 from small_runs import (
@@ -43,7 +43,16 @@ from truestep.tools.replay.found import _files, _line_of, wrapped
 from truestep.tools.replay.gradient_parts import Direction, GradientParts
 from truestep.tools.replay.jumps import Jump, find_jump, jump_at
 from truestep.tools.replay.outliers import Typical
-from truestep.tools.replay.parts import Scale, document_metrics, label_metric, labels_of, left_out, merged, places_of
+from truestep.tools.replay.parts import (
+    Scale,
+    document_metrics,
+    far_together,
+    label_metric,
+    labels_of,
+    left_out,
+    merged,
+    places_of,
+)
 from truestep.tools.replay.search import Part, search, search_extreme
 from truestep.types import StepPlan
 
@@ -224,6 +233,39 @@ def test_a_metric_of_a_users_own_type_is_looked_into(run: Callable[..., Path]) -
     assert [one.id for one in found.documents] == [f"d{(JUMP - 1) * DOCUMENTS + 23}"], found.text
     usual = read_lines(path / "metrics.jsonl")[JUMP - 2]["ratio_spread"]
     assert found.replays <= 3 and found.without == pytest.approx(usual, rel=0.1), found.text
+
+
+@pytest.mark.parametrize("bad", [(17, 23), (3, 8, 17, 21, 23, 30)], ids=len)
+def test_documents_that_hide_each_other_in_a_users_own_metric(run: Callable[..., Path], bad: Sequence[int]) -> None:
+    """A maximum that several have: without one of them it stays what it is. Few are found, and of many nothing false is
+    said."""
+
+    def plant(step: list[Record]) -> None:
+        for number in bad:
+            step[number]["logprobs"][4] = -40.0
+
+    path = run(plant, logging={"custom_metrics": ["doors.toy_metrics:farthest"], "rollouts": {"documents": "all"}})
+    found = bisect(path, "farthest_label")
+    names = {f"d{(JUMP - 1) * DOCUMENTS + number}" for number in bad}
+    assert found.step == JUMP and not found.documents and "the whole step" not in said(found), found.text
+    if len(bad) == 2:
+        usual = read_lines(path / "metrics.jsonl")[JUMP - 2]["farthest_label"]
+        assert set(found.together) == names and "no document alone makes it; 2 of 40 together do" in said(found)
+        assert found.without == pytest.approx(usual, abs=2.0)
+    else:
+        assert not found.together and "Which of them make it is not known" in said(found), found.text
+
+
+def test_the_few_without_which_an_own_metric_is_usual() -> None:
+    """Against leaving out each set of the farthest: of values that rose, and of values that fell."""
+    for sign in (1.0, -1.0):
+        values = {n: Largest(float(n % 7)) if sign > 0 else Mean(-float(n % 7), 1.0) for n in range(30)}
+        values |= {n: replace(values[n], **({"largest": 90.0} if sign > 0 else {"total": -900.0})) for n in (4, 11)}
+        value = merged(values.values()).value()
+        assert value is not None and abs(value) > 60, value
+        assert sorted(far_together(values, sign * 3.0, value)) == [4, 11]
+        many = {**values, **dict.fromkeys(range(20), values[4])}
+        assert far_together(many, sign * 3.0, merged(many.values()).value() or 0.0) == []
 
 
 def test_what_is_left_out_of_an_own_type_is_the_whole_less_the_rest() -> None:

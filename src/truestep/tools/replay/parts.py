@@ -227,6 +227,21 @@ def left_out(known: Mapping[int, Metric]) -> dict[int, Metric]:
     return found
 
 
+def far_together(known: Mapping[int, Metric], usual: float, value: float) -> list[int]:
+    """Return the fewest documents without which a metric of a user's own type is at most half as far from the usual
+    value. They are chosen by their own values, those farthest in the direction of the jump first. None if it takes
+    more than two and more than a tenth of all."""
+    own = {number: found for number, one in known.items() if (found := one.value()) is not None}
+    up = 1.0 if value > usual else -1.0
+    ranked = sorted(own, key=lambda number: -up * own[number])
+    rests = list(accumulate((known[number] for number in reversed(ranked)), lambda rest, one: one.merge(rest)))[::-1]
+    for count, rest in enumerate(rests[1 : max(2, len(known) // 10) + 1], 1):
+        left = rest.value()
+        if left is not None and abs(left - usual) <= 0.5 * abs(value - usual):
+            return ranked[:count]
+    return []
+
+
 @dataclass(frozen=True)
 class Scale:
     """What parts of a metric are measured by."""
