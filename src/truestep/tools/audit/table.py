@@ -133,7 +133,7 @@ TABLE: tuple[Check, ...] = (
     Check(
         "duplicated-groups", "Groups are copies of others", "all completions of each group with other groups'",
         "all equal, and less than one in a million by their log-probs (texts: three different ones, of 128 characters; "
-        "or each completion twice for 80% of at least 4 prompts, with one of 64 characters)",
+        "medium: each completion twice for 80% of at least 4 prompts, with one of 64 characters)",
         "a batch was written, or trained on, twice", groups.copies_of_groups, ("duplicated-completions",),
     ),
     Check(
