@@ -61,6 +61,10 @@ class RunFiles:
     def records(self) -> dict[int, Block]:
         return {block.step: block for block in blocks_of(self.directory.records)}
 
+    def reads_a_file(self, step: int) -> bool:
+        """Tell whether a step's documents come from files that were there before the run, and from no policy of it."""
+        return self.options(step).get("data.path") is not None
+
     def options(self, step: int) -> dict[str, Any]:
         """Return the options that made a step, by dotted name; none if they cannot be read."""
         try:
