@@ -16,6 +16,7 @@ import torch
 
 from checkpoints import read_weights
 from generate.endpoint.test_serve import serving
+from tinker.house import tenant_of
 from tinker.oracle import Adapted, loss_of
 from tinker.stand_ins import NAME, make_folder
 from truestep.commands.tinker.checkpoints import Checkpoints
@@ -106,7 +107,7 @@ def seen(folder: Path, address: str) -> dict[str, Any]:
 
 
 def matrices(folder: Path, path: str) -> dict[str, torch.Tensor]:
-    found = read_weights(Checkpoints(folder / "checkpoints").find(f"key {KEY}", path)[1])
+    found = read_weights(Checkpoints(folder / "checkpoints").find(tenant_of(KEY), path)[1])
     return {name: one for name, one in found.items() if ".lora_" in name}
 
 

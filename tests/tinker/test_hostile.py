@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinker.house import RECORDED, House, metrics_of, request_of, served_in
+from tinker.house import RECORDED, House, metrics_of, request_of, served_in, tenant_of
 from truestep.commands.tinker import wire
 
 ODD: list[Any] = [None, True, -1, 0, 2**40, 2**70, 1.5, 1e308, "", "x" * 300, "../../etc", [], [[]], {}, {"a": {}}]
@@ -76,7 +76,7 @@ def attack(house: House, cases: int, seed: int) -> None:
         assert answer.status_code in (200, 400, 404, 409, 410, 413, 415, 429), (name, answer.status_code, answer.text)
         if answer.status_code == 200 and "request_id" in answer.json():
             house.work()
-            job = house.tinker.state.known(f"key {house.key}", answer.json()["request_id"])
+            job = house.tinker.state.known(tenant_of(house.key), answer.json()["request_id"])
             error = None if job is None or not job.future.done() else job.future.exception()
             assert error is None or type(error).__name__ == "JobError", (name, error)
 

@@ -5,7 +5,8 @@ it fails, changes nothing in other models.
 """
 
 import logging
-from collections import OrderedDict
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -41,6 +42,8 @@ _SUM = StepTotals(num_documents=1, num_labels=1, num_tokens=1)
 _MOST_SAMPLERS = 8  # most sessions for samplers whose weights are not those of a live model
 _MOST_HIDDEN = 16  # most samplers without names that are kept for each model
 _NO_TOP = -99999.0  # the client's log-prob for an entry without a token
+_STATE_SECONDS = 60.0  # after so many seconds of computing for a model its state is written anew
+_STATE_BYTES = 2**28  # or after so many bytes of its requests
 
 
 GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
@@ -60,6 +63,14 @@ class Create:
     model: Model
     checkpoint: str | None = None  # tinker path of a checkpoint to start from
     optimizer: bool = False
+    kept: Path | None = None  # its last state, where it goes on after a restart
+
+
+@dataclass(frozen=True)
+class Told:
+    """A request that was computed before a restart, and has changed no weights."""
+
+    model: Model
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ class OptimStep:
 @dataclass(frozen=True)
 class Save:
     model: Model
+    seq: int
     kind: str
     name: str
     expires_in: float | None
@@ -115,6 +127,9 @@ class Jobs:
         self._sessions: dict[str, Session] = {}  # sessions of models, by model id
         self._samplers: OrderedDict[str, Session] = OrderedDict()  # sessions of samplers, by tenant and checkpoint path
         self._linear: tuple[str, ...] | None = None
+        self._spent: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds of computing since a model's last state, by model id
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Compute jobs that were taken together. A failing job fails only its own client's future."""
@@ -129,14 +144,20 @@ class Jobs:
                 return
             do: Mapping[type, Callable[[Any], Result]] = {
                 Refused: self._refuse,
+                Told: lambda work: Result(),
                 Create: self._create,
                 ForwardBackwardJob: self._forward_backward,
                 OptimStep: self._optim_step,
                 Save: self._save,
                 Load: self._load,
             }
+            start = time.monotonic()
             with torch.enable_grad():
-                job.end(do[type(work)](work))
+                result = do[type(work)](work)
+            self._spent[work.model.id] += time.monotonic() - start
+            job.keep(result)
+            self._keep_state(job, work)
+            job.end(result)
         except Exception as error:
             for job, work in works:
                 self._fail(job, work, error)
@@ -151,6 +172,8 @@ class Jobs:
             work.model.spoiled = False
             if (session := self._sessions.get(work.model.id)) is not None:
                 session.drop()
+        if isinstance(job.told, Result) and not isinstance(work, Told):
+            work.model.lost = f"{job.id} could not be computed again after a restart: load a checkpoint"
         if isinstance(error, TruestepError | JobError | ApiError):
             job.fail(JobError(str(error)))
         else:
@@ -164,8 +187,11 @@ class Jobs:
         """Free the models of a client's ended session, and remove their samplers without names."""
         for name in session.models:
             self._sessions.pop(name, None)
+            self._spent.pop(name, None)
         for name in session.models:
             self._forget_hidden(session.tenant, name, keep=0)
+        if self._state.journal is not None:
+            self._state.journal.clean(session.id)
 
     def _forget_hidden(self, tenant: str, run: str, keep: int) -> None:
         """Remove a model's samplers without names, except the last `keep`."""
@@ -176,6 +202,25 @@ class Jobs:
                 self._checkpoints.discard(tenant, saved)
         except Exception:  # log the error; the server continues
             log.exception("samplers without names were not removed")
+
+    def _keep_state(self, job: Job, work: Any) -> None:
+        """Write a model's state to the journal, if it is due. It is between two steps then: there is no gradient. Where
+        weights come from a checkpoint that may be removed, it is due at once."""
+        journal, state = self._state.journal, self._state
+        loaded = isinstance(work, Load) or (isinstance(work, Create) and work.checkpoint is not None and not work.kept)
+        if journal is None or not (loaded or isinstance(work, OptimStep)):
+            return
+        model = work.model
+        if not loaded and self._spent[model.id] < _STATE_SECONDS and journal.size(model.id) < _STATE_BYTES:
+            return
+        try:
+            switch = journal.keep(model.id, job.seq + 1, model.version, self._sessions[model.id].save)
+            with state.lock:
+                if model.id in state.models:
+                    switch(lambda seq: state.carries(state.known(model.tenant, f"{model.id}:{seq}")))
+            self._spent[model.id] = 0
+        except Exception:  # the requests since the last state are there
+            log.exception("the state of %s was not written", model.id)
 
     def sweep(self) -> None:
         """Remove expired checkpoints."""
@@ -219,8 +264,8 @@ class Jobs:
             made = Result({"path": work.checkpoint, "model_id": model.id, "type": "load_weights"})
         if model.id in self._sessions:  # the client repeated a request whose result was already dropped
             return made
-        self._sessions[model.id] = Session(self._config_of(model.adapted), base=self._policy)
-        if work.checkpoint is None:
+        self._sessions[model.id] = Session(self._config_of(model.adapted), weights=work.kept, base=self._policy)
+        if work.checkpoint is None or work.kept is not None:
             return made
         try:
             return self._load(Load(model, work.checkpoint, work.optimizer))
@@ -232,6 +277,8 @@ class Jobs:
         session = self._sessions.get(model.id)
         if session is None:
             raise JobError("the model was not created, or its session has finished")
+        if model.lost:
+            raise JobError(model.lost)
         return session
 
     def _forward_backward(self, work: ForwardBackwardJob) -> Result:
@@ -270,6 +317,7 @@ class Jobs:
             expires,
             work.user_metadata,
             hidden,
+            request=f"{model.id}:{work.seq}",
         )
         keeps = work.kind == WEIGHTS
 
@@ -283,19 +331,8 @@ class Jobs:
                 {"path": saved.path, "type": f"save_{work.kind}".replace("sampler_weights", "weights_for_sampler")}
             )
         self._forget_hidden(model.tenant, model.id, keep=_MOST_HIDDEN)
-        with self._state.lock:
-            if (owner := self._state.sessions.get(model.session)) is not None and not owner.finished:
-                self._state.samplers[work.sampler] = Sampler(
-                    work.sampler,
-                    model.tenant,
-                    model.session,
-                    model.base,
-                    saved.path,
-                    model.id,
-                    model.version,
-                    work.inflight,
-                )
-                owner.samplers.append(work.sampler)
+        whose = (work.sampler, model.tenant, model.session, model.base)
+        self._state.add_sampler(Sampler(*whose, saved.path, model.id, model.version, work.inflight))
         return Result({"sampling_session_id": work.sampler, "type": "save_weights_for_sampler"})
 
     def _load(self, work: Load) -> Result:
@@ -305,10 +342,11 @@ class Jobs:
         own, theirs = asdict(work.model.adapted), {**saved.adapted}
         if (own["rank"], own["targets"]) != (theirs["rank"], theirs["targets"]):
             raise JobError(f"{saved.path} has an adapter of rank {theirs['rank']} on other layers than this model's")
+        lost, work.model.lost = work.model.lost, ""
         session = self._of(work.model)
-        work.model.version += 1
+        work.model.version, work.model.lost = work.model.version + 1, lost
         session.load(directory, optimizer=work.optimizer)
-        work.model.spoiled = False
+        work.model.spoiled, work.model.lost = False, ""
         return Result({"path": saved.path, "model_id": work.model.id, "type": "load_weights"})
 
     # Samples

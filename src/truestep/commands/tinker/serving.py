@@ -10,7 +10,10 @@ from typing import Any
 
 from truestep.commands.tinker.checkpoints import Checkpoints
 from truestep.commands.tinker.jobs import Jobs
+from truestep.commands.tinker.journal import Journal
+from truestep.commands.tinker.orders import Orders
 from truestep.commands.tinker.requests import Model
+from truestep.commands.tinker.restart import restart
 from truestep.commands.tinker.state import State
 from truestep.commands.tinker.tenants import Tenants
 from truestep.config.schema import Config
@@ -53,15 +56,19 @@ class Tinker:
         longest = min(longest, config.data.tokens_per_microbatch)
         path = Path(config.model.path)
         name = self.name or path.name
-        checkpoints = Checkpoints(self.directory)
-        checkpoints.recover()
+        checkpoints, fits = Checkpoints(self.directory), Model(policy.vocabulary_size, longest, stop_ids(policy))
+        journal, orders = Journal(self.directory / "live"), Orders(fits)
+        self.state.journal, self.state.base = journal, str(path.absolute())
+        restart(self.state, journal, orders)
+        checkpoints.recover(self.state.models)
         base = make_policy(config, policy.weights.ranks, frozen=True, base=policy)
         self._jobs = Jobs(config, base, checkpoints, self.state)
         served = Served(
             name,
             (name, str(path), str(path.absolute())),
             self.name or str(path.absolute()),
-            Model(policy.vocabulary_size, longest, stop_ids(policy)),
+            fits,
+            orders,
             policy.tokenizer is not None,
             self.tenants,
             self.state,

@@ -1,9 +1,10 @@
 """The sessions, models, samplers and futures of tenants.
 
 Requests come from the server's thread; the compute thread takes jobs. Every lookup names the tenant, so other tenants'
-objects are reported as unknown.
+objects are reported as unknown. With a journal, all of them but samples are kept on disk.
 """
 
+import logging
 import threading
 import time
 import uuid
@@ -11,11 +12,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError, JobError, unknown
+from truestep.commands.tinker.journal import Journal
+
+log = logging.getLogger(__name__)
 
 _MOST_WAITING = 4096  # most unfinished requests per tenant
 _MOST_WAITING_BYTES = 2**29  # most bytes of such requests
@@ -37,6 +41,9 @@ class Result:
     message: bytes = b""
 
 
+Outcome = Result | Exception
+
+
 @dataclass(eq=False)
 class Job:
     """A request to compute, and its future."""
@@ -49,20 +56,38 @@ class Job:
     model: str | None = None
     size: int = 0  # approximate bytes of the request
     cost: int = 1  # most tokens that it may draw
+    seq: int = 0  # its place among the requests of its model; 0: it has none
+    path: str = ""  # with `body`: the request as it is written to the journal
+    body: bytes = b""
+    told: Outcome | None = None  # how it ended before the server was started again
+    record: "Callable[[Job, Outcome], None] | None" = None  # writes how it ended, once
     future: "Future[Result]" = field(default_factory=Future)
     running: bool = False
     retrieved: bool = False
+    carried: bool = False  # its result was retrieved, and is in the journal nevertheless
 
     def fail(self, error: Exception) -> None:
         """End without a result, if the job has not ended already."""
-        with suppress(InvalidStateError):
-            self.future.set_exception(error)
-        self.work = None
+        self._end(error)
 
     def end(self, result: Result) -> None:
         """End with a result, if the job has not ended already."""
+        self._end(result)
+
+    def keep(self, outcome: Outcome) -> None:
+        """Write how the job ends to the journal, if it has one, before anyone is told."""
+        if self.record is not None and self.told is None and not self.future.done():
+            self.record(self, outcome)
+            self.record = None
+
+    def _end(self, outcome: Outcome) -> None:
+        self.keep(outcome)
+        outcome = outcome if self.told is None else self.told
         with suppress(InvalidStateError):
-            self.future.set_result(result)
+            if isinstance(outcome, Exception):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
         self.work = None
 
 
@@ -79,6 +104,7 @@ class Model:
     last_request: float = field(default_factory=time.time)
     version: int = 0  # number of changes of its weights
     spoiled: bool = False  # a part of the current training step failed
+    lost: str = ""  # why its weights are not what its client was told
 
 
 @dataclass(frozen=True)
@@ -147,6 +173,8 @@ class State:
         self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # waiting jobs by tenant; tenants take turns
         self.ended: deque[ClientSession] = deque()  # sessions whose memory must be freed
         self.wake: Callable[[], None] = lambda: None  # wakes the compute thread
+        self.journal: Journal | None = None
+        self.base = ""  # the path of the base model, for the journal
 
     # Sessions
 
@@ -158,10 +186,21 @@ class State:
             finished = [one for one in self.sessions.values() if one.finished and one.tenant == tenant]
             for old in finished[:-_MOST_FINISHED]:
                 del self.sessions[old.id]
-            now = self._now()
-            session = ClientSession(str(uuid.uuid4()), tenant, time.time(), now, metadata, name)
+            session = ClientSession(str(uuid.uuid4()), tenant, time.time(), self._now(), metadata, name)
+            about = {"tenant": tenant, "base": self.base, "created": session.created}
+            self._note(session.id, "session", {**about, "user_metadata": metadata, "display_name": name})
             self.sessions[session.id] = session
             return session
+
+    def begin_again(self, name: str, about: Mapping[str, Any]) -> ClientSession:
+        """Begin a session of the journal, after a restart."""
+        given = (about["tenant"], about["created"], self._now(), about["user_metadata"], about["display_name"])
+        session = self.sessions[name] = ClientSession(name, *given)
+        return session
+
+    def _note(self, session: str, kind: str, event: Mapping[str, Any]) -> None:
+        if self.journal is not None:
+            self.journal.note(session, {"kind": kind, **event})
 
     def session(self, tenant: str, name: Any) -> ClientSession:
         """Return a tenant's session, and record that its client is alive."""
@@ -177,6 +216,8 @@ class State:
                 return
             session.finished = True
             self.ended.append(session)
+            if self.journal is not None:
+                self.journal.forget(session.id)
             for name in session.models:
                 self.models.pop(name, None)
             for name in session.samplers:
@@ -215,16 +256,39 @@ class State:
         model.last_request = time.time()
         return model
 
-    def add_model(self, model: Model) -> Model:
-        """Add a model, and return it. If the request is a repetition, return the model from the first one."""
+    def add_model(self, model: Model, **how: Any) -> Model:
+        """Add a model, and return it. If the request is a repetition, return the model from the first one. `how` it is
+        created, for the journal."""
         with self.lock:
             if model.id not in self.models:
                 session = self.session(model.tenant, model.session)
                 if sum(one.tenant == model.tenant for one in self.models.values()) >= _MOST_MODELS:
                     raise ApiError(f"there are {_MOST_MODELS} models of yours: finish a session, which frees its own")
+                about = {"base": model.base, "adapted": asdict(model.adapted), "user_metadata": model.user_metadata}
+                self._note(session.id, "model", {"id": model.id, "how": how, **about})
+                if self.journal is not None:
+                    self.journal.begin(model.id)
                 self.models[model.id] = model
                 session.models.append(model.id)
             return self.models[model.id]
+
+    def add_sampler(self, sampler: Sampler) -> None:
+        """Add a sampler, if its session goes on."""
+        with self.lock:
+            session = self.sessions.get(sampler.session)
+            if session is None or session.finished or self.samplers.get(sampler.id) == sampler:
+                return
+            self._note(session.id, "sampler", asdict(sampler))
+            self.samplers[sampler.id] = sampler
+            if sampler.id not in session.samplers:
+                session.samplers.append(sampler.id)
+
+    def add_clone(self, session: ClientSession) -> int:
+        """Count one more client of a session."""
+        with self.lock:
+            self._note(session.id, "clones", {"count": session.clones + 1})
+            session.clones += 1
+            return session.clones
 
     def sampler(self, tenant: str, name: Any) -> Sampler:
         sampler: Sampler = self._of(self.samplers, tenant, name, "sampling session")
@@ -240,6 +304,9 @@ class State:
             job = own.jobs.get(name) if isinstance(name, str) else None
             if job is None and isinstance(name, str) and name in own.forgotten:
                 raise ApiError("the result of this request is kept no longer", 410)
+            sampler = self.samplers.get(str(name).rpartition(":")[0]) if job is None else None
+            if sampler is not None and sampler.tenant == tenant:  # the client then asks anew
+                raise ApiError("the server has started again, and has not kept this request for samples", 410)
         if job is None:
             raise unknown("request")
         if (session := self.sessions.get(job.session)) is not None:
@@ -254,9 +321,10 @@ class State:
     def _of_tenant(self, tenant: str) -> Own:
         return self._own.setdefault(tenant, Own())
 
-    def submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
-        """Submit a request. If a request with the same id was submitted before, return its future. With `seq`, a
-        model's jobs are computed in this order, whatever the order of arrival."""
+    def submit(self, job: Job, model: Model | None = None, *, again: bool = False) -> Job:
+        """Submit a request. If a request with the same id was submitted before, return its future. With `model`, its
+        jobs are computed in the order of `job.seq`, whatever the order of arrival. `again`: a request of the journal,
+        after a restart."""
         with self.lock:
             own = self._of_tenant(job.tenant)
             if job.id in own.jobs:
@@ -264,14 +332,20 @@ class State:
             session = self.sessions.get(job.session)
             if session is None or session.finished:
                 raise ApiError("the session has finished", 410)
-            if own.waiting >= _MOST_WAITING or (own.waiting and own.waiting_bytes + job.size > _MOST_WAITING_BYTES):
+            full = own.waiting >= _MOST_WAITING or own.waiting_bytes + job.size > _MOST_WAITING_BYTES
+            if full and own.waiting and not again:
                 raise ApiError(f"{own.waiting} requests of yours are waiting, with {own.waiting_bytes} bytes", 429)
-            if model is None or seq is None:
+            if model is None:
                 ready = [job]
             else:
-                if not model.next_seq <= seq < model.next_seq + _MOST_WAITING:
-                    raise ApiError(f"seq_id is {seq}, and the next request of this model is {model.next_seq}", 409)
-                model.early[seq] = job
+                if not model.next_seq <= job.seq < model.next_seq + _MOST_WAITING:
+                    raise ApiError(f"seq_id is {job.seq}, and the next request of this model is {model.next_seq}", 409)
+                if self.journal is not None:
+                    if not again:
+                        self.journal.request(model.id, job.seq, job.path, job.body)
+                    job.record = self._record
+                job.body = b""
+                model.early[job.seq] = job
                 ready = []
                 while model.next_seq in model.early:
                     ready.append(model.early.pop(model.next_seq))
@@ -283,6 +357,38 @@ class State:
             self._ready.setdefault(job.tenant, deque()).extend(ready)
             self.wake()
             return job
+
+    def _record(self, job: Job, outcome: Outcome) -> None:
+        """Write how a job of a model ended."""
+        told: dict[str, Any] = {}
+        if isinstance(outcome, Result):
+            told, body = ({}, outcome.message) if outcome.json is None else ({"json": dict(outcome.json)}, b"")
+        else:
+            told, body = {"error": str(outcome)[:4000], "user": isinstance(outcome, JobError)}, b""
+        with self.lock:
+            if self.journal is None or job.model not in self.models:
+                return
+            try:
+                self.journal.result(job.model, job.seq, told, body)
+            except OSError:  # the request is in the journal: after a restart it is computed again
+                log.exception("the result of %s was not written to the journal", job.id)
+
+    def ended_before(self, job: Job) -> None:
+        """Add a job that ended before the server was started again."""
+        with self.lock:
+            own = self._of_tenant(job.tenant)
+            own.jobs[job.id] = job
+            own.waiting += 1
+            job.future.add_done_callback(lambda _: self._ended(own, job))
+            job.end(Result())
+
+    def carries(self, job: Job | None) -> bool:
+        """Return whether a result goes into the next state's journal: one that was not retrieved, and once one that
+        was, as its client may not have it yet."""
+        if job is None or job.carried:
+            return False
+        job.carried = job.retrieved
+        return True
 
     def _ended(self, own: Own, job: Job) -> None:
         with self.lock:
