@@ -176,6 +176,8 @@ class Jobs:
             work.model.lost = f"{job.id} could not be computed again after a restart: load a checkpoint"
         if isinstance(error, TruestepError | JobError | ApiError):
             job.fail(JobError(str(error)))
+        elif isinstance(error, ServerError):  # it was logged where it was met
+            job.fail(error)
         else:
             log.error("a job failed", exc_info=error)
             job.fail(ServerError(type(error).__name__))
