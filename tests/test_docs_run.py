@@ -89,6 +89,7 @@ BLOCKS = {
         'with Session("run.yaml") as session:  # ',
     ): "tests/api/test_session.py runs it as it stands there",
     ("docs/session.md", "def dpo"): "tests/api/test_session.py runs it as it stands there",
+    ("docs/session.md", "def values"): "tests/api/test_session.py runs it as it stands there",
     ("docs/engine.md", "key = "): "tests/generate/engine/test_engine.py",
 }
 

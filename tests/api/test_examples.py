@@ -16,13 +16,19 @@ from selection import nightly_except
 from truestep.ranks.forks import fork_context
 
 FOLDER = Path(__file__).parents[2] / "examples" / "python"
-PROGRAMS = ("with_callbacks", "own_objective", "own_source", "sweep", "look_inside", "own_loop")
+LOOPS = ("own_loop", "own_gspo", "own_sft", "own_dpo", "own_distillation", "own_ppo")
+PROGRAMS = ("with_callbacks", "own_objective", "own_source", "sweep", "look_inside", *LOOPS)
 LAST_LINES = {
     "with_callbacks": "all 2 steps are done; learning rate 0.002",
     "own_objective": "all 2 steps are done; surprise ",
     "own_source": "the data ended after step 2",
     "sweep": "compared in ",
     "own_loop": "saved: made/own-loop/step-00000002",
+    "own_gspo": "saved: made/own-gspo/step-00000002",
+    "own_sft": "loss ",
+    "own_dpo": "saved: made/own-dpo/step-00000002",
+    "own_distillation": "saved: made/own-distillation/step-00000002",
+    "own_ppo": "saved: made/own-ppo/step-00000002",
     "look_inside": "the data ended after step 2; a Hugging Face directory: ",
 }
 

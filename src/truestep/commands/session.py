@@ -238,6 +238,19 @@ class Session:
         """Count documents and labels: the totals of a step, for `forward_backward`."""
         return totals_of(self._checked(documents, None))
 
+    def with_targets(self, documents: Documents, tokens: Sequence[int]) -> list[Rollout]:
+        """Return for each document, and for each of these tokens in turn, the document with that token in the place of
+        its labels: `forward` gives the token's log-prob where a label stands, and a loss that is a function may use it.
+        The difference of two tokens' log-probs is a linear function of the hidden state: the value of a value model."""
+        wrong = [token for token in tokens if not 0 <= token < self.policy.vocabulary_size]
+        if wrong or not len(tokens):
+            raise SessionError(f"with_targets: the tokens are {list(tokens)}: give ids of the vocabulary")
+        return [
+            replace(one, id=f"{one.id}.{token}", targets=np.full(one.num_tokens, token, np.int64))
+            for one in self._checked(documents, None)
+            for token in tokens
+        ]
+
     def _checked(self, records: Documents, needs: Config | None) -> list[Rollout]:
         """Return documents. `needs`: the configuration whose loss says what they must have; None: no loss does."""
         given = [record for record in records if isinstance(record, Rollout)]
