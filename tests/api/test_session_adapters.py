@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +164,45 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
             session.adapter("one", rank=2)
         with pytest.raises(SessionError, match="none can be shared"):
             Session(config.changed({"adapter": None}), base=session.policy)
+
+
+def test_asynchronous_twins_are_the_methods(tmp_path: Path) -> None:
+    """Two adapters train and sample at once, bit for bit as one after another; meanwhile the event loop goes on."""
+    config, records = options(tmp_path)
+    draws = {"count": 2, "temperature": 1.0, "max_new_tokens": 3}
+    with Session(config) as session:
+        found: dict[str, list[Any]] = {}
+        for name in ADAPTERS:
+            own = session.adapter(name, **ADAPTERS[name])
+            own.forward_backward(records)
+            norm = own.gradient_norm()
+            own.step()
+            found[name] = [norm, own.sample([[3, 4]], **draws), read_weights(own.save(tmp_path / name))]
+            session.remove(name)
+        waits, sees = threading.Event(), threading.Event()
+
+        def waiting(logprobs: Sequence[torch.Tensor], _: Any) -> torch.Tensor:
+            waits.set()
+            assert sees.wait(60), "the event loop goes on"
+            return logprobs[0].sum()
+
+        async def loop(name: str) -> list[Any]:
+            own = session.adapter(name, **ADAPTERS[name])
+            await own.forward_backward_async(records)
+            norm = await own.gradient_norm_async()
+            await own.step_async()
+            drawn = await own.sample_async([[3, 4]], **draws)
+            return [norm, drawn, read_weights(await own.save_async(tmp_path / f"{name} again"))]
+
+        async def both() -> list[list[Any]]:
+            slow = asyncio.create_task(session.forward_backward_async(records, waiting))
+            while not waits.is_set():
+                await asyncio.sleep(0.001)
+            sees.set()
+            await slow
+            with pytest.raises(SessionError, match="is unknown"):
+                await session.step_async(momentum=0.5)
+            return list(await asyncio.gather(*map(loop, ADAPTERS)))
+
+        for name, again in zip(ADAPTERS, asyncio.run(both()), strict=True):
+            assert again[:2] == found[name][:2] and same(again[2], found[name][2]), name

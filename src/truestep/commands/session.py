@@ -16,6 +16,7 @@ import torch
 
 from truestep.commands.running import configured
 from truestep.commands.samples import Prompt, Sample, ids_of, with_options
+from truestep.commands.twins import twin
 from truestep.config.schema import NOTHING_IS_DRAWN, Config
 from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
@@ -600,6 +601,13 @@ class Session:
         with _removed(self._ranks.share(folder), self._ranks.first) as place:
             checkpoint = self.save(place)
             self._ranks.share(lambda: str(export(checkpoint, output, dtype)))
+
+    # Asynchronous twins
+
+    forward_async, logprobs_async = twin(forward), twin(logprobs)
+    forward_backward_async, gradient_norm_async, step_async = twin(forward_backward), twin(gradient_norm), twin(step)
+    sample_async, complete_async = twin(sample), twin(complete)
+    save_async, load_async, export_async = twin(save), twin(load), twin(export)
 
 
 @contextmanager

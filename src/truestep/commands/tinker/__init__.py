@@ -11,6 +11,7 @@ restart      goes on from the journal
 state        tenants' sessions, models, samplers and futures
 jobs         computes jobs, one after another
 app, rest    the routes: app for training and sampling, rest for listing and deleting
-tenants      tenants by their keys
+tenants      tenants by their keys, with their quotas
+usage        counters, quotas of tokens, and metrics for Prometheus
 serving      serves the protocol together with the endpoint of `truestep serve`
 """

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from truestep.commands.tinker import rest, wire
@@ -26,6 +27,7 @@ from truestep.commands.tinker.requests import Model as Fits
 from truestep.commands.tinker.requests import asked
 from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
 from truestep.commands.tinker.tenants import Tenants
+from truestep.commands.tinker.usage import exposition
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def routes(served: Served) -> list[Route]:
     made = [Route(f"/api/v1/{name}", own.json(route), methods=["POST"]) for name, route in posts.items()]
     made += [
         Route("/api/v1/healthz", own.health),
+        Route("/metrics", own.metrics),
         Route("/api/v1/get_server_capabilities", own.guarded(own.capabilities)),
         Route("/api/v1/forward_backward", own.guarded(own.forward_backward), methods=["POST"]),
         Route("/api/v1/retrieve_future", own.guarded(own.retrieve), methods=["POST"]),
@@ -117,7 +120,8 @@ class _Routes:
             try:
                 return await handler(self._tenant(request), request)
             except ApiError as error:
-                return JSONResponse({"error": str(error), "detail": str(error)}, error.status)
+                wait = {} if error.wait is None else {"retry-after": f"{math.ceil(error.wait)}"}
+                return JSONResponse({"error": str(error), "detail": str(error)}, error.status, wait)
             except wire.WireError as error:
                 return JSONResponse({"error": str(error), "detail": str(error)}, 400)
             except ClientDisconnect:
@@ -135,14 +139,20 @@ class _Routes:
         return self.guarded(handler)
 
     def _tenant(self, request: Request) -> str:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        bearer = key.strip() if scheme.lower() == "bearer" else None
-        return self._served.tenants.of(request.headers.get("x-api-key") or bearer)
+        return self._served.tenants.of(_key(request))
 
     # Server
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer with the metrics of all tenants, for Prometheus."""
+        try:
+            self._served.tenants.check_metrics(_key(request))
+        except ApiError as error:
+            return Response(str(error), error.status)
+        return PlainTextResponse(exposition(*self._state.used(), self._state.busy))
 
     async def capabilities(self, tenant: str, request: Request) -> Response:
         about = {"model_name": self._served.name, "max_context_length": self._served.fits.longest}
@@ -306,7 +316,8 @@ class _Routes:
         together = ("sample", sampler.path, sampler.model, sampler.version, sampler.tenant if sampler.path else "")
         size = 32 * len(wanted.prompt) + (0 if wanted.targets is None else wanted.targets.nbytes)
         cost = wanted.count * wanted.draw.max_new_tokens
-        job = state.submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, size=size, cost=cost))
+        sizes: Body = {"size": size, "cost": cost, "tokens": len(wanted.prompt)}
+        job = state.submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, **sizes))
         ids = [f"{job.id}:{number}" for number in range(wanted.count)]
         return {**_promise(job), "sample_sequence_ids": ids}
 
@@ -333,6 +344,11 @@ class _Routes:
             said = str(error) if own else f"an internal error ({error})"
             return JSONResponse({"error": said, "category": "user" if own else "server"})
         return _answer(waited.result())
+
+
+def _key(request: Request) -> str | None:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
 
 
 def _answer(result: Result) -> Response:

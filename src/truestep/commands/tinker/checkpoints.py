@@ -125,6 +125,11 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         return saved
 
+    def check_room(self, tenant: str, most: int | None) -> None:
+        """Raise if a tenant's checkpoints have as many bytes as it may keep."""
+        if most is not None and (there := sum(saved.size for saved in self.of_tenant(tenant))) >= most:
+            raise JobError(f"your checkpoints have {there} bytes, and {most} is your quota: remove some")
+
     def recover(self, runs: Collection[str] = ()) -> None:
         """Clean up after a process that was killed: remove incomplete checkpoints, and those of samplers without names
         but of `runs`, which go on. A complete checkpoint that was not yet renamed is renamed."""

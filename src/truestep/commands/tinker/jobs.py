@@ -79,6 +79,10 @@ class ForwardBackwardJob:
     batch: Batch
 
     @property
+    def tokens(self) -> int:
+        return sum(document.num_tokens for document in self.batch.documents)
+
+    @property
     def part(self) -> str | None:
         return None if self.batch.request.forward_only else GRADIENT
 
@@ -155,6 +159,9 @@ class Jobs:
             with torch.enable_grad():
                 result = do[type(work)](work)
             self._spent[work.model.id] += time.monotonic() - start
+            if isinstance(work, ForwardBackwardJob | OptimStep):
+                tokens = work.tokens if isinstance(work, ForwardBackwardJob) else 0
+                self._state.count(job.tenant, trained_tokens=tokens, steps=int(isinstance(work, OptimStep)))
             job.keep(result)
             self._keep_state(job, work)
             job.end(result)
@@ -309,6 +316,7 @@ class Jobs:
         now = self._checkpoints.now()
         expires = None if work.expires_in is None else now + work.expires_in
         hidden = work.sampler is not None
+        self._checkpoints.check_room(model.tenant, self._state.quota(model.tenant).bytes)
         saved = Saved(
             model.id,
             work.kind,
@@ -385,6 +393,8 @@ class Jobs:
 
     def _answer(self, policy: Policy, job: Job, work: Sample, drawn: list[tuple[int, Completion]]) -> None:
         own = [completion for _, completion in sorted(drawn, key=lambda one: one[0])]
+        drawn_tokens = sum(len(one.token_ids) for one in own)
+        self._state.count(job.tenant, prompt_tokens=len(work.asked.prompt), sampled_tokens=drawn_tokens)
         try:
             job.end(Result(message=sample_response(_answer(policy, work, own))))
         except Exception as error:

@@ -44,8 +44,9 @@ class Orders:
             said = str(error)[:4000] if own else type(error).__name__
             work = Refused(model, JobError(said) if own else ServerError(said), _part(path, body))
             path, body = _REFUSED, json.dumps({"error": said, "own": own, "part": work.part}).encode()
-        name = f"{model.id}:{seq}"
-        return Job(name, model.tenant, model.session, work, model=model.id, size=size, seq=seq, path=path, body=body)
+        name, tokens = f"{model.id}:{seq}", work.tokens if isinstance(work, ForwardBackwardJob) else 0
+        order: Body = {"seq": seq, "path": path, "body": body}
+        return Job(name, model.tenant, model.session, work, model=model.id, size=size, tokens=tokens, **order)
 
     def job_again(self, model: Model, seq: int, path: str, body: bytes, told: Outcome | None) -> Job:
         """Return the job of a request of the journal. `told`: what its client was told, and is told again."""

@@ -16,6 +16,7 @@ from truestep.commands.tinker.requests import Model
 from truestep.commands.tinker.restart import restart
 from truestep.commands.tinker.state import State
 from truestep.commands.tinker.tenants import Tenants
+from truestep.commands.tinker.usage import Counts, shown, summed
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.generate.read import stop_ids
@@ -39,10 +40,12 @@ class Tinker:
     name: str | None = None  # name of the base model; None: the last part of its path
     state: State = field(default_factory=State)
     now: Callable[[], float] = time.monotonic
+    say: Callable[[str], None] = lambda text: None  # shows a line in the terminal
 
     def __post_init__(self) -> None:
-        self.tenants = Tenants(self.keys)
+        self.tenants, self.state.quota = Tenants(self.keys), lambda tenant: self.tenants.quota(tenant)
         self._looked = self._swept = self.now()
+        self._said = Counts()
 
     def begin(self, config: Config, policy: Policy, longest: int) -> list[Any]:
         """Return the routes to add to the server. `policy`: the base model. The endpoint samples from it at the same
@@ -97,13 +100,23 @@ class Tinker:
         """Compute the next jobs. Return whether there were any."""
         now = self.now()
         if now - self._looked >= _LOOK_SECONDS:
+            self._show(now - self._looked)
             self._looked = now
             self.state.end_silent()
         while self.state.ended:
             self._jobs.free(self.state.ended.popleft())
         if taken := self.state.take():
             self._jobs.run(taken)
+            self.state.busy += self.now() - now
         elif now - self._swept >= _SWEEP_SECONDS:
             self._swept = now
             self._jobs.sweep()
         return bool(taken)
+
+    def _show(self, seconds: float) -> None:
+        """Say in the terminal what was done since the last time, if anything was."""
+        has, counts, _ = self.state.used()
+        total = summed(counts)
+        if total != self._said:
+            self.say(", ".join(shown(has, self._said, total, seconds)))
+            self._said = total

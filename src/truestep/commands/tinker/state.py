@@ -12,12 +12,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError, JobError, unknown
 from truestep.commands.tinker.journal import Journal
+from truestep.commands.tinker.usage import Budget, Counts, Quota
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Job:
     model: str | None = None
     size: int = 0  # approximate bytes of the request
     cost: int = 1  # most tokens that it may draw
+    tokens: int = 0  # that it trains on, or reads as a prompt
     seq: int = 0  # its place among the requests of its model; 0: it has none
     path: str = ""  # with `body`: the request as it is written to the journal
     body: bytes = b""
@@ -137,7 +139,10 @@ class ClientSession:
 class Own:
     """The requests and results of a tenant."""
 
+    quota: Quota
+    budget: Budget
     jobs: dict[str, Job] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
     waiting: int = 0
     waiting_bytes: int = 0
     done: deque[Job] = field(default_factory=deque)  # in the order in which they ended
@@ -175,6 +180,8 @@ class State:
         self.wake: Callable[[], None] = lambda: None  # wakes the compute thread
         self.journal: Journal | None = None
         self.base = ""  # the path of the base model, for the journal
+        self.quota: Callable[[str], Quota] = lambda tenant: Quota()
+        self.busy = 0.0  # seconds of computing
 
     # Sessions
 
@@ -262,8 +269,9 @@ class State:
         with self.lock:
             if model.id not in self.models:
                 session = self.session(model.tenant, model.session)
-                if sum(one.tenant == model.tenant for one in self.models.values()) >= _MOST_MODELS:
-                    raise ApiError(f"there are {_MOST_MODELS} models of yours: finish a session, which frees its own")
+                most = min(_MOST_MODELS, self._of_tenant(model.tenant).quota.models or _MOST_MODELS)
+                if sum(one.tenant == model.tenant for one in self.models.values()) >= most:
+                    raise ApiError(f"there are {most} models of yours: finish a session, which frees its own")
                 about = {"base": model.base, "adapted": asdict(model.adapted), "user_metadata": model.user_metadata}
                 self._note(session.id, "model", {"id": model.id, "how": how, **about})
                 if self.journal is not None:
@@ -319,7 +327,27 @@ class State:
             return self._of_tenant(tenant).jobs.get(name)
 
     def _of_tenant(self, tenant: str) -> Own:
-        return self._own.setdefault(tenant, Own())
+        if tenant not in self._own:
+            quota = self.quota(tenant)
+            self._own[tenant] = Own(quota, Budget(quota.tokens_per_minute, self._now))
+        return self._own[tenant]
+
+    def count(self, tenant: str, **used: int) -> None:
+        """Count what a tenant has used."""
+        with self.lock:
+            own = self._of_tenant(tenant)
+            for name, number in used.items():
+                setattr(own.counts, name, getattr(own.counts, name) + number)
+            own.budget.use(used.get("sampled_tokens", 0))
+
+    def used(self) -> tuple[dict[str, float], dict[str, Counts], dict[str, int]]:
+        """Return what the server has, the counters of tenants, and how many of their requests wait."""
+        with self.lock:
+            going = sum(not one.finished for one in self.sessions.values())
+            waiting = {tenant: own.waiting for tenant, own in self._own.items()}
+            has = {"sessions": going, "models": len(self.models), "samplers": len(self.samplers)}
+            counts = {tenant: replace(own.counts) for tenant, own in self._own.items()}
+            return {**has, "queue": sum(waiting.values())}, counts, waiting
 
     def submit(self, job: Job, model: Model | None = None, *, again: bool = False) -> Job:
         """Submit a request. If a request with the same id was submitted before, return its future. With `model`, its
@@ -332,9 +360,8 @@ class State:
             session = self.sessions.get(job.session)
             if session is None or session.finished:
                 raise ApiError("the session has finished", 410)
-            full = own.waiting >= _MOST_WAITING or own.waiting_bytes + job.size > _MOST_WAITING_BYTES
-            if full and own.waiting and not again:
-                raise ApiError(f"{own.waiting} requests of yours are waiting, with {own.waiting_bytes} bytes", 429)
+            if not again:
+                self._check_limits(own, job)
             if model is None:
                 ready = [job]
             else:
@@ -351,12 +378,27 @@ class State:
                     ready.append(model.early.pop(model.next_seq))
                     model.next_seq += 1
             own.jobs[job.id] = job
+            own.counts.requests += 1
+            if not again:
+                own.budget.use(job.tokens)
             own.waiting += 1
             own.waiting_bytes += job.size
             job.future.add_done_callback(lambda _: self._ended(own, job))
             self._ready.setdefault(job.tenant, deque()).extend(ready)
             self.wake()
             return job
+
+    def _check_limits(self, own: Own, job: Job) -> None:
+        """Raise if a tenant has too many requests, or has used its tokens. The client sends the request again."""
+        most = min(_MOST_WAITING, own.quota.requests or _MOST_WAITING)
+        wait = own.budget.wait() if job.tokens else 0.0
+        if own.waiting and (own.waiting >= most or own.waiting_bytes + job.size > _MOST_WAITING_BYTES):
+            own.counts.refused += 1
+            raise ApiError(f"{own.waiting} requests of yours are waiting, with {own.waiting_bytes} bytes", 429, 1.0)
+        if wait:
+            own.counts.refused += 1
+            quota = f"your {own.quota.tokens_per_minute} tokens of this minute are used"
+            raise ApiError(f"{quota}: send the request again in {wait:.0f} s", 429, wait)
 
     def _record(self, job: Job, outcome: Outcome) -> None:
         """Write how a job of a model ended."""
@@ -393,6 +435,7 @@ class State:
     def _ended(self, own: Own, job: Job) -> None:
         with self.lock:
             own.ended(job)
+            own.counts.failed += job.future.exception() is not None
 
     def retrieved(self, job: Job) -> None:
         job.retrieved = True

@@ -1,0 +1,160 @@
+"""Quotas by key, which cost their tenant alone, and metrics, which name no key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tinker.house import House, request_of, served_in, tenant_of
+from truestep.commands.tinker import serving
+from truestep.commands.tinker.tenants import Tenants, TenantsError
+from truestep.commands.tinker.usage import Budget, Counts, Quota, summed
+
+KEYS = """# tenants
+alice tml-alice-0123456789 tokens_per_minute=600 requests=3 models=2 bytes=1
+bob tml-bob-0123456789==
+metrics tml-metrics-0123456789
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> House:
+    folder = tmp_path_factory.mktemp("usage")
+    (folder / "keys").write_text(KEYS)
+    return served_in(folder, folder / "checkpoints", folder / "keys")
+
+
+@pytest.fixture
+def house(served: House) -> Iterator[House]:
+    house = served.of("tml-alice-0123456789")
+    house.make()
+    yield house
+    house.get(f"sessions/{house.session}/finish", "POST")
+    house.work()
+
+
+def metrics(house: House) -> dict[str, float]:
+    key = {"authorization": "Bearer tml-metrics-0123456789"}
+    text = house.client.get("/metrics", headers=key).text
+    assert "tml-" not in text
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r'truestep_[a-z_]+(\{tenant="[^"]+"\})? [-+0-9.e]+', line) for line in lines), text
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def passed(house: House, seq: int, data: int = 1, model: int = 0) -> bytes:
+    given = [([3, 4, 5, 6], {"target_tokens": [4, 5, 6, 7]})] * data
+    return request_of(f"{house.session}:train:{model}", seq, given, "cross_entropy")
+
+
+def test_tokens_of_a_minute(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    own = house.tinker.state._of_tenant("alice")
+    monkeypatch.setattr(own, "budget", Budget(600, lambda: clock[0]))
+    assert house.post("forward_backward", content=passed(house, 1, data=180)).status_code == 200  # 900 of 600
+    refused = house.post("forward_backward", content=passed(house, 2))
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "31"
+    assert "600 tokens of this minute" in refused.json()["error"]
+    assert "metrics" in house.result(house.recorded("optim_step", seq_id=2)), "an update has no tokens"
+    assert house.send("sample", **house.recorded("base_sampler")).status_code == 429
+    bob = house.of("tml-bob-0123456789==")
+    bob.make()
+    assert bob.post("forward_backward", content=passed(bob, 1, data=180)).status_code == 200
+    clock[0] = 31.0
+    assert house.post("forward_backward", content=passed(house, 3)).status_code == 200
+    house.work()
+    bob.get(f"sessions/{bob.session}/finish", "POST")
+
+
+def test_a_budget_is_that_of_a_minute() -> None:
+    clock = [0.0]
+    budget = Budget(60, lambda: clock[0])
+    used = 0
+    for second in range(600):
+        clock[0] = float(second)
+        while not budget.wait():
+            budget.use(7)
+            used += 7
+    assert 60 + 599 <= used <= 60 + 599 + 7
+    assert Budget(None).wait() == 0.0
+
+
+def test_requests_at_a_time_and_models(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house.tinker.state._of_tenant("alice"), "budget", Budget(None))
+    assert house.recorded("model", model_seq_id=1)
+    house.work()
+    assert "2 models of yours" in house.send("model", model_seq_id=2).json()["error"]
+    answers = [house.post("forward_backward", content=passed(house, seq)) for seq in (1, 2, 3, 4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+    assert answers[-1].headers["retry-after"] == "1"
+    again = house.post("forward_backward", content=passed(house, 3))
+    assert again.json() == answers[2].json(), "one that is known is no new one"
+    house.work()
+    assert house.post("forward_backward", content=passed(house, 4)).status_code == 200
+
+
+def test_bytes_of_checkpoints(house: House) -> None:
+    first = house.result(house.recorded("save", seq_id=1, path="one"))["path"]
+    assert "is your quota: remove some" in house.result(house.recorded("save", seq_id=2, path="two"))["error"]
+    assert house.get(f"training_runs/{house.session}:train:0/checkpoints/weights/one", "DELETE").status_code == 200
+    assert first.endswith("one") and "path" in house.result(house.recorded("save", seq_id=3, path="two"))
+    house.clear()
+
+
+def test_metrics_count_what_was_done(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(house.tinker.state._of_tenant("alice"), "budget", Budget(None))
+    before = metrics(house)
+    promise = house.post("forward_backward", content=passed(house, 1, data=3)).json()
+    assert metrics(house)["truestep_queue"] == 1 == metrics(house)['truestep_requests_waiting{tenant="alice"}']
+    house.result(promise)
+    house.result(house.recorded("optim_step", seq_id=2))
+    house.result(house.recorded("save", seq_id=3, path="../x"))
+    sampler = house.recorded("base_sampler")
+    house.result(house.recorded("sample", **sampler, sampling_params={"max_tokens": 3, "stop": []}))
+    found = metrics(house)
+    grown = {name: found[name] - before.get(name, 0) for name in found}
+    expected = {"requests": 4, "failed": 1, "refused": 0, "steps": 1, "trained_tokens": 15, "sampled_tokens": 6}
+    for name, count in expected.items():
+        assert grown[f'truestep_{name}_total{{tenant="alice"}}'] == count, name
+    assert grown["truestep_busy_seconds_total"] > 0 and found["truestep_resident_bytes_most"] > 2**20
+    assert (found["truestep_sessions"], found["truestep_models"]) == (before["truestep_sessions"], 1)
+
+
+def test_who_reads_metrics(house: House, tmp_path: Path) -> None:
+    for key in ("tml-alice-0123456789", "tml-bob-0123456789==", "tml-other", ""):
+        assert house.client.get("/metrics", headers={"x-api-key": key}).status_code == 401
+    assert house.of("tml-metrics-0123456789").send("session").status_code == 401, "and it is no tenant"
+    tenants = Tenants(None)
+    tenants.check_metrics(None)
+    assert "tml-alice" not in tenant_of("tml-alice")
+
+
+def test_what_the_terminal_shows(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    tinker = house.tinker
+    monkeypatch.setattr(tinker, "say", said.append)
+    monkeypatch.setattr(house.tinker.state._of_tenant("alice"), "budget", Budget(None))
+    _, counts, _ = tinker.state.used()
+    monkeypatch.setattr(tinker, "_said", summed(counts))
+    house.result(house.post("forward_backward", content=passed(house, 1, data=60)).json())
+    clock = tinker._looked
+    monkeypatch.setattr(tinker, "now", lambda: clock + serving._LOOK_SECONDS)
+    house.work()
+    monkeypatch.setattr(tinker, "now", lambda: clock + 2 * serving._LOOK_SECONDS)
+    house.work()
+    (line,) = said
+    assert "1 models, 0 requests wait, 10 tokens/s trained, 0 tokens/s sampled, 0 steps" in line
+    assert summed({"a": Counts(1, 2), "b": Counts(3, 4)}) == Counts(4, 6)
+
+
+def test_quotas_that_have_no_meaning(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEYS)
+    assert Tenants(file).quota("alice") == Quota(600, 3, 2, 1) and Tenants(file).quota("bob") == Quota()
+    for line, problem in (("speed=3", "speed is unknown"), ("models=0", "1 or more"), ("models=x", "a name and a key")):
+        file.write_text(f"alice tml-alice-0123456789 {line}")
+        with pytest.raises(TenantsError, match=problem):
+            Tenants(file)
