@@ -158,3 +158,11 @@ def test_quotas_that_have_no_meaning(tmp_path: Path) -> None:
         file.write_text(f"alice tml-alice-0123456789 {line}")
         with pytest.raises(TenantsError, match=problem):
             Tenants(file)
+
+
+def test_the_page_s_file_of_keys(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text(encoding="utf-8")
+    (tmp_path / "keys").write_text(page.split("```text\n")[1].split("```")[0])
+    tenants = Tenants(tmp_path / "keys")
+    assert tenants.quota("alice") == Quota(500_000, 64, 4, 20_000_000_000) and tenants.quota("bob") == Quota()
+    tenants.check_metrics("tml-a71hgw3np6ys")
