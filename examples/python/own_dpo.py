@@ -31,7 +31,8 @@ if __name__ == "__main__":
         for record, logprobs in zip(pairs, session.logprobs(pairs), strict=True):
             record["reference_logprobs"] = logprobs.tolist()
         for step in range(given.steps):
-            session.forward_backward(pairs[8 * step : 8 * step + 8], dpo)
+            some = [pairs[number % len(pairs)] for number in range(8 * step, 8 * step + 8)]
+            session.forward_backward(some, dpo)
             made = session.step()
             print(f"step {made['step']}: {made['loss'] / 4:.3f} nats a pair")
         print(f"saved: {session.save(given.directory / 'own-dpo')}")

@@ -45,8 +45,9 @@ def fit(critic: Session, records: list[dict[str, Any]], returns: list[np.ndarray
 if __name__ == "__main__":
     given = arguments(__doc__)
     with Session(make_config(given, "own-ppo")) as policy, Session(make_config(given, "own-ppo")) as critic:
+        prompts = tasks(given)
         for step in range(given.steps):
-            some = tasks(given)[8 * step : 8 * step + 8]
+            some = [prompts[number % len(prompts)] for number in range(8 * step, 8 * step + 8)]
             drawn = zip(some, policy.sample([task["prompt"] for task in some], count=4), strict=True)
             records = [one.record(reward=reward(completion=one.text, **task)) for task, each in drawn for one in each]
             own = values(critic, records)

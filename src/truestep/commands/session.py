@@ -210,6 +210,11 @@ class Session:
         return self._here.policy
 
     @property
+    def has_weights(self) -> bool:
+        """Tell whether there are weights: a load or an update that fails leaves none."""
+        return self._learner is not None
+
+    @property
     def tokenizer(self) -> Any:
         return self.policy.tokenizer
 
@@ -603,6 +608,10 @@ class Session:
             self._ranks.share(lambda: str(export(checkpoint, output, dtype)))
 
     # Asynchronous twins
+
+    def check_one_process(self) -> None:
+        if self._ranks.size > 1:
+            raise SessionError("the asynchronous methods are for one process: under torchrun call the others")
 
     forward_async, logprobs_async = twin(forward), twin(logprobs)
     forward_backward_async, gradient_norm_async, step_async = twin(forward_backward), twin(gradient_norm), twin(step)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import math
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 20.0  # how long a request for a result waits for it; the client's own limit is 45 s
 _MOST_RANK = 512
 _PROTOBUF = "application/x-protobuf"
-_LARGEST_FLOAT = sys.float_info.max
-_METADATA = 64  # most entries of metadata that a tenant may attach
 
 Body = dict[str, Any]
 Route_ = Callable[[str, Body], Awaitable[Any]]
@@ -283,7 +280,10 @@ class _Routes:
         return route
 
     def _order(self, model: Model, seq: int, path: str, body: bytes, refused: ApiError | None = None) -> Job:
-        return self._state.submit(self._orders.job(model, seq, path, body, refused), model)
+        job = self._orders.job(model, seq, path, body, refused)
+        if (said := self._state.too_large(job)) is not None:
+            job = self._orders.job(model, seq, path, body, ApiError(said))
+        return self._state.submit(job, model)
 
     # Checkpoints
 
@@ -317,7 +317,10 @@ class _Routes:
         size = 32 * len(wanted.prompt) + (0 if wanted.targets is None else wanted.targets.nbytes)
         cost = wanted.count * wanted.draw.max_new_tokens
         sizes: Body = {"size": size, "cost": cost, "tokens": len(wanted.prompt)}
-        job = state.submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, **sizes))
+        job = Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, **sizes)
+        if (said := state.too_large(job)) is not None:
+            raise ApiError(said)
+        job = state.submit(job)
         ids = [f"{job.id}:{number}" for number in range(wanted.count)]
         return {**_promise(job), "sample_sequence_ids": ids}
 

@@ -103,14 +103,24 @@ class Checkpoints:
     def place(self, tenant: str, run: str, kind: str, name: str) -> Path:
         return self._of(tenant) / run.replace(":", "_") / kind / name
 
-    def write(self, tenant: str, saved: Saved, save: Callable[[Path], Path], *, overwrite: bool) -> Saved:
-        """Write a checkpoint. `save` writes it into a given directory, and returns its path there."""
+    def write(
+        self,
+        tenant: str,
+        saved: Saved,
+        save: Callable[[Path], Path],
+        *,
+        overwrite: bool,
+        room: Callable[[], None] = lambda: None,
+    ) -> Saved:
+        """Write a checkpoint. `save` writes it into a given directory, and returns its path there. `room` raises if
+        there is none."""
         place = self.place(tenant, saved.run, saved.kind, saved.name)
         there = self.find_here(place)
         if there is not None and there.request and there.request == saved.request:
             return there  # by the same request, before the server was started again
         if there is not None and not overwrite:
             raise JobError(f"{saved.path} exists already: give another name, or overwrite it")
+        room()
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=place.parent, prefix="."))
         try:
@@ -125,10 +135,14 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         return saved
 
-    def check_room(self, tenant: str, most: int | None) -> None:
-        """Raise if a tenant's checkpoints have as many bytes as it may keep."""
-        if most is not None and (there := sum(saved.size for saved in self.of_tenant(tenant))) >= most:
-            raise JobError(f"your checkpoints have {there} bytes, and {most} is your quota: remove some")
+    def check_room(self, tenant: str, most: int, live: int) -> None:
+        """Raise if a tenant has as many bytes as it may keep: of checkpoints, of samplers without names, and `live`."""
+        own = self._of(tenant)
+        hidden = [saved for run in (own.iterdir() if own.is_dir() else ()) for saved in self._all(run, hidden=True)]
+        there = [sum(saved.size for saved in some) for some in (self.of_tenant(tenant), hidden)]
+        if sum(there) + live >= most:
+            parts = f"{there[0]} bytes, samplers without names {there[1]} and models {live}"
+            raise JobError(f"your checkpoints have {parts}, and {most} is your quota: remove some, or finish sessions")
 
     def recover(self, runs: Collection[str] = ()) -> None:
         """Clean up after a process that was killed: remove incomplete checkpoints, and those of samplers without names

@@ -90,6 +90,7 @@ class ForwardBackwardJob:
 @dataclass(frozen=True)
 class OptimStep:
     model: Model
+    seq: int
     learning_rate: float
     options: Mapping[str, float | None]
     part: ClassVar[str] = UPDATE
@@ -111,6 +112,7 @@ class Save:
 @dataclass(frozen=True)
 class Load:
     model: Model
+    seq: int
     checkpoint: str
     optimizer: bool
 
@@ -130,6 +132,7 @@ class Jobs:
         self._checkpoints, self._state = checkpoints, state
         self._sessions: dict[str, Session] = {}  # sessions of models, by model id
         self._samplers: OrderedDict[str, Session] = OrderedDict()  # sessions of samplers, by tenant and checkpoint path
+        self._open: set[str] = set()  # ids of models with a gradient, or with a part of one that failed
         self._linear: tuple[str, ...] | None = None
         self._spent: defaultdict[str, float] = defaultdict(
             float
@@ -162,6 +165,10 @@ class Jobs:
             if isinstance(work, ForwardBackwardJob | OptimStep):
                 tokens = work.tokens if isinstance(work, ForwardBackwardJob) else 0
                 self._state.count(job.tenant, trained_tokens=tokens, steps=int(isinstance(work, OptimStep)))
+            if getattr(work, "part", None) == GRADIENT:
+                self._open.add(work.model.id)
+            elif isinstance(work, OptimStep | Load):
+                self._open.discard(work.model.id)
             job.keep(result)
             self._keep_state(job, work)
             job.end(result)
@@ -175,19 +182,23 @@ class Jobs:
         part = getattr(work, "part", None)
         if part == GRADIENT:
             work.model.spoiled = True
+            self._open.add(work.model.id)
         elif part == UPDATE:
             work.model.spoiled = False
+            self._open.discard(work.model.id)
             if (session := self._sessions.get(work.model.id)) is not None:
                 session.drop()
         if isinstance(job.told, Result) and not isinstance(work, Told):
             work.model.lost = f"{job.id} could not be computed again after a restart: load a checkpoint"
         if isinstance(error, TruestepError | JobError | ApiError):
-            job.fail(JobError(str(error)))
-        elif isinstance(error, ServerError):  # it was logged where it was met
-            job.fail(error)
-        else:
+            error = JobError(str(error))
+        elif not isinstance(error, ServerError):  # which was logged where it was met
             log.error("a job failed", exc_info=error)
-            job.fail(ServerError(type(error).__name__))
+            error = ServerError(type(error).__name__)
+        job.keep(error)
+        if not isinstance(work, Sample | Create):
+            self._keep_state(job, work)
+        job.fail(error)
 
     def _refuse(self, work: Refused) -> Result:
         raise work.error
@@ -196,6 +207,7 @@ class Jobs:
         """Free the models of a client's ended session, and remove their samplers without names."""
         for name in session.models:
             self._sessions.pop(name, None)
+            self._open.discard(name)
             self._spent.pop(name, None)
         for name in session.models:
             self._forget_hidden(session.tenant, name, keep=0)
@@ -209,21 +221,25 @@ class Jobs:
             for saved in found[: max(0, len(found) - keep)]:
                 self._samplers.pop(f"{tenant} {saved.path}", None)
                 self._checkpoints.discard(tenant, saved)
+                self._state.remove_samplers(tenant, saved.path)
         except Exception:  # log the error; the server continues
             log.exception("samplers without names were not removed")
 
     def _keep_state(self, job: Job, work: Any) -> None:
-        """Write a model's state to the journal, if it is due. It is between two steps then: there is no gradient. Where
-        weights come from a checkpoint that may be removed, it is due at once."""
+        """Write a model's state to the journal, if it is due and there is no gradient. Where weights come from a
+        checkpoint that may be removed, it is due at once."""
         journal, state = self._state.journal, self._state
         loaded = isinstance(work, Load) or (isinstance(work, Create) and work.checkpoint is not None and not work.kept)
-        if journal is None or not (loaded or isinstance(work, OptimStep)):
-            return
         model = work.model
-        if not loaded and self._spent[model.id] < _STATE_SECONDS and journal.size(model.id) < _STATE_BYTES:
+        session = self._sessions.get(model.id)
+        if isinstance(work, Create) and not loaded:
+            return
+        if journal is None or model.id in self._open or model.lost or session is None or not session.has_weights:
+            return
+        if not loaded and self._spent[model.id] < _STATE_SECONDS and journal.grown(model.id) < _STATE_BYTES:
             return
         try:
-            switch = journal.keep(model.id, job.seq + 1, model.version, self._sessions[model.id].save)
+            switch = journal.keep(model.id, job.seq + 1, model.version, session.save)
             with state.lock:
                 if model.id in state.models:
                     switch(lambda seq: state.carries(state.known(model.tenant, f"{model.id}:{seq}")))
@@ -277,7 +293,7 @@ class Jobs:
         if work.checkpoint is None or work.kept is not None:
             return made
         try:
-            return self._load(Load(model, work.checkpoint, work.optimizer))
+            return self._load(Load(model, 0, work.checkpoint, work.optimizer))
         except BaseException:
             del self._sessions[model.id]
             raise
@@ -304,7 +320,7 @@ class Jobs:
         session = self._of(work.model)
         if work.model.spoiled:
             raise JobError("a forward_backward of this step failed: its gradient is dropped, and nothing was updated")
-        work.model.version += 1  # before the step, because a step that fails may have changed the weights
+        work.model.version = work.seq  # before the step, because a step that fails may have changed the weights
         made = session.step(work.learning_rate, **work.options)
         names = {"grad_norm": "grad_norm", "learning_rate": "learning_rate", "step": "step"}
         return Result({"metrics": {name: float(made[of]) for name, of in names.items()}, "type": "optim_step"})
@@ -316,7 +332,6 @@ class Jobs:
         now = self._checkpoints.now()
         expires = None if work.expires_in is None else now + work.expires_in
         hidden = work.sampler is not None
-        self._checkpoints.check_room(model.tenant, self._state.quota(model.tenant).bytes)
         saved = Saved(
             model.id,
             work.kind,
@@ -334,7 +349,11 @@ class Jobs:
         def write(folder: Path) -> Path:
             return session.save(folder, optimizer=keeps, leave_open=True)
 
-        saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite)
+        def room() -> None:
+            if (most := self._state.quota(model.tenant).bytes) is not None:
+                self._checkpoints.check_room(model.tenant, most, self._state.live_bytes(model.tenant))
+
+        saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
         self._samplers.pop(f"{model.tenant} {saved.path}", None)
         if work.sampler is None:
             return Result(
@@ -354,7 +373,7 @@ class Jobs:
             raise JobError(f"{saved.path} has an adapter of rank {theirs['rank']} on other layers than this model's")
         lost, work.model.lost = work.model.lost, ""
         session = self._of(work.model)
-        work.model.version, work.model.lost = work.model.version + 1, lost
+        work.model.version, work.model.lost = work.seq, lost
         session.load(directory, optimizer=work.optimizer)
         work.model.spoiled, work.model.lost = False, ""
         return Result({"path": saved.path, "model_id": work.model.id, "type": "load_weights"})
@@ -393,8 +412,8 @@ class Jobs:
 
     def _answer(self, policy: Policy, job: Job, work: Sample, drawn: list[tuple[int, Completion]]) -> None:
         own = [completion for _, completion in sorted(drawn, key=lambda one: one[0])]
-        drawn_tokens = sum(len(one.token_ids) for one in own)
-        self._state.count(job.tenant, prompt_tokens=len(work.asked.prompt), sampled_tokens=drawn_tokens)
+        job.drawn = sum(len(one.token_ids) for one in own)
+        self._state.count(job.tenant, prompt_tokens=len(work.asked.prompt), sampled_tokens=job.drawn)
         try:
             job.end(Result(message=sample_response(_answer(policy, work, own))))
         except Exception as error:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ class Kept:
 class Journal:
     def __init__(self, directory: Path):
         self._directory = directory
+        self._kept: dict[str, int] = {}  # bytes of requests and results that a model's last state began with
         directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o700)  # tenants' requests are for nobody else
         self._lock = (directory / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,9 +142,19 @@ class Journal:
             raise JournalError(f"a record of {len(line)} bytes is too large")
         _append(self._last(model) / _REQUESTS, line + b"\n" + body)
 
-    def size(self, model: str) -> int:
+    def grown(self, model: str) -> int:
+        """Return the bytes of requests and results since the last state."""
         file = self._last(model) / _REQUESTS
-        return file.stat().st_size if file.exists() else 0
+        return file.stat().st_size - self._kept.get(model, 0) if file.exists() else 0
+
+    def bytes(self, session: str) -> int:
+        """Return the bytes of a session on disk."""
+        found = 0
+        for folder, _, names in os.walk(self._directory / session):
+            for name in names:
+                with suppress(FileNotFoundError):  # it was removed in the meantime
+                    found += (Path(folder) / name).stat().st_size
+        return found
 
     def records(self, model: str) -> Iterator[Record]:
         """Yield the records of a model, in the order in which they were written. Cut off one that is incomplete."""
@@ -164,19 +177,25 @@ class Journal:
             raise
 
         def switch(wanted: Callable[[int], bool]) -> None:
-            with (partial / _REQUESTS).open("wb") as file:
+            with open(partial / _REQUESTS, "wb", opener=_own) as file:
                 for record in _read(last / _REQUESTS) if (last / _REQUESTS).exists() else ():
                     if record.seq >= next_seq if record.is_request else wanted(record.seq):
                         file.write(json.dumps(record.head).encode() + b"\n" + record.body)
+                self._kept[model] = file.tell()
             partial.rename(last.parent / partial.name[1:])
             shutil.rmtree(last, ignore_errors=True)
 
         return switch
 
 
+def _own(file: str, flags: int) -> int:
+    """Open a file that no other user reads."""
+    return os.open(file, flags, 0o600)
+
+
 def _append(file: Path, raw: bytes) -> None:
     """Append to a file, all or nothing as long as this process lives."""
-    with file.open("ab", buffering=0) as opened:
+    with open(file, "ab", buffering=0, opener=_own) as opened:
         before = opened.tell()
         try:
             view = memoryview(raw)

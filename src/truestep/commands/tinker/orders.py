@@ -72,10 +72,10 @@ class Orders:
             return ForwardBackwardJob(model, batch_of(wire.read_forward_backward(raw), self._fits))
         body = read_json(raw)
         if path == "optim_step":
-            return OptimStep(model, *_adamw(body))
+            return OptimStep(model, seq, *_adamw(body))
         if path == "load_weights":
             check_own(body)
-            return Load(model, str(body.get("path")), body.get("optimizer") is True)
+            return Load(model, seq, str(body.get("path")), body.get("optimizer") is True)
         if path == "save_weights":
             name = f"{seq:06d}" if body.get("path") is None else named(body.get("path"))
             return Save(model, seq, WEIGHTS, name, *_kept(body), overwrite=body.get("overwrite") is True)

@@ -13,18 +13,26 @@ from truestep.commands.tinker.state import Job, Model, Outcome, Sampler, State
 log = logging.getLogger(__name__)
 
 
-def restart(state: State, journal: Journal, orders: Orders) -> None:
+def restart(state: State, journal: Journal, orders: Orders) -> set[str]:
     """Begin the sessions of the journal again. Requests since the last state of each model are computed again, in
-    their order. What a client was told of a request it is told again."""
+    their order. What a client was told of a request it is told again. Return the models of all sessions, also of those
+    that wait for the server of another model."""
+    models: set[str] = set()
     for name in journal.sessions():
         events = journal.events(name)
         if not events or events[0]["kind"] != "session":  # its client was never told of it
             journal.forget(name)
             journal.clean(name)
-        elif events[0]["base"] != state.base:
+            continue
+        models |= {event["id"] for event in events[1:] if event["kind"] == "model"}
+        if events[0]["base"] != state.base:
             log.warning("session %s is of %s, which this server does not serve: it waits", name, events[0]["base"])
+        elif events[0]["computes"] != state.computes:
+            said = "session %s began with other weights in %s, or with other options of its numbers: it waits for those"
+            log.warning(said, name, events[0]["base"])
         else:
             _begin(state, journal, orders, name, events)
+    return models
 
 
 def _begin(state: State, journal: Journal, orders: Orders, name: str, events: list[dict[str, Any]]) -> None:
@@ -35,6 +43,10 @@ def _begin(state: State, journal: Journal, orders: Orders, name: str, events: li
             state.samplers[about["id"]] = Sampler(**about)
             if about["id"] not in session.samplers:
                 session.samplers.append(about["id"])
+        elif kind == "gone":
+            state.samplers.pop(about["id"], None)
+            if about["id"] in session.samplers:
+                session.samplers.remove(about["id"])
         elif kind == "clones":
             session.clones = about["count"]
         elif about["id"] not in state.models:
@@ -51,9 +63,10 @@ def _go_on(state: State, journal: Journal, orders: Orders, model: Model, how: Ma
     model.next_seq, model.version = kept.next_seq, kept.version
     work = Create(model, **how, kept=kept.checkpoint)
     state.submit(Job(f"{model.id}:0", model.tenant, model.session, work, model=model.id), again=True)
-    records = list(journal.records(model.id))
-    told: dict[int, Outcome] = {one.seq: told_of(one.head, one.body) for one in records if not one.is_request}
-    for record in records:
+    told: dict[int, Outcome] = {
+        one.seq: told_of(one.head, one.body) for one in journal.records(model.id) if not one.is_request
+    }
+    for record in journal.records(model.id):
         if record.is_request:
             outcome = told.pop(record.seq, None)
             state.submit(

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from truestep.errors import TruestepError
 from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
 from truestep.run.assemble.policy import make_policy
+from truestep.weights.digests import Run, digest
 
 _LOOK_SECONDS = 30.0  # seconds between checks for sessions with silent clients
 _SWEEP_SECONDS = 600.0  # seconds between removals of expired checkpoints
@@ -29,6 +32,15 @@ _SWEEP_SECONDS = 600.0  # seconds between removals of expired checkpoints
 
 class TinkerError(TruestepError):
     pass
+
+
+def _computes(config: Config, policy: Policy) -> str:
+    """Return a digest of the base model's weights and of the options that change what is computed from them."""
+    options = config.model.model_dump(mode="json", exclude={"path"})
+    found: list[object] = [options, config.deterministic, config.data.tokens_per_microbatch]
+    for name, weight in policy.weights.frozen.items():
+        found.append((name, str(weight.dtype), int(digest(weight, Run(0, 1, weight.numel(), 0)))))
+    return sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass
@@ -62,8 +74,8 @@ class Tinker:
         checkpoints, fits = Checkpoints(self.directory), Model(policy.vocabulary_size, longest, stop_ids(policy))
         journal, orders = Journal(self.directory / "live"), Orders(fits)
         self.state.journal, self.state.base = journal, str(path.absolute())
-        restart(self.state, journal, orders)
-        checkpoints.recover(self.state.models)
+        self.state.computes = _computes(config, policy)
+        checkpoints.recover(restart(self.state, journal, orders))
         base = make_policy(config, policy.weights.ranks, frozen=True, base=policy)
         self._jobs = Jobs(config, base, checkpoints, self.state)
         served = Served(

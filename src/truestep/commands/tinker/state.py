@@ -31,6 +31,8 @@ _MOST_KEPT_BYTES = 2**29
 _MOST_REMEMBERED = 2**16  # most remembered ids of requests whose results were dropped
 _MOST_FINISHED = 1024  # most finished sessions that are remembered, per tenant
 _MOST_SESSIONS = 1024  # most open sessions per tenant
+_MOST_SAMPLERS = 4096  # most samplers of a session
+_MOST_CLONES = 2**16  # most clients that join a session
 _SILENT_SECONDS = 600.0  # a session without a request for so long has ended
 
 
@@ -56,8 +58,10 @@ class Job:
     together: Hashable = None  # jobs with the same value may be computed together; None: alone
     model: str | None = None
     size: int = 0  # approximate bytes of the request
-    cost: int = 1  # most tokens that it may draw
+    cost: int = 0  # most tokens that it may draw
     tokens: int = 0  # that it trains on, or reads as a prompt
+    drawn: int = 0  # tokens
+    charged: int = 0  # tokens that it may draw and that are taken from the budget
     seq: int = 0  # its place among the requests of its model; 0: it has none
     path: str = ""  # with `body`: the request as it is written to the journal
     body: bytes = b""
@@ -104,7 +108,7 @@ class Model:
     next_seq: int = 1
     early: dict[int, Job] = field(default_factory=dict)  # jobs that arrived before their predecessors, by seq_id
     last_request: float = field(default_factory=time.time)
-    version: int = 0  # number of changes of its weights
+    version: int = 0  # the number of the request that changed its weights last, or may have
     spoiled: bool = False  # a part of the current training step failed
     lost: str = ""  # why its weights are not what its client was told
 
@@ -180,6 +184,7 @@ class State:
         self.wake: Callable[[], None] = lambda: None  # wakes the compute thread
         self.journal: Journal | None = None
         self.base = ""  # the path of the base model, for the journal
+        self.computes = ""  # a digest of its weights and of the options that change numbers
         self.quota: Callable[[str], Quota] = lambda tenant: Quota()
         self.busy = 0.0  # seconds of computing
 
@@ -194,7 +199,7 @@ class State:
             for old in finished[:-_MOST_FINISHED]:
                 del self.sessions[old.id]
             session = ClientSession(str(uuid.uuid4()), tenant, time.time(), self._now(), metadata, name)
-            about = {"tenant": tenant, "base": self.base, "created": session.created}
+            about = {"tenant": tenant, "base": self.base, "computes": self.computes, "created": session.created}
             self._note(session.id, "session", {**about, "user_metadata": metadata, "display_name": name})
             self.sessions[session.id] = session
             return session
@@ -286,14 +291,29 @@ class State:
             session = self.sessions.get(sampler.session)
             if session is None or session.finished or self.samplers.get(sampler.id) == sampler:
                 return
+            if len(session.samplers) >= _MOST_SAMPLERS and sampler.id not in self.samplers:
+                raise ApiError(f"there are {_MOST_SAMPLERS} samplers of this session: finish it and begin another", 429)
             self._note(session.id, "sampler", asdict(sampler))
             self.samplers[sampler.id] = sampler
             if sampler.id not in session.samplers:
                 session.samplers.append(sampler.id)
 
+    def remove_samplers(self, tenant: str, path: str) -> None:
+        """Forget the samplers of a checkpoint that is removed."""
+        with self.lock:
+            for sampler in [one for one in self.samplers.values() if (one.tenant, one.path) == (tenant, path)]:
+                session = self.sessions.get(sampler.session)
+                if session is None or session.finished:
+                    continue
+                self._note(session.id, "gone", {"id": sampler.id})
+                del self.samplers[sampler.id]
+                session.samplers.remove(sampler.id)
+
     def add_clone(self, session: ClientSession) -> int:
         """Count one more client of a session."""
         with self.lock:
+            if session.clones >= _MOST_CLONES:
+                raise ApiError(f"{_MOST_CLONES} clients have joined this session: begin another", 429)
             self._note(session.id, "clones", {"count": session.clones + 1})
             session.clones += 1
             return session.clones
@@ -338,7 +358,6 @@ class State:
             own = self._of_tenant(tenant)
             for name, number in used.items():
                 setattr(own.counts, name, getattr(own.counts, name) + number)
-            own.budget.use(used.get("sampled_tokens", 0))
 
     def used(self) -> tuple[dict[str, float], dict[str, Counts], dict[str, int]]:
         """Return what the server has, the counters of tenants, and how many of their requests wait."""
@@ -361,7 +380,7 @@ class State:
             if session is None or session.finished:
                 raise ApiError("the session has finished", 410)
             if not again:
-                self._check_limits(own, job)
+                self._check_limits(own, job, model)
             if model is None:
                 ready = [job]
             else:
@@ -380,7 +399,8 @@ class State:
             own.jobs[job.id] = job
             own.counts.requests += 1
             if not again:
-                own.budget.use(job.tokens)
+                job.charged = job.cost
+                own.budget.use(job.tokens + job.charged)
             own.waiting += 1
             own.waiting_bytes += job.size
             job.future.add_done_callback(lambda _: self._ended(own, job))
@@ -388,17 +408,40 @@ class State:
             self.wake()
             return job
 
-    def _check_limits(self, own: Own, job: Job) -> None:
-        """Raise if a tenant has too many requests, or has used its tokens. The client sends the request again."""
-        most = min(_MOST_WAITING, own.quota.requests or _MOST_WAITING)
-        wait = own.budget.wait() if job.tokens else 0.0
-        if own.waiting and (own.waiting >= most or own.waiting_bytes + job.size > _MOST_WAITING_BYTES):
+    def live_bytes(self, tenant: str) -> int:
+        """Return the bytes of a tenant's models in the journal."""
+        return (
+            0 if self.journal is None else sum(map(self.journal.bytes, (one.id for one in self.all_sessions(tenant))))
+        )
+
+    def _check_limits(self, own: Own, job: Job, model: Model | None) -> None:
+        """Raise if a tenant has too many requests, or has used its tokens. The client sends the request again.
+
+        Requests that arrived before their predecessors end when those have come. So they are not counted where that is
+        all that the tenant's others wait for, and the next request of a model is then accepted whatever there is."""
+        early = sum(len(one.early) for one in self.models.values() if one.tenant == job.tenant)
+        going = own.waiting - early
+        many = going >= (own.quota.requests or _MOST_WAITING) or own.waiting >= _MOST_WAITING
+        large = own.waiting_bytes + job.size > _MOST_WAITING_BYTES
+        if (many or large) and going:
             own.counts.refused += 1
             raise ApiError(f"{own.waiting} requests of yours are waiting, with {own.waiting_bytes} bytes", 429, 1.0)
+        if (many or large) and early and (model is None or job.seq != model.next_seq):
+            said = f"{early} requests of yours, with {own.waiting_bytes} bytes, wait for earlier ones of their models"
+            raise ApiError(f"{said}, and this one too, which is more than are kept: send less at once", 413)
+        wait = own.budget.wait() if job.tokens else 0.0
         if wait:
             own.counts.refused += 1
             quota = f"your {own.quota.tokens_per_minute} tokens of this minute are used"
             raise ApiError(f"{quota}: send the request again in {wait:.0f} s", 429, wait)
+
+    def too_large(self, job: Job) -> str | None:
+        """Say why a job is never accepted: it may use so many tokens that others would wait longer than clients do."""
+        with self.lock:
+            most = self._of_tenant(job.tenant).budget.most
+        if most is None or job.tokens + job.cost <= most:
+            return None
+        return f"the request may use {job.tokens + job.cost} tokens, and your quota allows {most} for one: send less"
 
     def _record(self, job: Job, outcome: Outcome) -> None:
         """Write how a job of a model ended."""
@@ -435,6 +478,7 @@ class State:
     def _ended(self, own: Own, job: Job) -> None:
         with self.lock:
             own.ended(job)
+            own.budget.use(job.drawn - job.charged)
             own.counts.failed += job.future.exception() is not None
 
     def retrieved(self, job: Job) -> None:

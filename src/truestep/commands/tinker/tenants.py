@@ -10,7 +10,8 @@ from truestep.commands.tinker.errors import ApiError
 from truestep.commands.tinker.usage import Quota
 from truestep.errors import TruestepError
 
-_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<key>\S{1,512})(?P<quota>(\s+[a-z_]+=[0-9_]{1,20})*)")
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<key>\S{1,512})(?P<quotas>(\s+\S+)*)")
+_QUOTA = re.compile(r"(?P<name>[^=]+)=(?P<number>[0-9][0-9_]{0,19})")
 _FEWEST = 16  # fewest characters of a key
 METRICS = "metrics"  # whose key reads /metrics, and nothing else
 
@@ -68,13 +69,29 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, Quota]]:
         if met["name"] in keys or met["key"] in keys.values():
             raise TenantsError(f"--tinker-keys: line {place} of {file}: the name or the key was there before")
         keys[met["name"]] = met["key"]
-        given = {name: int(number) for name, _, number in (one.partition("=") for one in met["quota"].split())}
-        if odd := sorted(set(given) - {one.name for one in fields(Quota)}):
-            names = ", ".join(one.name for one in fields(Quota))
-            raise TenantsError(f"--tinker-keys: line {place} of {file}: {odd[0]} is unknown: quotas are {names}")
-        if 0 in given.values():
-            raise TenantsError(f"--tinker-keys: line {place} of {file}: a quota is 1 or more")
-        quotas[met["name"]] = Quota(**given)
+        try:
+            quotas[met["name"]] = _quota(met["name"], met["quotas"].split())
+        except ValueError as error:
+            raise TenantsError(f"--tinker-keys: line {place} of {file}: {error}") from None
     if not keys:
         raise TenantsError(f"--tinker-keys: {file} has no tenant")
     return keys, quotas
+
+
+def _quota(tenant: str, words: list[str]) -> Quota:
+    names = [one.name for one in fields(Quota)]
+    given: dict[str, int] = {}
+    for word in words:
+        met = _QUOTA.fullmatch(word)
+        if met is None or not met["number"].replace("_", "").isdecimal():
+            raise ValueError(f"{word[:60]} is no quota: one is NAME=NUMBER, and the number is written in digits")
+        if met["name"] not in names:
+            raise ValueError(f"{met['name'][:60]} is unknown: quotas are {', '.join(names)}")
+        if met["name"] in given:
+            raise ValueError(f"{met['name']} is given twice")
+        given[met["name"]] = int(met["number"].replace("_", ""))
+        if not given[met["name"]]:
+            raise ValueError("a quota is 1 or more")
+    if given and tenant == METRICS:
+        raise ValueError(f"{METRICS} reads metrics alone, and has no quota")
+    return Quota(**given)

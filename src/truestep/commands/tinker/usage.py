@@ -1,14 +1,17 @@
 """What tenants use: counters, quotas of tokens by the minute, and all of it as metrics of Prometheus."""
 
-import resource
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import torch
 
 _MOST_SHOWN = 1000  # most tenants with metrics of their own
 _MINUTE = 60.0
+_MOST_MINUTES = 4  # whose tokens one request may use; clients repeat a refused one for five
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Counts:
 @dataclass
 class Budget:
     """A tenant's tokens: up to those of a minute, filled by the second. A request is accepted while some are left, and
-    may use more than are left; then the next ones wait until that is made up for."""
+    may use more than are left; then the next ones wait until that is made up for. What a request may draw is taken
+    when it is accepted, and what it did not draw is given back when it ends."""
 
     per_minute: int | None
     now: Callable[[], float] = time.monotonic
@@ -50,6 +54,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         self.left, self.seen = float(self.per_minute or 0), self.now()
+
+    @property
+    def most(self) -> int | None:
+        """The most tokens that a request may use."""
+        return None if self.per_minute is None else _MOST_MINUTES * self.per_minute
 
     def wait(self) -> float:
         """Return the seconds until a request is accepted; 0: now."""
@@ -70,7 +79,7 @@ def exposition(
     """Write metrics in Prometheus's text format. Tenants have the names of the file of keys, or digests of keys."""
     lines: list[str] = []
     for name, value in {**gauges, **_memory()}.items():
-        lines += [f"# TYPE truestep_{name} gauge", f"truestep_{name} {value:g}"]
+        lines += [f"# TYPE truestep_{name} gauge", f"truestep_{name} {value!r}"]
     lines += ["# TYPE truestep_busy_seconds_total counter", f"truestep_busy_seconds_total {busy:.3f}"]
     shown = sorted(counts, key=lambda tenant: -counts[tenant].requests)[:_MOST_SHOWN]
     lines += ["# TYPE truestep_requests_waiting gauge"]
@@ -83,7 +92,10 @@ def exposition(
 
 
 def _memory() -> dict[str, float]:
-    found = {"resident_bytes_most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+    found: dict[str, float] = {}
+    with suppress(OSError, ValueError, IndexError):  # there is no /proc
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        found["resident_memory_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used = {"gpu_memory_bytes": torch.cuda.memory_allocated(), "gpu_memory_used_bytes": total - free}
