@@ -27,7 +27,7 @@ if __name__ == "__main__":
     with Session(config) as student, Session(config) as teacher:
         train(teacher, prompts, 2 * given.steps)
         for step in range(given.steps):
-            some = [task["prompt"] for task in prompts[8 * step : 8 * step + 8]]
+            some = [prompts[number % len(prompts)]["prompt"] for number in range(8 * step, 8 * step + 8)]
             records = [one.record() for samples in student.sample(some, count=4) for one in samples]
             records, apart = compared(records, teacher)
             student.forward_backward(records, REVERSE_KL)

@@ -54,7 +54,12 @@ def _begin(target: Any, folder: str, said: str, *arguments: Any) -> None:
     sys.stdout.flush()
 
 
-def run_program(name: str) -> None:
+def run_program(name: str, prompts: int | None = None) -> None:
+    """Run two steps, with no more than so many prompts."""
+    if prompts is not None:
+        init(Path("made/task"))
+        file = Path("made/task/prompts.jsonl")
+        file.write_text("".join(file.read_text(encoding="utf-8").splitlines(keepends=True)[:prompts]))
     sys.argv = [name, "--directory", "made", "--steps", "2"]
     sys.path.insert(0, str(FOLDER))
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
@@ -63,6 +68,12 @@ def run_program(name: str) -> None:
 @pytest.mark.parametrize("name", nightly_except(PROGRAMS, "own_source"))
 def test_a_program_runs_as_it_is(name: str, tmp_path: Path) -> None:
     lines = in_a_process(run_program, name, folder=tmp_path)
+    assert any(line.startswith(LAST_LINES[name]) for line in lines), lines
+
+
+@pytest.mark.parametrize("name", nightly_except([name for name in LOOPS if name.startswith("own_")], "own_dpo"))
+def test_steps_may_be_more_than_there_are_prompts(name: str, tmp_path: Path) -> None:
+    lines = in_a_process(run_program, name, 5, folder=tmp_path)
     assert any(line.startswith(LAST_LINES[name]) for line in lines), lines
 
 

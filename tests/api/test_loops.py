@@ -120,16 +120,30 @@ def labels(document: Rollout, values: np.ndarray | None) -> torch.Tensor:
     return torch.tensor(values[document.loss_mask], dtype=torch.float64)
 
 
+def exact(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010  (torch would keep this row's gradient 0)
+    return model
+
+
+def value_of(model: Any, document: Rollout) -> torch.Tensor:
+    """The value before each label: a head, which is the difference of two rows of the model's, on the hidden state."""
+    ids, mask = torch.tensor(document.input_ids)[None], torch.tensor(document.loss_mask[1:])
+    hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, :-1][mask]
+    head = model.get_output_embeddings().weight
+    return hidden @ (head[own_ppo.TOKENS[0]] - head[own_ppo.TOKENS[1]])
+
+
 def oracle(loop: str, model: Any, documents: Sequence[Rollout], records: Records) -> torch.Tensor:
     terms, gains = [], []
     for document, record in zip(documents, records, strict=True):
         ids, mask = torch.tensor(document.input_ids)[None], torch.tensor(document.loss_mask[1:])
-        output = model(input_ids=ids, output_hidden_states=True)
-        own = output.logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0][mask]
+        own = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0][mask]
         if loop == "value":
-            head = model.get_output_embeddings().weight
-            value = output.hidden_states[-1][0, :-1][mask] @ (head[own_ppo.TOKENS[0]] - head[own_ppo.TOKENS[1]])
-            terms.append(0.5 * (value - torch.tensor(record["returns"])).square())
+            value = value_of(model, document)
+            found = value.detach().numpy()
+            returns = found + own_ppo.gae(found, record["reward"])
+            terms.append(0.5 * (value - torch.tensor(returns)).square())
         elif loop == "dpo":
             gains.append((own - labels(document, document.reference_logprobs)).sum())
         else:
@@ -149,23 +163,34 @@ def test_the_gradient_is_the_oracle_s_however_the_step_is_cut(loop: str, tmp_pat
         records = prepared(loop, session, other, records)
         accumulate(loop, session, records, (0,), known=True)
         norm = session.gradient_norm()
-        gradients = session.policy.weights.collect_gradients()
+        cuts = [session.policy.weights.collect_gradients()]
         plain = [{name: value for name, value in one.items() if name != "returns"} for one in records]
         documents = session.documents(plain, needs_all=False)
         for cut in ((0, 2), (0, 2, 4, 6)):
             session.drop()
             accumulate(loop, session, records, cut)
             assert session.gradient_norm() == pytest.approx(norm, rel=1e-5)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
-    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010  (torch would keep this row's gradient 0)
+            cuts.append(session.policy.weights.collect_gradients())
+    model = exact(tmp_path / "model")
     oracle(loop, model, documents, records).backward()
-    exact = {name: value.grad for name, value in model.named_parameters()}
-    length = sum(float(one.square().sum()) for one in exact.values() if one is not None) ** 0.5
+    right = {name: value.grad for name, value in model.named_parameters()}
+    length = sum(float(one.square().sum()) for one in right.values() if one is not None) ** 0.5
     assert norm == pytest.approx(length, rel=1e-5)
-    for name, gradient in gradients.items():
-        right = exact[name]
-        assert right is not None
-        assert float((gradient.double().cpu() - right).norm()) <= 1e-5 * max(float(right.norm()), 1e-6 * length), name
+    for gradients in cuts:
+        for name, gradient in gradients.items():
+            one = right[name]
+            assert one is not None
+            assert float((gradient.double().cpu() - one).norm()) <= 1e-5 * max(float(one.norm()), 1e-6 * length), name
+
+
+def test_values_are_those_of_a_head(tmp_path: Path) -> None:
+    config, records = options(tmp_path)
+    with Session(config) as session:
+        documents, found = session.documents(records, needs_all=False), own_ppo.values(session, records)
+    model = exact(tmp_path / "model")
+    for value, document in zip(found, documents, strict=True):
+        np.testing.assert_allclose(value, value_of(model, document).detach().numpy(), atol=2e-6)
+    assert max(abs(value).max() for value in found) > 1e-2
 
 
 def step_each(config: dict[str, Any], records: Records, other: str, folder: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from checkpoints import read_weights
 from documents import same_bits
+from ranks.cases import on_ranks
 from small_runs import file_config, word_model, write_rollouts
 from tiny import make_model
 from truestep import Session
@@ -195,7 +196,7 @@ def test_asynchronous_twins_are_the_methods(tmp_path: Path) -> None:
             return [norm, drawn, read_weights(await own.save_async(tmp_path / f"{name} again"))]
 
         async def both() -> list[list[Any]]:
-            slow = asyncio.create_task(session.forward_backward_async(records, waiting))
+            slow = session.forward_backward_async(records, waiting)
             while not waits.is_set():
                 await asyncio.sleep(0.001)
             sees.set()
@@ -206,3 +207,38 @@ def test_asynchronous_twins_are_the_methods(tmp_path: Path) -> None:
 
         for name, again in zip(ADAPTERS, asyncio.run(both()), strict=True):
             assert again[:2] == found[name][:2] and same(again[2], found[name][2]), name
+
+
+def test_asynchronous_twins_begin_when_they_are_called(tmp_path: Path) -> None:
+    """In the order of the calls, whatever the order in which they are awaited, and also if they are not."""
+    config, records = options(tmp_path)
+
+    async def inverse(session: Session) -> list[Any]:
+        made = [session.forward_backward_async(records[:8]), session.step_async(), session.logprobs_async(records[8:])]
+        last, metrics = await made[2], await made[1]
+        session.forward_backward_async(records[:8])
+        return [[one.tolist() for one in last], metrics["grad_norm"], await session.gradient_norm_async()]
+
+    with Session(config) as session:
+        session.forward_backward(records[:8])
+        norm = session.step()["grad_norm"]
+        expected = [[one.tolist() for one in session.logprobs(records[8:])], norm]
+        session.forward_backward(records[:8])
+        expected.append(session.gradient_norm())
+    with Session(config) as session:
+        assert asyncio.run(inverse(session)) == expected
+
+
+def call_twin(config: dict[str, Any]) -> None:
+    async def call(session: Session) -> None:
+        with pytest.raises(SessionError, match="for one process"):
+            await session.step_async()
+
+    with Session(Config.model_validate(config)) as session:
+        asyncio.run(call(session))
+
+
+@pytest.mark.long
+def test_asynchronous_twins_are_refused_on_several_ranks(tmp_path: Path) -> None:
+    config, _ = options(tmp_path)
+    on_ranks(2, call_twin, config.model_dump(exclude_unset=True) | {"parallel": {"data_shard": 2}})

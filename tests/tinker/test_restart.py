@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tinker.house import House, arrays_of, metrics_of, request_of, served_in
+from tinker.house import House, arrays_of, config_of, metrics_of, request_of, served_in
 from truestep.commands.session import Session
 from truestep.commands.tinker import jobs as jobs_module
 from truestep.commands.tinker.journal import Journal, JournalError
+from truestep.commands.tinker.usage import Quota
+from truestep.step.learner import Learner
 
 Send = Callable[[House, int], Any]
 
@@ -38,10 +41,11 @@ def forwards(house: House, seq: int) -> Any:
 
 
 UPDATE = recorded("optim_step")
-# Two steps, one that fails, a save and a load, a gradient in two parts, samples, and what all of it has led to.
+# Two steps, one that fails, a save and a load, an update without a gradient, which fails, a gradient in two parts,
+# samples, and what all of it has led to.
 PROGRAM: list[Send] = [
     passed, UPDATE, passed, lambda house, seq: passed(house, seq, target=9999), UPDATE, passed, passed, UPDATE,
-    recorded("save", path="one"), passed, UPDATE, loads, passed, recorded("sampler"), UPDATE, forwards,
+    recorded("save", path="one"), passed, UPDATE, loads, UPDATE, passed, recorded("sampler"), UPDATE, forwards,
 ]  # fmt: skip
 
 
@@ -213,7 +217,114 @@ def test_directories_that_are_not_for_this_server(folder: Path, house: House) ->
     events = next(house.tinker.directory.glob("live/*/session.jsonl"))
     begun = json.loads(events.read_text().splitlines()[0])
     assert begun["base"] == str((folder / "model").absolute()) and "tml-alice" not in events.read_text()
+    house.result(house.recorded("sampler", seq_id=1))
+    expected, whole = drawn(house), events.read_text()
     events.write_text(events.read_text().replace("model", "other"))
     again = house.started_again(folder)
     assert again.post("session_heartbeat", {"session_id": house.session}).status_code == 404
     assert events.exists(), "the server of the other model goes on with it"
+    events.write_text(whole)
+    assert drawn(again.started_again(folder)) == expected, "its samplers without names waited too"
+
+
+def test_other_weights_and_other_options_continue_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = served_in(tmp_path, tmp_path / "checkpoints")
+    house.make()
+    house.result(passed(house, 1))
+    told = shown(house.result(forwards(house, 2)))
+
+    def goes_on() -> bool:
+        nonlocal house
+        house = house.started_again(tmp_path)
+        return house.post("session_heartbeat", {"session_id": house.session}).status_code == 200
+
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name].flip(0)}, file, {"format": "pt"})
+    assert not goes_on()
+    save_file(weights, file, {"format": "pt"})
+    whole = config_of(tmp_path)
+    for option, value in (("data.tokens_per_microbatch", 128), ("deterministic", True), ("model.head.logits_chunk_size", 7)):
+        with monkeypatch.context() as other:
+            other.setattr("tinker.house.config_of", lambda _, changed={option: value}: whole.changed(changed))
+            assert not goes_on(), option
+    assert goes_on() and shown(house.result({"request_id": f"{house.session}:train:0:2"})) == told
+
+
+def test_the_journal_does_not_grow_without_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With requests that change nothing, with steps that fail, and with results that nobody asks for."""
+    monkeypatch.setattr(jobs_module, "_STATE_BYTES", 4000)
+    place, seq = house.tinker.directory / "live" / house.session / "0", 0
+
+    def state() -> Path:
+        (one,) = (each for each in place.iterdir() if (each / "state.json").exists())
+        return one
+
+    for send in (forwards, UPDATE, lambda house, seq: passed(house, seq, target=9999)):
+        begun = int(state().name)
+        for _ in range(60):
+            seq += 1
+            house.result(send(house, seq))
+        seq += 1
+        house.result(UPDATE(house, seq))
+        assert int(state().name) > begun and (state() / "requests").stat().st_size < 30_000
+    before = state()
+    house.result(passed(house, seq + 1))
+    for number in range(2, 40):
+        house.result(forwards(house, seq + number))
+    assert state() == before, "a gradient is open"
+    house.result(UPDATE(house, seq + 40))
+    begun = int(state().name)
+    assert begun == int(before.name) + 1
+    for number in range(41, 141):  # whose results are not asked for, and so are kept
+        forwards(house, seq + number)
+        house.work()
+    assert (state() / "requests").stat().st_size > 2 * jobs_module._STATE_BYTES
+    assert int(state().name) - begun < 20
+
+
+def test_after_an_update_that_failed_a_new_server_has_the_weights_before_it(
+    folder: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.result(passed(house, 1))
+    house.result(UPDATE(house, 2))
+    weights = shown(house.result(forwards(house, 3)))
+    whole = Learner.update
+
+    def half(self: Learner, *given: Any, **options: Any) -> None:
+        whole(self, *given, **options)
+        raise RuntimeError("a planted fault")
+
+    house.result(passed(house, 4))
+    with monkeypatch.context() as fault:
+        fault.setattr(Learner, "update", half)
+        told = [house.result(UPDATE(house, 5)), house.result(passed(house, 6))]
+    assert "load a checkpoint" in told[1]["error"]
+    house = house.started_again(folder)
+    assert [house.result({"request_id": f"{house.session}:train:0:{seq}"}) for seq in (5, 6)] == told
+    assert shown(house.result(forwards(house, 7))) == weights
+
+
+def test_a_save_that_was_complete_is_told_whatever_the_quota(
+    folder: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(Journal, "result", fails)
+        told = house.result(house.recorded("save", seq_id=1))
+    house = house.started_again(folder)
+    house.tinker.state.quota = lambda tenant: Quota(bytes=1)
+    assert "path" in told and house.result({"request_id": f"{house.session}:train:0:1"}) == told
+
+
+def test_nobody_else_reads_the_journal(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "_STATE_SECONDS", 0.0)
+    for seq, send in enumerate((passed, UPDATE, passed), start=1):
+        house.result(send(house, seq))
+    live = house.tinker.directory / "live"
+    assert live.stat().st_mode & 0o777 == 0o700
+    files = [*live.rglob("requests"), *live.rglob("session.jsonl")]
+    assert len(files) == 2 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)

@@ -410,9 +410,7 @@ class State:
 
     def live_bytes(self, tenant: str) -> int:
         """Return the bytes of a tenant's models in the journal."""
-        return (
-            0 if self.journal is None else sum(map(self.journal.bytes, (one.id for one in self.all_sessions(tenant))))
-        )
+        return 0 if self.journal is None else sum(self.journal.bytes(one.id) for one in self.all_sessions(tenant))
 
     def _check_limits(self, own: Own, job: Job, model: Model | None) -> None:
         """Raise if a tenant has too many requests, or has used its tokens. The client sends the request again.
