@@ -115,17 +115,21 @@ def by_train(config: Config, folder: Path) -> tuple[float, float]:
     return step, waits
 
 
-def by_session(config: Config, found: Sequence[dict[str, Any]], given: argparse.Namespace) -> float:
-    times = []
+def by_session(config: Config, found: Sequence[dict[str, Any]], given: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of a step, and those in which its records were checked before it: `train` does that meanwhile."""
+    times, reads = [], []
     with Session(config) as session:
         for first in range(0, len(found), given.documents):
             start = time.perf_counter()
             some = session.documents(found[first : first + given.documents])
-            session.forward_backward(some, totals=session.totals(some))
+            totals = session.totals(some)
+            reads.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            session.forward_backward(some, totals=totals)
             session.step()
             times.append(time.perf_counter() - start)
     free()
-    return statistics.median(times[WARM:])
+    return statistics.median(times[WARM:]), statistics.median(reads[WARM:])
 
 
 @dataclass
@@ -196,9 +200,10 @@ def main() -> None:
         own, waits = by_train(config, folder)
         read = f"of them {waits:.3f} s for reading documents"
         print(f"train            {own:8.3f} s   {tokens / own:,.0f} tokens/s   {read}", flush=True)
-        session = by_session(config, found, given)
+        session, reads = by_session(config, found, given)
         print(
-            f"Session          {session:8.3f} s   {tokens / session:,.0f} tokens/s   {session / own - 1:+.2%} to train",
+            f"Session          {session:8.3f} s   {tokens / session:,.0f} tokens/s   {session / own - 1:+.2%} to train, "
+            f"and {reads:.3f} s before for its records",
             flush=True,
         )
         if device == "cuda":

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,8 +43,13 @@ class Tenant:
 
     def send(self, path: str, body: bytes, kind: str) -> tuple[int, str, bytes]:
         headers = {"content-type": kind, "x-api-key": f"tml-benchmark-{self.number}"}
-        self._connection.request("POST", f"/api/v1/{path}", body, headers)
-        answer = self._connection.getresponse()
+        try:
+            self._connection.request("POST", f"/api/v1/{path}", body, headers)
+            answer = self._connection.getresponse()
+        except (ConnectionError, HTTPException):  # the server closes what was idle for some seconds
+            self._connection.close()
+            self._connection.request("POST", f"/api/v1/{path}", body, headers)
+            answer = self._connection.getresponse()
         return answer.status, answer.headers.get("content-type", ""), answer.read()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:

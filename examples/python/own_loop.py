@@ -10,7 +10,7 @@ if __name__ == "__main__":
     prompts = tasks(given)
     with Session(config) as session:
         for step in range(given.steps):
-            some = prompts[4 * step : 4 * step + 4]
+            some = [prompts[number % len(prompts)] for number in range(4 * step, 4 * step + 4)]
             records = []
             for task, samples in zip(some, session.sample([task["prompt"] for task in some], count=8), strict=True):
                 for sample in samples:

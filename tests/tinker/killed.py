@@ -13,20 +13,39 @@ from typing import Any
 import httpx
 import torch
 
-from kill_driver import _kill_at_event
+from kill_driver import _kill_at_event, _kill_self
 from tinker.house import PROTOBUF, metrics_of, request_of
 from truestep.commands import cli
-from truestep.commands.tinker import jobs
+from truestep.commands.tinker import jobs, journal
 
 PASSING = (408, 409, 429, 503)  # with these the client sends a request again
 
 
-def run_server(folder: str, port: int, event: int | None) -> None:
-    """Serve until killed: before so many changes to the files of checkpoints and the journal, or from outside."""
+def kill_within(number: int) -> None:
+    """Kill this process when a part of the so-many-th record of the journal is written."""
+    whole, seen = journal._append, 0
+
+    def part(file: Path, raw: bytes) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            with file.open("ab", buffering=0) as opened:
+                opened.write(raw[: len(raw) * 2 // 3])
+            _kill_self()
+        whole(file, raw)
+
+    journal._append = part
+
+
+def run_server(folder: str, port: int, kill: tuple[str, int] | None) -> None:
+    """Serve until killed: before so many changes to the files of checkpoints and the journal, within the writing of a
+    record, or from outside."""
     jobs._STATE_SECONDS = 0.1
     torch.set_num_threads(1)
-    if event is not None:
-        _kill_at_event(event, f"{folder}/checkpoints")
+    if kill is not None and kill[0] == "event":
+        _kill_at_event(kill[1], f"{folder}/checkpoints")
+    elif kill is not None:
+        kill_within(kill[1])
     said = os.open(f"{folder}/console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)

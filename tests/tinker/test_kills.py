@@ -73,8 +73,8 @@ def test_kills_of_server_and_clients(kills: int, tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text(dump_config(config_of(tmp_path)))
     port = free_port()
 
-    def server(event: int | None = None) -> ForkServerProcess:
-        return begun(run_server, str(tmp_path), port, event)
+    def server(kill: tuple[str, int] | None = None) -> ForkServerProcess:
+        return begun(run_server, str(tmp_path), port, kill)
 
     def client(key: str) -> ForkServerProcess:
         return begun(run_client, str(tmp_path), port, key)
@@ -83,16 +83,16 @@ def test_kills_of_server_and_clients(kills: int, tmp_path: Path) -> None:
     try:
         wait_for_lines(tmp_path, 3)
         for number in range(kills):
-            where = ("event", "server", "client")[number % 3]
+            where = ("event", "record", "server", "client")[number % 4]
             if where == "client":
                 time.sleep(draw.uniform(0.0, 1.0))
                 key = draw.choice(KEYS)
                 kill(clients[key])
                 clients[key] = client(key)
                 continue
-            if where == "event":  # the one that serves now is killed by itself
+            if where in ("event", "record"):  # the one that serves now is killed by itself
                 kill(serving)
-                serving = server(draw.randint(1, 120))
+                serving = server((where, draw.randint(1, 120 if where == "event" else 20)))
                 serving.join(120)
                 assert serving.exitcode == -signal.SIGKILL, (tmp_path / "console.txt").read_text()[-3000:]
             else:

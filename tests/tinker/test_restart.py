@@ -245,7 +245,11 @@ def test_other_weights_and_other_options_continue_nothing(tmp_path: Path, monkey
     assert not goes_on()
     save_file(weights, file, {"format": "pt"})
     whole = config_of(tmp_path)
-    for option, value in (("data.tokens_per_microbatch", 128), ("deterministic", True), ("model.head.logits_chunk_size", 7)):
+    for option, value in (
+        ("data.tokens_per_microbatch", 128),
+        ("deterministic", True),
+        ("model.head.logits_chunk_size", 7),
+    ):
         with monkeypatch.context() as other:
             other.setattr("tinker.house.config_of", lambda _, changed={option: value}: whole.changed(changed))
             assert not goes_on(), option
