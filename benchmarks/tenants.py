@@ -202,8 +202,8 @@ def main() -> None:
         print(f"train            {own:8.3f} s   {tokens / own:,.0f} tokens/s   {read}", flush=True)
         session, reads = by_session(config, found, given)
         print(
-            f"Session          {session:8.3f} s   {tokens / session:,.0f} tokens/s   {session / own - 1:+.2%} to train, "
-            f"and {reads:.3f} s before for its records",
+            f"Session          {session:8.3f} s   {tokens / session:,.0f} tokens/s   {session / own - 1:+.2%} to train,"
+            f" and {reads:.3f} s before for its records",
             flush=True,
         )
         if device == "cuda":

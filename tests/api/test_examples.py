@@ -58,7 +58,7 @@ def _begin(target: Any, folder: str, said: str, *arguments: Any) -> None:
 def run_program(name: str, prompts: int | None = None) -> None:
     """Run two steps, with no more than so many prompts."""
     if prompts is not None:
-        init(Path("made/task"))
+        init(Path("made/task"), None)
         file = Path("made/task/prompts.jsonl")
         file.write_text("".join(file.read_text(encoding="utf-8").splitlines(keepends=True)[:prompts]))
     sys.argv = [name, "--directory", "made", "--steps", "2"]
