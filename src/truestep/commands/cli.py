@@ -332,7 +332,8 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
 @click.option(
     "--tinker-keys",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="With --tinker: the file with a line NAME KEY for each tenant. Without it any key is a tenant of its own.",
+    help="With --tinker: the file with a line NAME KEY [QUOTA=NUMBER ...] for each tenant. Without it any key is a "
+    "tenant of its own.",
 )
 @click.option("--tinker-name", help="With --tinker: the base model's name, such as Qwen/Qwen3-8B.")
 def serve(
@@ -358,7 +359,7 @@ def serve(
     if tinker is not None:
         from truestep.commands.tinker.serving import Tinker
 
-        beside = Tinker(tinker, tinker_keys, tinker_name)
+        beside = Tinker(tinker, tinker_keys, tinker_name, say=_print)
     elif tinker_keys is not None or tinker_name is not None:
         raise click.UsageError("--tinker-keys and --tinker-name go with --tinker")
     keys = {"key_env": key_env, "documents": documents, "weights": weights}

@@ -16,6 +16,7 @@ import torch
 
 from truestep.commands.running import configured
 from truestep.commands.samples import Prompt, Sample, ids_of, with_options
+from truestep.commands.twins import twin
 from truestep.config.schema import NOTHING_IS_DRAWN, Config
 from truestep.config.sections import InProcessSampler
 from truestep.errors import TruestepError
@@ -209,6 +210,11 @@ class Session:
         return self._here.policy
 
     @property
+    def has_weights(self) -> bool:
+        """Tell whether there are weights: a load or an update that fails leaves none."""
+        return self._learner is not None
+
+    @property
     def tokenizer(self) -> Any:
         return self.policy.tokenizer
 
@@ -237,6 +243,19 @@ class Session:
     def totals(self, documents: Documents) -> StepTotals:
         """Count documents and labels: the totals of a step, for `forward_backward`."""
         return totals_of(self._checked(documents, None))
+
+    def with_targets(self, documents: Documents, tokens: Sequence[int]) -> list[Rollout]:
+        """Return for each document, and for each of these tokens in turn, the document with that token in the place of
+        its labels: `forward` gives the token's log-prob where a label stands, and a loss that is a function may use it.
+        The difference of two tokens' log-probs is a linear function of the hidden state: the value of a value model."""
+        wrong = [token for token in tokens if not 0 <= token < self.policy.vocabulary_size]
+        if wrong or not len(tokens):
+            raise SessionError(f"with_targets: the tokens are {list(tokens)}: give ids of the vocabulary")
+        return [
+            replace(one, id=f"{one.id}.{token}", targets=np.full(one.num_tokens, token, np.int64))
+            for one in self._checked(documents, None)
+            for token in tokens
+        ]
 
     def _checked(self, records: Documents, needs: Config | None) -> list[Rollout]:
         """Return records as documents. `needs`: the configuration whose loss says what they need; None: nothing."""
@@ -587,6 +606,17 @@ class Session:
         with _removed(self._ranks.share(folder), self._ranks.first) as place:
             checkpoint = self.save(place)
             self._ranks.share(lambda: str(export(checkpoint, output, dtype)))
+
+    # Asynchronous twins
+
+    def check_one_process(self) -> None:
+        if self._ranks.size > 1:
+            raise SessionError("the asynchronous methods are for one process: under torchrun call the others")
+
+    forward_async, logprobs_async = twin(forward), twin(logprobs)
+    forward_backward_async, gradient_norm_async, step_async = twin(forward_backward), twin(gradient_norm), twin(step)
+    sample_async, complete_async = twin(sample), twin(complete)
+    save_async, load_async, export_async = twin(save), twin(load), twin(export)
 
 
 @contextmanager
