@@ -158,7 +158,7 @@ def test_a_start_that_makes_no_step_changes_no_options(config: Config, tiny_mode
     text = said(other_options(config, tiny_model("qwen3")))
     assert "optimizer.learning_rate is now 0.5; before it was 0.01" in text
     newest = tmp_path / "run/checkpoints/step-00000004"
-    assert text.splitlines()[1].startswith(f"model: {newest} (LlamaForCausalLM), ")
+    assert f"\nmodel: {newest} (LlamaForCausalLM), " in text
     assert (tmp_path / "run/config.yaml").read_bytes() == before
     assert "before it was" not in said(config)
 

@@ -222,7 +222,7 @@ def test_page_of_a_healthy_run(tmp_path: Path) -> None:
         "Final training reward": "0.7000",
         "|ratio \N{MINUS SIGN} 1| at step 1": "0",
         "Last ratio new/old": "1.00012",
-        "Clipped fraction, last": "2.00 %",
+        "Clipped fraction, last": "2.00%",
         "Gradient norm, median": "0.310",
         "Rejected records": "0",
     }

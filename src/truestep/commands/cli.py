@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import click
 from rich.console import Console
@@ -89,15 +89,19 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:
-    from rich.markup import escape
+    from rich.text import Text
 
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(shown(message))}", highlight=False, soft_wrap=True)
+    from truestep.run.terminal.display import print_plain
+
+    print_plain(Console(stderr=True), Text.assemble(("error:", "bold red"), " ", shown(message)))
     sys.exit(code)
 
 
 def _print(text: str) -> None:
     """Print text without rich's markup, which paths and names might look like."""
-    Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
+    from truestep.run.terminal.display import print_plain
+
+    print_plain(Console(), shown(text))
 
 
 def _as_typed() -> list[str]:
@@ -115,7 +119,37 @@ def _display() -> "Display":
     return Display(Console(stderr=True, quiet=bool(int(os.environ.get("RANK", "0")))))
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """The group of all commands. Its help lists them by what they are for, and an unknown one is answered with its
+    nearest."""
+
+    groups: ClassVar = {
+        "Begin": ("demo", "init", "convert"),
+        "Train": ("plan", "train", "elastic-command", "export", "serve"),
+        "Look at a run": ("report", "compare", "replay", "bisect"),
+        "Check": ("data", "audit", "score", "verify", "parity"),
+    }
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        room = formatter.width - width - 4
+        for title, names in self.groups.items():
+            rows = [(f"{name:<{width}}", self.commands[name].get_short_help_str(room)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        import difflib
+
+        near = difflib.get_close_matches(args[0], self.commands, 1) if args[0] not in self.commands else []
+        if near:
+            ctx.fail(f"no command {printable(args[0])!r}: did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, package_name="truestep")
 def main() -> None:
     """RL fine-tuning of language models in which every step is exactly the step you asked for."""
@@ -162,7 +196,7 @@ _output = click.option("--output", required=True, type=click.Path(path_type=Path
 
 @_config_command
 def train(config: "Config") -> None:
-    """Train as CONFIG says. A run with checkpoints continues from the last one."""
+    """Train as CONFIG says, or go on with its run. A run with checkpoints continues from the last one."""
     with _display():
         from truestep.ranks.group import leave
         from truestep.run.notes import longer_by, what_next
@@ -174,8 +208,10 @@ def train(config: "Config") -> None:
     if config.logging.console and trainer.ranks.first:
         longer = longer_by(config, trainer.step)
         best = trainer.checkpoints.best()
-        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed(), best):
-            _print(line)
+        console = Console()
+        width = console.width if console.is_terminal else None
+        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed(), best, width):
+            click.echo(shown(line))  # not wrapped: commands are copied
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
@@ -196,7 +232,7 @@ def plan(
     length: float | None,
     output: Path | None,
 ) -> None:
-    """Print the memory and the time of a step that CONFIG needs. It needs no GPU and reads no weights."""
+    """Print the memory and time that a step needs. It needs no GPU and reads no weights."""
     from truestep.plan.rates import named_rates, rates_of_plan
     from truestep.plan.report import make_plan_report
 
@@ -221,7 +257,7 @@ def plan(
 @click.option("--least", type=click.IntRange(1), help="The fewest agents to go on with. Default: half of them.")
 @click.option("--port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="A port of the first.")
 def elastic_command(config: "Config", hosts: str, gpus: int, least: int | None, port: int) -> None:
-    """Print a command for each machine. They start a run that goes on when GPUs are lost or join (docs/machines.md)."""
+    """Print each machine's command for an elastic run. It goes on when GPUs are lost or join (docs/machines.md)."""
     from truestep.tools.elastic_command import elastic_commands
 
     names = [name for name in hosts.split(",") if name]
@@ -234,7 +270,7 @@ def elastic_command(config: "Config", hosts: str, gpus: int, least: int | None, 
 @_output
 @click.option("--gradients", is_flag=True, help="Run the backward pass too: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:
-    """Run all of data.path as one step without an update. Log-probs, ratios and metrics are written to files."""
+    """Write log-probs, ratios and metrics of rollouts. All of data.path is one step, without an update."""
     with _display():
         from truestep.metrics.tables import step_table
         from truestep.ranks.group import leave
@@ -256,7 +292,7 @@ def score(config: "Config", output: Path, gradients: bool) -> None:
     "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="The number of rollouts to use."
 )
 def verify(config: "Config", output: Path, full: bool, ranks: int, documents: int) -> None:
-    """Run the steps of CONFIG under many layouts. Compare each with a float64 reference of the same steps."""
+    """Compare layouts with a float64 reference. The steps of CONFIG are run under each of them."""
     from truestep.ranks import forks
 
     forks.begin()
@@ -345,8 +381,8 @@ def serve(
     tinker_keys: Path | None,
     tinker_name: str | None,
 ) -> None:
-    """Serve the policy to OpenAI's clients (a key names a document: docs/agents.md), and with --tinker to clients that
-    train adapters over it (docs/tinker.md)."""
+    """Serve the policy to OpenAI's clients. A key names a document (docs/agents.md). With --tinker, clients train
+    adapters over it (docs/tinker.md)."""
 
     def ready(url: str) -> None:
         _print(f"{config.model.path} is served at {url}; Ctrl-C ends it")
@@ -405,8 +441,8 @@ def export(
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write. Default: standard output.")
 @_guarded
 def convert(file: Path, output: Path | None) -> None:
-    """Convert a configuration of verl, prime-rl, NeMo-RL, slime, OpenRLHF or TRL. FILE is YAML, TOML, or a script with
-    --name value. Each option that has no equal here is a comment."""
+    """Convert another trainer's configuration. Of verl, prime-rl, NeMo-RL, slime, OpenRLHF or TRL; FILE is YAML, TOML, or
+    a script with --name value. Each option that has no equal here is a comment."""
     from truestep.config.convert import convert as run
 
     text, converted = run(file)
@@ -421,7 +457,7 @@ def convert(file: Path, output: Path | None) -> None:
 
 @main.group()
 def data() -> None:
-    """Inspect rollout files."""
+    """Check rollout files before training (data check)."""
 
 
 @data.command()
@@ -525,7 +561,7 @@ def _vocabulary_size(model: Path) -> int:
 @click.option("--output", type=click.Path(path_type=Path), help="Write the findings to this HTML page.")
 @_guarded
 def audit(files: tuple[Path, ...], model: Path | None, source: str, output: Path | None) -> None:
-    """Say what is wrong with which token in dumps of rollouts, whoever trained. FILES: dumps, or directories of them.
+    """Find wrong tokens in any trainer's rollout dumps. FILES: dumps, or directories of them.
     Exit code 1: a finding of high confidence; 2: input that cannot be read."""
     with _display():
         from truestep.files.whole import write_text_whole
@@ -549,7 +585,7 @@ def audit(files: tuple[Path, ...], model: Path | None, source: str, output: Path
 @click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
 @_guarded
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
-    """Write a self-contained HTML page about one run, or a comparison of several."""
+    """Write a run's page, or a comparison of several. One self-contained HTML file."""
     from truestep.report import write_report
 
     for run in runs:
@@ -565,7 +601,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="A new directory for the replay's own files.")
 @_guarded
 def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None) -> None:
-    """Make a step of RUN again, and compare it with the original. From the checkpoint before it and the records that
+    """Make a step of RUN again, and compare the two. From the checkpoint before it and the records that
     logging.rollouts.documents: all keeps. Changed options answer "what if"."""
     with _display():
         from truestep.ranks.group import leave
@@ -588,7 +624,7 @@ def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None
 @click.option("--output", type=click.Path(path_type=Path), help="A new directory for what is found.")
 @_guarded
 def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None, output: Path | None) -> None:
-    """Find the documents and labels of RUN that made a metric jump. By replays of the step with parts of its documents
+    """Find what made a metric of RUN jump. Its documents and labels are found by replays of the step with parts of its documents
     left out, while denominators and advantages stay the whole step's."""
     with _display():
         from truestep.ranks.group import leave
@@ -608,7 +644,7 @@ def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None,
 @click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @_guarded
 def compare(first: Path, second: Path) -> None:
-    """Name the first difference between two runs, or a run and its replay. And its cause: the order of documents, the
+    """Name the first difference between two runs. Or a run and its replay; and its cause: the order of documents, the
     data, an option, or numerics. Exit code 1 if there is one."""
     from truestep.tools.replay.compare import compare as run
 

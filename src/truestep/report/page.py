@@ -53,6 +53,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
         "Numbers": numbers_html(runs),
         "Configuration": _configs(runs),
     }
+    subject = _subject(runs[0]) if len(runs) == 1 else ""
     sections = [
         _header(runs, title),
         _tiles(runs[0]) if len(runs) == 1 else _comparison(runs),
@@ -70,7 +71,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
             # A completion may contain anything. The policy forbids the page to load anything, and allows only its own
             # script.
             f'<meta http-equiv="Content-Security-Policy" content="{policy()}">\n'
-            f"<title>{escape(title)}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
+            f"<title>{escape(': '.join(filter(None, (title, subject))))}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
             *sections,
             f'<script type="text/plain" data-part="charts">{packed(payload.value())}</script>\n</main>\n',
             f"<script>{script()}</script>\n</body>\n</html>\n",
@@ -110,6 +111,8 @@ def _header(runs: Sequence[Run], title: str) -> str:
         items = "".join(
             f"<div><dt>{escape(fact.label)}</dt><dd>{_signed(fact.value)}</dd></div>" for fact in facts(runs[0])
         )
+        subject = _subject(runs[0])
+        html += f'<p class="subject">{escape(subject)}</p>\n' if subject else ""
         html += f'<p class="path">{escape(str(runs[0].path))}</p>\n<dl class="facts">{items}</dl>\n'
     names_by_versions: dict[str, list[str]] = {}
     for run in runs:
@@ -121,6 +124,22 @@ def _header(runs: Sequence[Run], title: str) -> str:
         if versions:
             html += f'<p class="versions">{escape(prefix + versions)}</p>\n'
     return html + "</header>\n"
+
+
+def _subject(run: Run) -> str:
+    """Say what is trained, by what and on what: "smollm2 by grpo on prompts.jsonl, reward reward:score"."""
+    model, loss = run.option("model", "path"), run.option("loss", "type")
+    sampler = run.config.get("sampler")
+    options = sampler if isinstance(sampler, dict) else {}
+    prompts, reward = options.get("prompts"), options.get("reward")
+    data = prompts.get("dataset") if isinstance(prompts, dict) else prompts or run.option("data", "path")
+    words = [
+        (Path(model).name or model) if isinstance(model, str) else "",
+        f"by {loss}" if isinstance(loss, str) else "",
+        f"on {data}" if isinstance(data, str) else "",
+    ]
+    said = " ".join(filter(None, words))
+    return printable(f"{said}, reward {reward}" if said and isinstance(reward, str) else said)
 
 
 def _signed(text: str) -> str:

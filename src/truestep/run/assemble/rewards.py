@@ -251,8 +251,10 @@ def _isolation_note(options: WorkerOptions) -> str:
         why = f"{options.section}.reward_isolation: off" if options.isolation == "off" else isolation_refused()
         return f"rewards: not isolated ({why}): code that they run can do what you can, to this run as well"
     own = " and ".join(["a /tmp in memory", *options.writable])
-    network = "the network, and none of your processes" if options.network else "no network and no process of yours"
-    return f"rewards: isolated: they read your files, write {own} alone, and reach {network}"
+    network = "can use the network" if options.network else "have no network"
+    return (
+        f"rewards: isolated: they can read your files, write only to {own}, {network}, and see none of your processes"
+    )
 
 
 def ranks_of_machine(ranks: Ranks) -> int:

@@ -1,9 +1,13 @@
-"""A run's metrics: on a terminal a progress bar, the time left and the last step's metrics; in a file a line a step."""
+"""A run's metrics. A terminal shows a progress bar, the time left, the curve of the reward and the last step's metrics,
+and above them a line for every n-th step. A file gets a line a step."""
 
+import math
 import re
+import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.text import Text
@@ -42,7 +46,7 @@ _WIDE = {
     "truncated_fraction": "truncated {:.1%}",
     "step_time": "{:.1f} s a step",
     "ratio_new_old": "ratio {:.4f}",
-    "learning_rate": "rate {:.2e}",
+    "learning_rate": "lr {:.2e}",
     "new_logprobs": "logπ {:.3f}",
     "gpu_memory": "{:.1f} GiB",
     "mfu": "mfu {:.1%}",
@@ -51,11 +55,42 @@ _WIDE = {
 _RATIO_TOLERANCE = 1e-3
 _TIMED = 20  # the last steps, from which the time left is estimated
 _GAP = "  "
+_KEPT_LINES = 50  # the most lines of steps that stay above a terminal's changing lines
+_CURVE = "▁▂▃▄▅▆▇█"
+_PARTS = "rewards/"  # of the names of metrics of the reward's parts
 
 
-def live_line(line: Mapping[str, Any]) -> str:
-    """Format the metrics of a plain line."""
-    return _GAP.join(form.format(line[name]) for name, form in _PLAIN.items() if line.get(name) is not None)
+def live_line(line: Mapping[str, Any], width: int | None = None) -> str:
+    """Format the metrics of a plain line, with the parts of the reward. `width`: leave out the last ones that do not
+    fit."""
+    forms = {
+        "reward": _PLAIN["reward"],
+        **{name: f"{name.removeprefix(_PARTS)} {{:.3f}}" for name in line if name.startswith(_PARTS)},
+        **_PLAIN,
+    }
+    text = ""
+    for name, form in forms.items():
+        if line.get(name) is None:
+            continue
+        cell = printable(form.format(line[name]))
+        longer = f"{text}{_GAP}{cell}" if text else cell
+        if width is not None and len(longer) > width:
+            break
+        text = longer
+    return text
+
+
+def curve(values: Sequence[float], columns: int) -> str:
+    """Draw values as blocks, each the mean of as many steps as another."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2 or columns < 2:
+        return ""
+    columns = min(columns, len(finite))
+    edges = [len(finite) * column // columns for column in range(columns + 1)]
+    means = [statistics.fmean(finite[start:end]) for start, end in pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_CURVE) - 1) / (high - low) if high > low else 0.0
+    return "".join(_CURVE[round((mean - low) * scale)] for mean in means)
 
 
 def number_lines(line: Mapping[str, Any], width: int) -> list[str]:
@@ -92,16 +127,23 @@ class ConsoleSink:
         self._line: Mapping[str, Any] = {"step": done}
         self._start = time.monotonic()
         self._ends: deque[tuple[int, float]] = deque([(done, self._start)], maxlen=_TIMED + 1)
+        self._computed: deque[float] = deque(maxlen=_TIMED)  # seconds of steps without the wait for their documents
+        self._drawn, self._values = "", list[float]()  # the metric of the curve, and its value of each step
         utf8 = display.console.encoding.startswith("utf")
         self._full, self._empty = ("━", "╌") if utf8 else ("#", "-")
+        self._draws = utf8
         display.lines = self.lines
+        display.computing_takes = lambda: statistics.median(self._computed) if self._computed else None
 
     def step(self, line: Mapping[str, Any]) -> None:
         self._line = line
         self._ends.append((line["step"], time.monotonic()))
-        if not self._display.live:
+        self._note(line)
+        if not self._display.live or self._is_kept(line["step"]):
             total = f"/{self._steps}" if self._steps else ""
-            self._display.say(f"step {line['step']}{total}  {live_line(line)}")
+            head = f"step {line['step']}{total}{_GAP}"
+            width = self._display.console.size.width - len(head) if self._display.live else None
+            self._display.say(head + live_line(line, width))
         ratio = line.get("ratio_new_old")
         if line["step"] == 1 and ratio is not None and not abs(ratio - 1) <= _RATIO_TOLERANCE:
             warning = Text("warning:", style="bold yellow").append(
@@ -111,17 +153,35 @@ class ConsoleSink:
             )
             self._display.say(warning)
 
+    def _note(self, line: Mapping[str, Any]) -> None:
+        """Keep what the curve and the estimates need of a step."""
+        if line.get("step_time") is not None:
+            self._computed.append(max(0.0, line["step_time"] - (line.get("data_wait_time") or 0.0)))
+        self._drawn = self._drawn or ("reward" if line.get("reward") is not None else "loss")
+        if line.get(self._drawn) is not None:
+            self._values.append(line[self._drawn])
+
+    def _is_kept(self, step: int) -> bool:
+        """Tell whether a step's line stays in a terminal: every n-th, so that a run has at most `_KEPT_LINES`. A run
+        whose length is not known has 1 to 9, 10 to 90, 100 to 900 and so on."""
+        if self._steps is None:
+            return bool(step % 10 ** (len(str(step)) - 1) == 0)
+        rounds = (n * 10**power for power in range(20) for n in (1, 2, 5))
+        every = next(n for n in rounds if self._steps <= _KEPT_LINES * n)
+        return step % every == 0 or step == self._steps
+
     def evaluation(self, line: Mapping[str, Any]) -> None:
         if "loss" in line:
             text = f"held-out after step {line['step']}: loss {line['loss']:.4f} over {line['num_labels']} labels"
             self._display.say(text)
             return
         text = f"held-out after step {line['step']}: {_rewards(line, '')} over {line['num_prompts']} prompts"
-        text += "".join(f"; {name}: {_rewards(line, f'{name}/')}" for name in self._sets)
+        longest = max(map(len, self._sets), default=0) + 1
+        said = [text, *(f"  {name + ':':<{longest}} {_rewards(line, f'{name}/')}" for name in self._sets)]
         if line["num_unrated"]:
-            text += f"; {line['num_unrated']} completions have no reward: "
-            text += "; ".join(printable(problem) for problem in line.get("problems", []))
-        self._display.say(printable(text, 2000))
+            problems = "; ".join(printable(problem) for problem in line.get("problems", []))
+            said.append(f"  {line['num_unrated']} completions have no reward: {problems}")
+        self._display.say("\n".join(printable(part, 2000) for part in said))
 
     def close(self) -> None:
         """Do nothing: the display shows the last metrics until the command ends."""
@@ -129,7 +189,14 @@ class ConsoleSink:
     def lines(self, width: int) -> list[Text]:
         """Return the lines for a terminal of this width."""
         numbers = [Text(line, style="bold", no_wrap=True) for line in number_lines(self._line, width)]
-        return [self._bar(width), *numbers]
+        return [self._bar(width), *self._trend(width), *numbers]
+
+    def _trend(self, width: int) -> list[Text]:
+        """Return the line with the curve of the reward, or of the loss if there is none."""
+        name, values = self._drawn, self._values
+        ends = f"{values[0]:.3f} → {values[-1]:.3f}" if values else ""
+        drawn = curve(values, min(40, width - len(name) - len(ends) - 2 * len(_GAP))) if self._draws else ""
+        return [Text(f"{name}{_GAP}", no_wrap=True).append(drawn, "green").append(_GAP + ends)] if drawn else []
 
     def _bar(self, width: int) -> Text:
         step, steps = self._line["step"], self._steps
