@@ -76,7 +76,7 @@ def sampled(words: Path, tmp_path: Path) -> dict[str, Any]:
 def check_one_message(result: Result, said: str) -> str:
     assert result.exit_code == 1, (result.output, result.exception)
     assert isinstance(result.exception, SystemExit), result.exception
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.removeprefix("starting\n").startswith("error: ")
     assert result.stderr.count("error:") == 1
     assert "Traceback" not in result.output
     assert said in result.stderr

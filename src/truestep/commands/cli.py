@@ -441,8 +441,8 @@ def export(
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write. Default: standard output.")
 @_guarded
 def convert(file: Path, output: Path | None) -> None:
-    """Convert another trainer's configuration. Of verl, prime-rl, NeMo-RL, slime, OpenRLHF or TRL; FILE is YAML, TOML, or
-    a script with --name value. Each option that has no equal here is a comment."""
+    """Convert another trainer's configuration. It is one of verl, prime-rl, NeMo-RL, slime, OpenRLHF or TRL. FILE is
+    YAML, TOML, or a script with --name value. Each option that has no equal here is a comment."""
     from truestep.config.convert import convert as run
 
     text, converted = run(file)
@@ -624,8 +624,8 @@ def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None
 @click.option("--output", type=click.Path(path_type=Path), help="A new directory for what is found.")
 @_guarded
 def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None, output: Path | None) -> None:
-    """Find what made a metric of RUN jump. Its documents and labels are found by replays of the step with parts of its documents
-    left out, while denominators and advantages stay the whole step's."""
+    """Find what made a metric of RUN jump. Replays of the step, with parts of its documents left out, find the
+    documents and labels, while denominators and advantages stay the whole step's."""
     with _display():
         from truestep.ranks.group import leave
         from truestep.tools.replay.bisect import bisect as find

@@ -17,7 +17,10 @@ from truestep.generate.generator import Completion, Generate, Request
 from truestep.generate.play import Episode, EpisodeLimits, Played, played_of, turn_of
 from truestep.rollouts.episodes import OTHER_TOOL, TurnFacts, told_apart
 
-_NO_TURN = "an episode in which the policy drew nothing has nothing to learn from"
+_NO_TURN = (
+    "it ended an episode before the policy drew a token, so there is nothing to learn from it: raise it, or shorten "
+    "the prompts"
+)
 
 
 @dataclass

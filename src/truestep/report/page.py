@@ -54,6 +54,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
         "Configuration": _configs(runs),
     }
     subject = _subject(runs[0]) if len(runs) == 1 else ""
+    head = f"{title}: {subject}" if subject else title
     sections = [
         _header(runs, title),
         _tiles(runs[0]) if len(runs) == 1 else _comparison(runs),
@@ -71,7 +72,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
             # A completion may contain anything. The policy forbids the page to load anything, and allows only its own
             # script.
             f'<meta http-equiv="Content-Security-Policy" content="{policy()}">\n'
-            f"<title>{escape(': '.join(filter(None, (title, subject))))}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
+            f"<title>{escape(head)}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
             *sections,
             f'<script type="text/plain" data-part="charts">{packed(payload.value())}</script>\n</main>\n',
             f"<script>{script()}</script>\n</body>\n</html>\n",

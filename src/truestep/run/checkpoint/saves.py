@@ -120,7 +120,8 @@ class Saves:
             if staged.not_finite:
                 raise SaveError(
                     f"step {progress.step} is not saved: its checkpoint would have {some(staged.not_finite)} with "
-                    f"values that are not finite. The last checkpoint is {self._store.latest() or 'not written yet'}"
+                    f"values that are not finite. The last checkpoint is {self._store.latest() or 'not written yet'}; "
+                    "begin again from there with a lower optimizer.learning_rate"
                 )
             sync()
             return self._store.write_part(progress.step, ranks.rank, staged, random)
