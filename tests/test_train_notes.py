@@ -121,6 +121,8 @@ def test_the_commands_that_come_next_can_be_typed(finished: bool, given: list[st
     assert commands[0] == ["truestep", "report", "runs/a b"]
     assert commands[1] == ["truestep", "export", "runs/a b", "--output", "DIRECTORY"]
     assert commands[2] == again
+    narrow = what_next(Path("runs/a b"), finished, "schedule.steps", typed, width=60)
+    assert [shlex.split(line) for line in narrow[2::2]] == commands, "each command has a line of its own"
 
 
 def test_a_run_whose_data_ended_is_made_longer_by_epochs(config: Config, tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def page_of(*runs: Path, **options: str) -> Page:
 def test_page_of_a_healthy_run(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "first"))
     assert page.inside("h1") == ["first"]
+    assert not page.inside("p", "subject"), "nothing is known of it"
     facts = page.inside("dl", "facts")
     assert dict(zip(facts[::2], facts[1::2], strict=True)) == {
         "Steps": "20",
@@ -762,3 +763,18 @@ def test_a_fall_of_the_held_out_rewards_is_mentioned(tmp_path: Path) -> None:
     assert list(told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5], spread=3.0)) == ["unchanged"]
     assert list(told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5], spread=None)) == ["learned"]
     assert list(told([0.2, 0.2, 0.25], [0.2, 0.2, 0.2], spread=None)) == ["unchanged"]
+
+
+def test_the_page_says_what_is_trained_by_what_on_what(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    prompts: object = "sums.jsonl"
+    options = {"model": {"path": "models/smollm2"}, "loss": {"type": "gspo"}}
+    for prompts, name in (
+        ("sums.jsonl", "sums.jsonl"),
+        ({"dataset": "openai/gsm8k", "split": "train"}, "openai/gsm8k"),
+    ):
+        options["sampler"] = {"prompts": prompts, "reward": "r:score"}  # type: ignore[dict-item]
+        (run / "config.yaml").write_text(json.dumps(options))
+        page = page_of(run)
+        assert page.inside("p", "subject") == [f"smollm2 by gspo on {name}, reward r:score"]
+        assert page.inside("title") == [f"first: smollm2 by gspo on {name}, reward r:score"]
