@@ -239,7 +239,8 @@ def test_a_signal_ends_the_run_after_the_step_in_hand(kind: signal.Signals, tiny
         lambda *_: send(kind)() if next(passes) == micro_batches else None
     )
     ended = trainer.run()
-    assert ended == "stopped by a signal (SIGTERM) after step 2; the same command goes on from here"
+    how = {signal.SIGTERM: "a signal (SIGTERM)", signal.SIGINT: "Ctrl-C (SIGINT)"}[kind]
+    assert ended == f"stopped by {how} after step 2; the same command goes on from here"
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 2
     assert (tmp_path / "run/checkpoints/step-00000002").is_dir()
