@@ -29,6 +29,7 @@ _SPARE = 5
 _PLAIN_WIDTH = 160  # columns of a line in a file
 _PATIENCE = 2.0  # seconds to wait at the end for a terminal that blocks
 
+_FIRST = 0.5  # seconds after which a file gets its first line: a command that ends at once does not need one
 _NEW = 2.0  # seconds after which a file gets a line about a kind of work that it was not told of before
 _QUIET = 10.0  # seconds of silence after which a file gets a line that says what the run does
 _LONGEST_QUIET = 600.0
@@ -156,13 +157,17 @@ class Display:
             self._answer(number)
         if self._live:
             self._draw(self._frame(self._width))
-        elif (self._is_new() or self._silence.due(self._clock())) and (doing := self._doing(_PLAIN_WIDTH)):
+        elif (
+            not self._closing.is_set()
+            and (self._is_new() or self._silence.due(self._clock()))
+            and (doing := self._doing(_PLAIN_WIDTH))
+        ):
             self._print(doing)
 
     def _is_new(self) -> bool:
-        """Tell whether the current work gets a line: the first at once, another kind of work after `_NEW` seconds."""
+        """Tell whether the current work gets a line: the first after `_FIRST` seconds, another kind after `_NEW`."""
         kind = self._kind()
-        if not kind or kind in self._said or (self._said and self._seconds() < _NEW):
+        if not kind or kind in self._said or self._seconds() < (_NEW if self._said else _FIRST):
             return False
         self._said.add(kind)
         return True
