@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -98,10 +98,9 @@ def _fail(message: str, code: int = 1) -> NoReturn:
 
 
 def _print(text: str) -> None:
-    """Print text without rich's markup, which paths and names might look like."""
-    from truestep.run.terminal.display import print_plain
-
-    print_plain(Console(), shown(text))
+    """Print text without rich's markup, which paths and names might look like. It is not wrapped: it may have a command
+    to copy."""
+    Console().print(shown(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _as_typed() -> list[str]:
@@ -144,7 +143,7 @@ class Commands(click.Group):
         import difflib
 
         near = difflib.get_close_matches(args[0], self.commands, 1) if args[0] not in self.commands else []
-        if near:
+        if near and not ctx.resilient_parsing:  # the shell completes a line that may have a mistake
             ctx.fail(f"no command {printable(args[0])!r}: did you mean {near[0]}?")
         return super().resolve_command(ctx, args)
 
@@ -166,7 +165,7 @@ def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for name in NOTHING_IS_DRAWN for word in (f"--{name}", "null"))
 
 
-def _config_command(command: Callable[..., None]) -> click.Command:
+def _config_command(command: Callable[..., None], short_help: str | None = None) -> click.Command:
     """Make a command of a function that takes a configuration, given on the command line as CONFIG and overrides."""
 
     @wraps(command)
@@ -187,7 +186,7 @@ def _config_command(command: Callable[..., None]) -> click.Command:
     words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
     file = click.argument("config", type=click.Path(path_type=Path))
     name = command.__name__.replace("_", "-")
-    made = main.command(name=name, cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+    made = main.command(name=name, cls=ConfigCommand, context_settings=_FREE_OPTIONS, short_help=short_help)
     return made(file(words(_guarded(with_config))))
 
 
@@ -200,6 +199,7 @@ def train(config: "Config") -> None:
     with _display():
         from truestep.ranks.group import leave
         from truestep.run.notes import longer_by, what_next
+        from truestep.run.terminal.display import is_terminal
         from truestep.run.train import train as run
 
     trainer = run(config, Console())
@@ -209,14 +209,14 @@ def train(config: "Config") -> None:
         longer = longer_by(config, trainer.step)
         best = trainer.checkpoints.best()
         console = Console()
-        width = console.width if console.is_terminal else None
+        width = console.width if is_terminal(console) else None
         for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed(), best, width):
             click.echo(shown(line))  # not wrapped: commands are copied
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
 
-@_config_command
+@partial(_config_command, short_help="Print the memory and time that a step needs.")
 @click.option(
     "--ranks", "--gpus", type=click.IntRange(1), help="Number of GPUs. Default: as started by torchrun, or 1."
 )
@@ -251,7 +251,7 @@ def plan(
         sys.exit(1)
 
 
-@_config_command
+@partial(_config_command, short_help="Print each machine's command for an elastic run.")
 @click.option("--hosts", required=True, help="The machines, with commas between them. The first has the rendezvous.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of each machine.")
 @click.option("--least", type=click.IntRange(1), help="The fewest agents to go on with. Default: half of them.")
@@ -346,7 +346,7 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     )
 
 
-@_config_command
+@partial(_config_command, short_help="Serve the policy to OpenAI's clients.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Other than loopback: with --key-env alone.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: one that is free.")
 @click.option("--key-env", help="The environment variable with the secret that keys begin with: SECRET or SECRET:NAME.")
@@ -437,7 +437,7 @@ def export(
         _print(better)
 
 
-@main.command()
+@main.command(short_help="Convert another trainer's configuration.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write. Default: standard output.")
 @_guarded
@@ -548,7 +548,7 @@ def _vocabulary_size(model: Path) -> int:
     return size
 
 
-@main.command()
+@main.command(short_help="Find wrong tokens in any trainer's rollout dumps.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), help=_AUDIT_MODEL)
 @click.option(
@@ -586,7 +586,7 @@ def audit(files: tuple[Path, ...], model: Path | None, source: str, output: Path
 @click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
 @_guarded
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
-    """Write a run's page, or a comparison of several. One self-contained HTML file."""
+    """Write a run's page, or a comparison of several. The page is one self-contained HTML file."""
     from truestep.report import write_report
 
     for run in runs:
@@ -595,7 +595,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     _print(str(write_report(list(runs), output or runs[0] / "report.html")))
 
 
-@main.command(context_settings=_FREE_OPTIONS)
+@main.command(context_settings=_FREE_OPTIONS, short_help="Make a step of RUN again, and compare the two.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
 @click.option("--step", type=click.IntRange(min=1), required=True, help="The step to make again.")
@@ -617,7 +617,7 @@ def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None
         sys.exit(1)
 
 
-@main.command(context_settings=_FREE_OPTIONS)
+@main.command(context_settings=_FREE_OPTIONS, short_help="Find what made a metric of RUN jump.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
 @click.option("--metric", required=True, help="A metric of metrics.jsonl, such as grad_norm or loss.")
@@ -640,7 +640,7 @@ def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None,
         sys.exit(1)
 
 
-@main.command()
+@main.command(short_help="Name the first difference between two runs.")
 @click.argument("first", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @_guarded

@@ -39,9 +39,15 @@ Lines = Callable[[int], list[Text]]  # width in columns -> lines
 
 
 def print_plain(console: Console, message: Message) -> None:
-    """Print a message without markup. A terminal gets it wrapped between words, and a file in one line."""
-    wrap = console.is_terminal
-    console.print(message, highlight=False, markup=False, emoji=False, soft_wrap=not wrap)
+    """Print a message without markup. A terminal gets it wrapped between words, and a file in one line. A word that is
+    longer than the line stays whole: it may be a path to copy."""
+    whole = {"soft_wrap": True} if not is_terminal(console) else {"overflow": "ignore", "crop": False}
+    console.print(message, highlight=False, markup=False, emoji=False, **whole)  # type: ignore[arg-type]
+
+
+def is_terminal(console: Console) -> bool:
+    """Tell whether the output is a terminal. Rich also says so of a file if FORCE_COLOR is set."""
+    return console.is_terminal and console.file.isatty()
 
 
 def _no_lines(width: int) -> list[Text]:
@@ -83,7 +89,7 @@ class Display:
         self.lines: Lines = _no_lines  # the run's lines: the first is drawn above the line of the phase, the rest below
         self.asked_to_stop: Callable[[], int | None] = lambda: None  # returns the number of the stop signal
         self.computing_takes: Callable[[], float | None] = lambda: None  # seconds from documents to updated weights
-        self._live = console.is_interactive and not console.quiet
+        self._live = console.is_interactive and is_terminal(console) and not console.quiet
         self._messages: deque[Message] = deque()
         # Live also prints what `print` writes, in any thread, above the lines.
         self._screen = Live(console=console, auto_refresh=False, vertical_overflow="crop")
@@ -196,8 +202,8 @@ class Display:
         takes = self.computing_takes()
         if takes is None or not progress.current_phase()[0].startswith("computing step"):
             return ""  # sampling and evaluations are interrupted
-        left = max(0.0, takes - (self._clock() - progress.current_phase()[1]))
-        return f" (about {duration(left + 0.5)} by the last steps)"
+        left = takes - (self._clock() - progress.current_phase()[1])
+        return f" (about {duration(left + 0.5)} by the last steps)" if left > 0 else ""
 
     def _draw(self, lines: list[Text]) -> None:
         """Print the messages, and draw the lines below them."""
