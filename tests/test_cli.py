@@ -387,3 +387,13 @@ def test_the_help_says_in_a_line_of_80_columns_what_each_command_is_for() -> Non
 def test_an_unknown_command_is_answered_with_its_nearest() -> None:
     assert "no command 'trian': did you mean train?" in CliRunner().invoke(main, ["trian"]).stderr
     assert "No such command 'xyzzy'" in CliRunner().invoke(main, ["xyzzy"]).stderr
+
+
+def test_the_shell_completes_after_a_mistyped_command() -> None:
+    completed = CliRunner().invoke(
+        main,
+        env={"_TRUESTEP_COMPLETE": "bash_complete", "COMP_WORDS": "truestep trian --", "COMP_CWORD": "2"},
+        prog_name="truestep",
+    )
+    assert completed.exception is None or isinstance(completed.exception, SystemExit), completed.exception
+    assert "did you mean" not in completed.output

@@ -125,6 +125,15 @@ def test_the_commands_that_come_next_can_be_typed(finished: bool, given: list[st
     assert [shlex.split(line) for line in narrow[2::2]] == commands, "each command has a line of its own"
 
 
+def test_a_run_without_a_step_has_no_page_and_no_model() -> None:
+    typed = ["truestep", "train", "a.yaml"]
+    assert what_next(Path("run"), False, None, typed, made=False) == [
+        "next:",
+        "  go on from here: truestep train a.yaml",
+    ]
+    assert what_next(Path("run"), True, None, typed, made=False) == []
+
+
 def test_a_run_whose_data_ended_is_made_longer_by_epochs(config: Config, tmp_path: Path) -> None:
     assert config.data.path is not None
     assert longer_by(config, 4) == "data.epochs"

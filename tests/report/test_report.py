@@ -765,16 +765,24 @@ def test_a_fall_of_the_held_out_rewards_is_mentioned(tmp_path: Path) -> None:
     assert list(told([0.2, 0.2, 0.25], [0.2, 0.2, 0.2], spread=None)) == ["unchanged"]
 
 
-def test_the_page_says_what_is_trained_by_what_on_what(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "rest"),
+    [
+        ({"sampler": {"prompts": "sums.jsonl", "reward": "r:score"}}, "on sums.jsonl, reward r:score"),
+        ({"sampler": {"prompts": {"dataset": "openai/gsm8k", "split": "train"}}}, "on openai/gsm8k"),
+        ({"sampler": {"prompts": {"a": "a.jsonl", "b": {"dataset": "b/b"}}}}, "on a.jsonl, b/b"),
+        ({"data": {"path": ["1.jsonl", "2.jsonl", "3.jsonl"]}}, "on 1.jsonl, 2.jsonl, 3.jsonl"),
+        ({"data": {"path": [f"{n}.jsonl" for n in range(9)]}}, "on 0.jsonl, 1.jsonl, 7 more"),
+        ({"sampler": {"environment": {"class": "games:Chess"}}}, ", environment games:Chess"),
+        ({"sampler": {"environment": {"type": "command", "run": ["play", "it"]}}}, ", environment play it"),
+        ({"sampler": {"environment": {"type": "reasoning_gym", "class": None}}}, ", environment reasoning_gym"),
+    ],
+)
+def test_the_page_says_what_is_trained_by_what_on_what(more: dict[str, object], rest: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
-    prompts: object = "sums.jsonl"
-    options = {"model": {"path": "models/smollm2"}, "loss": {"type": "gspo"}}
-    for prompts, name in (
-        ("sums.jsonl", "sums.jsonl"),
-        ({"dataset": "openai/gsm8k", "split": "train"}, "openai/gsm8k"),
-    ):
-        options["sampler"] = {"prompts": prompts, "reward": "r:score"}  # type: ignore[dict-item]
-        (run / "config.yaml").write_text(json.dumps(options))
-        page = page_of(run)
-        assert page.inside("p", "subject") == [f"smollm2 by gspo on {name}, reward r:score"]
-        assert page.inside("title") == [f"first: smollm2 by gspo on {name}, reward r:score"]
+    options = {"model": {"path": "models/smollm2"}, "loss": {"type": "gspo"}, **more}
+    (run / "config.yaml").write_text(json.dumps(options))
+    page = page_of(run)
+    subject = "smollm2 by gspo" + (rest if rest.startswith(",") else f" {rest}")
+    assert page.inside("p", "subject") == [subject]
+    assert page.inside("title") == [f"first: {subject}"]

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from small_runs import file_config, read_lines, write_rollouts
 from terminal.screen import PseudoTerminal
-from truestep.commands.cli import main
+from truestep.commands.cli import _print, main
 from truestep.config.load import dump_config
 from truestep.process import progress
 from truestep.ranks.forks import fork_context
@@ -117,6 +117,34 @@ def test_a_message_is_broken_between_words_on_a_terminal_alone(terminal: PseudoT
     assert written.getvalue().startswith(message + "\n"), "a line of a log stays one line"
 
 
+def test_a_long_word_of_a_message_stays_whole(terminal: PseudoTerminal) -> None:
+    path = "/tmp/" + "directory/" * 12
+    with Display(console_on(terminal)) as display:
+        display.say(f"the run is in {path} now")
+        assert terminal.wait_for(lambda text: "now" in text)
+    terminal.read()
+    assert path in terminal.sent
+
+
+def test_a_command_to_copy_is_not_broken(terminal: PseudoTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "next: cd a/directory/with/a/long/name && truestep train config.yaml --checkpoint.directory another"
+    with console_on(terminal).file as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        monkeypatch.setenv("COLUMNS", "40")
+        _print(text)
+        monkeypatch.undo()
+    assert terminal.wait_for(lambda _: text in terminal.sent)
+
+
+def test_a_file_stays_plain_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    message, written = "each word of this message stays whole, " * 5, io.StringIO()
+    with Display(Console(file=written, width=40)) as display:
+        display.say(message)
+        assert not display.live
+    assert written.getvalue() == message + "\n"
+
+
 def test_stopping_says_how_long_the_step_takes_where_that_is_known() -> None:
     now = [time.monotonic()]
     display = Display(Console(file=io.StringIO()), clock=lambda: now[0])
@@ -129,7 +157,7 @@ def test_stopping_says_how_long_the_step_takes_where_that_is_known() -> None:
     now[0] = began + 15
     assert display._ends_in() == " (about 0:25 by the last steps)"
     now[0] = began + 100
-    assert display._ends_in() == " (about 0:00 by the last steps)"
+    assert display._ends_in() == "", "the step takes longer than the last ones"
     progress.phase("waiting for the documents of step 4")
     assert display._ends_in() == "", "sampling is interrupted"
 

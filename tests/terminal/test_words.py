@@ -44,6 +44,12 @@ def test_work_says_how_far_it_has_come() -> None:
         with progress.working("rating", "rewards"):
             progress.made("rewards")
             assert work_in_words(progress.works()[-1]) == "rating 1 reward"
+        with progress.working("scoring", "micro-batches"):
+            progress.made("micro-batches")
+            assert work_in_words(progress.works()[-1]) == "scoring 1 micro-batch"
+        with progress.working("tried", "causes"):
+            progress.made("causes")
+            assert work_in_words(progress.works()[-1]) == "tried 1 cause"
         with progress.working("training", "micro-batches", 8):
             progress.made("micro-batches", 2)
             assert work_in_words(progress.works()[-1], 900) == "training micro-batch 3/8"

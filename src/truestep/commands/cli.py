@@ -210,7 +210,8 @@ def train(config: "Config") -> None:
         best = trainer.checkpoints.best()
         console = Console()
         width = console.width if is_terminal(console) else None
-        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed(), best, width):
+        path, made = trainer.directory.path, trainer.step > 0
+        for line in what_next(path, trainer.finished, longer, _as_typed(), best, width, made):
             click.echo(shown(line))  # not wrapped: commands are copied
     if stopped_by is not None:
         sys.exit(128 + stopped_by)

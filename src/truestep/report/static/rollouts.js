@@ -2,7 +2,7 @@
 (async () => {
   const root = document.querySelector('.rollouts');
   if (!root) return;
-  const PAGE = 20, BINS = 30;
+  const PAGE = 20, BINS = 30, CUT = 600;  // CUT: characters of a text that its line is made from
   const say = text => { root.querySelector('.empty').textContent = text; };
   const read = name => unpack(root.querySelector('[data-part=' + name + ']'));
   await new Promise(done => setTimeout(done));
@@ -281,10 +281,13 @@
     const at = textAt[row];
     const excerpt = make('span', 'excerpt', button);
     if (at >= 0) {
-      const line = text => plain((text || '').replace(/\s+/g, ' ').trim());
-      const asked = line(texts.prompts[texts.rows[at][2]]);
-      excerpt.append((asked.length > 60 ? '\u2026' + asked.slice(-59) : asked) + ' \u2192 ');
-      make('b', '', excerpt, line(texts.rows[at][3]).slice(0, 300) || '(empty)');
+      const line = text => plain(text.replace(/\s+/g, ' ').trim());
+      const whole = text => text.replace(/^[\udc00-\udfff]|[\ud800-\udbff]$/g, '');  // no half of a pair at a cut
+      const prompt = texts.prompts[texts.rows[at][2]] || '', completion = texts.rows[at][3] || '';
+      const asked = line(whole(prompt.slice(-CUT)));
+      const isCut = asked.length > 60 || prompt.length > CUT;
+      excerpt.append((isCut ? '\u2026' + whole(asked.slice(-59)) : asked) + ' \u2192 ');
+      make('b', '', excerpt, whole(line(whole(completion.slice(0, CUT))).slice(0, 300)) || '(empty)');
       const parts = texts.rows[at][4].map(([name, part]) => name + ' ' + short(part)).join(' \u00b7 ');
       if (parts) {
         make('br', '', excerpt);

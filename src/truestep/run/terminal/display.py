@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -41,8 +42,25 @@ Lines = Callable[[int], list[Text]]  # width in columns -> lines
 def print_plain(console: Console, message: Message) -> None:
     """Print a message without markup. A terminal gets it wrapped between words, and a file in one line. A word that is
     longer than the line stays whole: it may be a path to copy."""
-    whole = {"soft_wrap": True} if not is_terminal(console) else {"overflow": "ignore", "crop": False}
-    console.print(message, highlight=False, markup=False, emoji=False, **whole)  # type: ignore[arg-type]
+    if is_terminal(console):
+        message = _wrapped(Text(message) if isinstance(message, str) else message, console.width)
+    console.print(message, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def _wrapped(message: Text, width: int) -> Text:
+    """Break a message between words. Rich would also break a word that is longer than the line."""
+    pieces: list[Text] = []
+    for line in message.split("\n", allow_blank=True):
+        begin, breaks = 0, list[int]()
+        for word in re.finditer(r"\S+", line.plain):
+            has_words = line.plain[begin : word.start()].strip()
+            if has_words and cell_len(line.plain[begin : word.end()]) > width:
+                begin = word.start()
+                breaks.append(begin)
+        pieces += line.divide(breaks)
+    for piece in pieces:
+        piece.rstrip()
+    return Text("\n").join(pieces)
 
 
 def is_terminal(console: Console) -> bool:

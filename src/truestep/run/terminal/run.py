@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from truestep.run.terminal.display import Display
@@ -57,40 +58,61 @@ _TIMED = 20  # the last steps, from which the time left is estimated
 _GAP = "  "
 _KEPT_LINES = 50  # the most lines of steps that stay above a terminal's changing lines
 _CURVE = "▁▂▃▄▅▆▇█"
+_MEANS = 80  # the most means that are kept for a curve
+_HUGE = 1e200  # values beyond it are drawn as it: sums and differences of them stay finite
 _PARTS = "rewards/"  # of the names of metrics of the reward's parts
 
 
 def live_line(line: Mapping[str, Any], width: int | None = None) -> str:
     """Format the metrics of a plain line, with the parts of the reward. `width`: leave out the last ones that do not
     fit."""
-    forms = {
-        "reward": _PLAIN["reward"],
-        **{name: f"{name.removeprefix(_PARTS)} {{:.3f}}" for name in line if name.startswith(_PARTS)},
-        **_PLAIN,
-    }
+    cells = {name: form.format(line[name]) for name, form in _PLAIN.items() if line.get(name) is not None}
+    parts = [name for name in line if name.startswith(_PARTS) and line[name] is not None]
+    reward = [cells.pop("reward")] if "reward" in cells else []
+    of_parts = [f"{printable(name.removeprefix(_PARTS))} {line[name]:.3f}" for name in parts]
     text = ""
-    for name, form in forms.items():
-        if line.get(name) is None:
-            continue
-        cell = printable(form.format(line[name]))
+    for cell in (*reward, *of_parts, *cells.values()):
         longer = f"{text}{_GAP}{cell}" if text else cell
-        if width is not None and len(longer) > width:
+        if width is not None and cell_len(longer) > width:
             break
         text = longer
     return text
 
 
-def curve(values: Sequence[float], columns: int) -> str:
-    """Draw values as blocks, each the mean of as many steps as another."""
-    finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < 2 or columns < 2:
-        return ""
-    columns = min(columns, len(finite))
-    edges = [len(finite) * column // columns for column in range(columns + 1)]
-    means = [statistics.fmean(finite[start:end]) for start, end in pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(_CURVE) - 1) / (high - low) if high > low else 0.0
-    return "".join(_CURVE[round((mean - low) * scale)] for mean in means)
+class Trend:
+    """The finite values of a metric: the first, the last, and at most `_MEANS` means of equally many of them."""
+
+    def __init__(self) -> None:
+        self.first = self.last = math.nan
+        self._means: list[float] = []
+        self._each = 1  # values of a mean
+        self._sum, self._count = 0.0, 0  # of the values that no mean has yet
+
+    def add(self, value: float | None) -> None:
+        if value is None or not math.isfinite(value):
+            return
+        self.first, self.last = value if math.isnan(self.first) else self.first, value
+        self._sum += max(-_HUGE, min(_HUGE, value))
+        self._count += 1
+        if self._count < self._each:
+            return
+        self._means.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self._means) == _MEANS:
+            self._means = [(one + other) / 2 for one, other in zip(self._means[::2], self._means[1::2], strict=True)]
+            self._each *= 2
+
+    def curve(self, columns: int) -> str:
+        """Draw the values as blocks, each the mean of about as many as another. Draw nothing of a single value."""
+        values = [*self._means, self._sum / self._count] if self._count else self._means
+        if len(values) < 2 or columns < 2:
+            return ""
+        columns = min(columns, len(values))
+        edges = [len(values) * column // columns for column in range(columns + 1)]
+        means = [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
+        low, high = min(means), max(means)
+        scale = (len(_CURVE) - 1) / (high - low) if high > low else 0.0
+        return "".join(_CURVE[round((mean - low) * scale)] for mean in means)
 
 
 def number_lines(line: Mapping[str, Any], width: int) -> list[str]:
@@ -128,7 +150,7 @@ class ConsoleSink:
         self._start = time.monotonic()
         self._ends: deque[tuple[int, float]] = deque([(done, self._start)], maxlen=_TIMED + 1)
         self._computed: deque[float] = deque(maxlen=_TIMED)  # seconds of steps without the wait for their documents
-        self._drawn, self._values = "", list[float]()  # the metric of the curve, and its value of each step
+        self._trends = {"reward": Trend(), "loss": Trend()}  # the first that has a curve is drawn
         utf8 = display.console.encoding.startswith("utf")
         self._full, self._empty = ("━", "╌") if utf8 else ("#", "-")
         self._draws = utf8
@@ -157,9 +179,8 @@ class ConsoleSink:
         """Keep what the curve and the estimates need of a step."""
         if line.get("step_time") is not None:
             self._computed.append(max(0.0, line["step_time"] - (line.get("data_wait_time") or 0.0)))
-        self._drawn = self._drawn or ("reward" if line.get("reward") is not None else "loss")
-        if line.get(self._drawn) is not None:
-            self._values.append(line[self._drawn])
+        for name, trend in self._trends.items():
+            trend.add(line.get(name))
 
     def _is_kept(self, step: int) -> bool:
         """Tell whether a step's line stays in a terminal: every n-th, so that a run has at most `_KEPT_LINES`. A run
@@ -176,8 +197,8 @@ class ConsoleSink:
             self._display.say(text)
             return
         text = f"held-out after step {line['step']}: {_rewards(line, '')} over {line['num_prompts']} prompts"
-        longest = max(map(len, self._sets), default=0) + 1
-        said = [text, *(f"  {name + ':':<{longest}} {_rewards(line, f'{name}/')}" for name in self._sets)]
+        longest = max(map(cell_len, self._sets), default=0) + 1
+        said = [text, *(f"  {set_cell_size(f'{name}:', longest)} {_rewards(line, f'{name}/')}" for name in self._sets)]
         if line["num_unrated"]:
             problems = "; ".join(printable(problem) for problem in line.get("problems", []))
             said.append(f"  {line['num_unrated']} completions have no reward: {problems}")
@@ -193,10 +214,11 @@ class ConsoleSink:
 
     def _trend(self, width: int) -> list[Text]:
         """Return the line with the curve of the reward, or of the loss if there is none."""
-        name, values = self._drawn, self._values
-        ends = f"{values[0]:.3f} → {values[-1]:.3f}" if values else ""
-        drawn = curve(values, min(40, width - len(name) - len(ends) - 2 * len(_GAP))) if self._draws else ""
-        return [Text(f"{name}{_GAP}", no_wrap=True).append(drawn, "green").append(_GAP + ends)] if drawn else []
+        for name, trend in self._trends.items() if self._draws else ():
+            ends = f"{trend.first:.3f} → {trend.last:.3f}"
+            if drawn := trend.curve(min(40, width - len(name) - len(ends) - 2 * len(_GAP))):
+                return [Text(f"{name}{_GAP}", no_wrap=True).append(drawn, "green").append(_GAP + ends)]
+        return []
 
     def _bar(self, width: int) -> Text:
         step, steps = self._line["step"], self._steps
@@ -231,7 +253,13 @@ def _rewards(line: Mapping[str, Any], prefix: str) -> str:
 
 
 def _with_error(line: Mapping[str, Any], key: str) -> str:
+    """Format a mean with its 95% interval. That of pass@k is cut to [0, 1], and then shown by its ends."""
     value, half_width = line[key], line.get(f"{key}_ci")
     if value is None:
         return "none could be rated"
-    return f"{value:.3f}" + ("" if half_width is None else f" ±{half_width:.3f}")
+    if half_width is None:
+        return f"{value:.3f}"
+    low, high = value - half_width, value + half_width
+    if "pass@" in key and (low < 0 or high > 1):
+        return f"{value:.3f} ({max(0.0, low):.3f} to {min(1.0, high):.3f})"
+    return f"{value:.3f} ±{half_width:.3f}"

@@ -44,7 +44,9 @@ def work_in_words(work: Work, tokens_per_second: float = 0.0) -> str:
 
 
 def _one_or_more(kind: str, count: float) -> str:
-    return kind.removesuffix("s") if count == 1 else kind
+    if count != 1:
+        return kind
+    return kind.removesuffix("es") if kind.endswith("ches") else kind.removesuffix("s")
 
 
 def doing_in_words(
