@@ -3,9 +3,9 @@
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import click
 from rich.console import Console
@@ -89,15 +89,18 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:
-    from rich.markup import escape
+    from rich.text import Text
 
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(shown(message))}", highlight=False, soft_wrap=True)
+    from truestep.run.terminal.display import print_plain
+
+    print_plain(Console(stderr=True), Text.assemble(("error:", "bold red"), " ", shown(message)))
     sys.exit(code)
 
 
 def _print(text: str) -> None:
-    """Print text without rich's markup, which paths and names might look like."""
-    Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
+    """Print text without rich's markup, which paths and names might look like. It is not wrapped: it may have a command
+    to copy."""
+    Console().print(shown(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _as_typed() -> list[str]:
@@ -115,7 +118,37 @@ def _display() -> "Display":
     return Display(Console(stderr=True, quiet=bool(int(os.environ.get("RANK", "0")))))
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """The group of all commands. Its help lists them by what they are for, and an unknown one is answered with its
+    nearest."""
+
+    groups: ClassVar = {
+        "Begin": ("demo", "init", "convert"),
+        "Train": ("plan", "train", "elastic-command", "export", "serve"),
+        "Look at a run": ("report", "compare", "replay", "bisect"),
+        "Check": ("data", "audit", "score", "verify", "parity"),
+    }
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        room = formatter.width - width - 4
+        for title, names in self.groups.items():
+            rows = [(f"{name:<{width}}", self.commands[name].get_short_help_str(room)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        import difflib
+
+        near = difflib.get_close_matches(args[0], self.commands, 1) if args[0] not in self.commands else []
+        if near and not ctx.resilient_parsing:  # the shell completes a line that may have a mistake
+            ctx.fail(f"no command {printable(args[0])!r}: did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, package_name="truestep")
 def main() -> None:
     """RL fine-tuning of language models in which every step is exactly the step you asked for."""
@@ -132,7 +165,7 @@ def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for name in NOTHING_IS_DRAWN for word in (f"--{name}", "null"))
 
 
-def _config_command(command: Callable[..., None]) -> click.Command:
+def _config_command(command: Callable[..., None], short_help: str | None = None) -> click.Command:
     """Make a command of a function that takes a configuration, given on the command line as CONFIG and overrides."""
 
     @wraps(command)
@@ -153,7 +186,7 @@ def _config_command(command: Callable[..., None]) -> click.Command:
     words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
     file = click.argument("config", type=click.Path(path_type=Path))
     name = command.__name__.replace("_", "-")
-    made = main.command(name=name, cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+    made = main.command(name=name, cls=ConfigCommand, context_settings=_FREE_OPTIONS, short_help=short_help)
     return made(file(words(_guarded(with_config))))
 
 
@@ -162,10 +195,11 @@ _output = click.option("--output", required=True, type=click.Path(path_type=Path
 
 @_config_command
 def train(config: "Config") -> None:
-    """Train as CONFIG says. A run with checkpoints continues from the last one."""
+    """Train as CONFIG says, or go on with its run. A run with checkpoints continues from the last one."""
     with _display():
         from truestep.ranks.group import leave
         from truestep.run.notes import longer_by, what_next
+        from truestep.run.terminal.display import is_terminal
         from truestep.run.train import train as run
 
     trainer = run(config, Console())
@@ -174,13 +208,16 @@ def train(config: "Config") -> None:
     if config.logging.console and trainer.ranks.first:
         longer = longer_by(config, trainer.step)
         best = trainer.checkpoints.best()
-        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed(), best):
-            _print(line)
+        console = Console()
+        width = console.width if is_terminal(console) else None
+        path, made = trainer.directory.path, trainer.step > 0
+        for line in what_next(path, trainer.finished, longer, _as_typed(), best, width, made):
+            click.echo(shown(line))  # not wrapped: commands are copied
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
 
-@_config_command
+@partial(_config_command, short_help="Print the memory and time that a step needs.")
 @click.option(
     "--ranks", "--gpus", type=click.IntRange(1), help="Number of GPUs. Default: as started by torchrun, or 1."
 )
@@ -215,7 +252,7 @@ def plan(
         sys.exit(1)
 
 
-@_config_command
+@partial(_config_command, short_help="Print each machine's command for an elastic run.")
 @click.option("--hosts", required=True, help="The machines, with commas between them. The first has the rendezvous.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of each machine.")
 @click.option("--least", type=click.IntRange(1), help="The fewest agents to go on with. Default: half of them.")
@@ -235,7 +272,7 @@ def elastic_command(config: "Config", hosts: str, gpus: int, least: int | None, 
 @_output
 @click.option("--gradients", is_flag=True, help="Run the backward pass too: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:
-    """Run all of data.path as one step without an update. Log-probs, ratios and metrics are written to files."""
+    """Write log-probs, ratios and metrics of rollouts. All of data.path is one step, without an update."""
     with _display():
         from truestep.metrics.tables import step_table
         from truestep.ranks.group import leave
@@ -257,7 +294,7 @@ def score(config: "Config", output: Path, gradients: bool) -> None:
     "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="The number of rollouts to use."
 )
 def verify(config: "Config", output: Path, full: bool, ranks: int, documents: int) -> None:
-    """Run the steps of CONFIG under many layouts. Compare each with a float64 reference of the same steps."""
+    """Compare layouts with a float64 reference. The steps of CONFIG are run under each of them."""
     from truestep.ranks import forks
 
     forks.begin()
@@ -310,7 +347,7 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     )
 
 
-@_config_command
+@partial(_config_command, short_help="Serve the policy to OpenAI's clients.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Other than loopback: with --key-env alone.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: one that is free.")
 @click.option("--key-env", help="The environment variable with the secret that keys begin with: SECRET or SECRET:NAME.")
@@ -402,7 +439,7 @@ def export(
         _print(better)
 
 
-@main.command()
+@main.command(short_help="Convert another trainer's configuration.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write. Default: standard output.")
 @_guarded
@@ -423,7 +460,7 @@ def convert(file: Path, output: Path | None) -> None:
 
 @main.group()
 def data() -> None:
-    """Inspect rollout files."""
+    """Check rollout files before training (data check)."""
 
 
 @data.command()
@@ -513,7 +550,7 @@ def _vocabulary_size(model: Path) -> int:
     return size
 
 
-@main.command()
+@main.command(short_help="Find wrong tokens in any trainer's rollout dumps.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), help=_AUDIT_MODEL)
 @click.option(
@@ -551,7 +588,7 @@ def audit(files: tuple[Path, ...], model: Path | None, source: str, output: Path
 @click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
 @_guarded
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
-    """Write a self-contained HTML page about one run, or a comparison of several."""
+    """Write a run's page, or a comparison of several. The page is one self-contained HTML file."""
     from truestep.report import write_report
 
     for run in runs:
@@ -560,7 +597,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     _print(str(write_report(list(runs), output or runs[0] / "report.html")))
 
 
-@main.command(context_settings=_FREE_OPTIONS)
+@main.command(context_settings=_FREE_OPTIONS, short_help="Make a step of RUN again, and compare the two.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
 @click.option("--step", type=click.IntRange(min=1), required=True, help="The step to make again.")
@@ -582,7 +619,7 @@ def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None
         sys.exit(1)
 
 
-@main.command(context_settings=_FREE_OPTIONS)
+@main.command(context_settings=_FREE_OPTIONS, short_help="Find what made a metric of RUN jump.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
 @click.option("--metric", required=True, help="A metric of metrics.jsonl, such as grad_norm or loss.")
@@ -605,7 +642,7 @@ def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None,
         sys.exit(1)
 
 
-@main.command()
+@main.command(short_help="Name the first difference between two runs.")
 @click.argument("first", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @_guarded

@@ -353,7 +353,10 @@ class Session:
 
     def _by_autograd(self, documents: Documents, loss: Closure) -> list[DocumentScore]:
         if self._has_router_terms:
-            raise SessionError("model.experts: a function of log-probs cannot include the routers' terms of the loss")
+            raise SessionError(
+                "a loss that is a function of log-probs cannot have the terms of routers: set model.experts.balance to "
+                "none and model.experts.z_loss to 0, or name a loss by its type"
+            )
         self._check_open("a function")
         made = self._checked(documents, None)
         scores = self.forward(made)

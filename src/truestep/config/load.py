@@ -252,9 +252,11 @@ def _is_option(name: str) -> bool:
 def _refuse_repeat(flag: str, name: Name, seen: dict[Name, str]) -> None:
     for earlier, earlier_flag in seen.items():
         if name == earlier:
-            raise ConfigError(f"{COMMAND_LINE}: {flag} is given twice")
+            raise ConfigError(f"{COMMAND_LINE}: {flag} is given twice: leave one of the two out")
         if name == earlier[: len(name)] or earlier == name[: len(earlier)]:
-            raise ConfigError(f"{COMMAND_LINE}: {earlier_flag} and {flag} are both given: one is a part of the other")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {earlier_flag} and {flag} are both given: one is a part of the other. Leave one out"
+            )
     seen[name] = flag
 
 

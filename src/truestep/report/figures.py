@@ -182,4 +182,4 @@ def format_deviation(value: float | None) -> str:
 def format_percent(value: float | None) -> str:
     if not is_finite(value):
         return format_number(value)
-    return "0 %" if value == 0 else f"{100 * value:.{2 if abs(value) < 0.1 else 1}f} %"
+    return "0%" if value == 0 else f"{100 * value:.{2 if abs(value) < 0.1 else 1}f}%"

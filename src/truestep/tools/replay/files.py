@@ -39,7 +39,10 @@ class RunFiles:
 
     def check(self) -> None:
         if not self.ledger:
-            raise TruestepError(f"{self.path} is not the directory of a run that made steps: it has no ledger of any")
+            raise TruestepError(
+                f"{self.path} has no step in its ledger.jsonl: name the directory of a run (its checkpoint.directory) "
+                "that made steps"
+            )
 
     @cached_property
     def directory(self) -> RunDirectory:
