@@ -290,7 +290,7 @@ def test_evaluations_are_at_the_start_every_so_many_steps_and_at_the_end(
     for stop in (1, 2):
         directory = tmp_path / f"stopped-{stop}"
         config = evaluated_config(words, prompts, directory)
-        assert "signal after step" in run(config, DoAt(stop, send(signal.SIGTERM)))
+        assert "signal (SIGTERM) after step" in run(config, DoAt(stop, send(signal.SIGTERM)))
         run(config)
         assert evaluations(directory) == lines
     run(evaluated_config(words, prompts, tmp_path / "even", schedule={"steps": 4}))
