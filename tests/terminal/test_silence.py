@@ -131,7 +131,7 @@ def test_the_first_line_of_a_command_does_not_wait_for_its_imports(tmp_path: Pat
         "try:\n"
         f"    cli.main(['train', {str(tmp_path / 'run.yaml')!r}])\n"
         "finally:\n"
-        "    print('first line before torch:', not imported[0])\n"
+        "    print('first line before the imports end:', not imported[0])\n"
     )
     (tmp_path / "run.yaml").write_text("model: {path: nowhere}\ndata: {path: nothing.jsonl}\n")
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
