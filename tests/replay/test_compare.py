@@ -161,5 +161,5 @@ def test_the_commands(run: Callable[..., Path], tmp_path: Path) -> None:
     assert what_if.exit_code == 0 and "what if: loss.type is gspo (it was grpo)" in what_if.output
     other = CliRunner().invoke(main, ["compare", str(first), str(run("b", loss={"epsilon_low": 0.01}))])
     assert other.exit_code == 1 and "loss.epsilon_low is 0.2 and 0.01" in other.output
-    with pytest.raises(TruestepError, match="is not the directory of a run that made steps"):
+    with pytest.raises(TruestepError, match="has no step in its ledger.jsonl"):
         compare(first, tmp_path)

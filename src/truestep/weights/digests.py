@@ -84,6 +84,9 @@ class Squares:
     names: Sequence[str] = ()
     sums: torch.Tensor | None = None  # [names]
 
+    def keep(self, names: Sequence[str], sums: torch.Tensor) -> None:
+        self.names, self.sums = names, sums
+
 
 @dataclass
 class Trace:

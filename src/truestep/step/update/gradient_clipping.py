@@ -48,7 +48,7 @@ def _norm(
     sums = squares(list(gradients.values())) if gradients else None  # [gradients, parts of each]
     total = torch.zeros((), dtype=torch.float64, device=weights.device) if sums is None else sums.sum()
     if sums is not None and kept is not None:
-        kept.names, kept.sums = list(gradients), sums.sum(1)
+        kept.keep(list(gradients), sums.sum(1))
     for group in WEIGHT_PARTS:
         weights.ranks.sum_over(group, total)
     meanwhile()
