@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from qwen import write_model
+from qwen import add_shape, write_model
 from rich.console import Console
 
 import truestep.tools.demo.run as demo
@@ -249,11 +249,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the demo")
     parser.add_argument("--model", action="store_true", help="a random model in place of the demo")
     parser.add_argument("--turns", action="store_true", help="switch the checks off in every second step")
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=6144)
+    add_shape(parser)
     parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--documents", type=int, default=256, help="of a step")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=512, help="tokens of a completion")

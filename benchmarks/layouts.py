@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from qwen import write_model
+from qwen import add_shape, write_model
 from rich.console import Console
 
 from truestep.config.schema import Config
@@ -42,10 +42,7 @@ def options() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare")
     prepare.add_argument("directory", type=Path)
-    prepare.add_argument("--layers", type=int, default=28)
-    prepare.add_argument("--hidden", type=int, default=2048)
-    prepare.add_argument("--intermediate", type=int, default=6144)
-    prepare.add_argument("--vocabulary", type=int, default=151_936)
+    add_shape(prepare)
     prepare.add_argument("--head-size", type=int, default=128)
     prepare.add_argument("--length", type=int, default=1000, help="of documents, about; half of each are labels")
     prepare.add_argument("--documents", type=int, default=64, help="of a step")

@@ -41,6 +41,14 @@ def delta_rule_flops(heads: int, size: int, chunk: int = 64) -> float:
     return heads * (2.0 * chunk * size * 4 + 2.0 * size * size * 4)
 
 
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `write_model` reads. Their defaults are a model of 1.72B parameters."""
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=6144)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+
+
 def write_model(
     directory: Path, given: argparse.Namespace, *, device: str, head_size: int = 128, longest: int = 32_768
 ) -> None:

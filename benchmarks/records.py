@@ -196,10 +196,7 @@ def named(middle: Mapping[str, float], *begins: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40, help="of timed steps")
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=6144)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    qwen.add_shape(parser)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--documents", type=int, default=32, help="of a step")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")

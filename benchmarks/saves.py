@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from qwen import write_model
+from qwen import add_shape, write_model
 from rich.console import Console
 
 from truestep.config.schema import Config
@@ -50,10 +50,7 @@ GIB = 2**30
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=6144)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    add_shape(parser)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")

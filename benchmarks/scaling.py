@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from qwen import write_model
+from qwen import add_shape, write_model
 
 from truestep.head.logits import HeadSettings
 from truestep.losses.label_losses import Grpo
@@ -44,10 +44,7 @@ GIB = 2**30
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=6144)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    add_shape(parser)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4, help="of each rank")

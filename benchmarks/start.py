@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import qwen
 import torch
 import yaml
 from checks import write_task
@@ -53,16 +54,13 @@ def write(folder: Path, given: argparse.Namespace) -> None:
     file = write_task(folder, given)
     if given.smollm2:
         config = yaml.safe_load(file.read_text())
-        config["model"]["path"] = str(Path(given.smollm2).resolve())
+        config["model"]["path"] = given.smollm2
         file.write_text(yaml.safe_dump(config))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=6144)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    qwen.add_shape(parser)
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=128)
@@ -73,6 +71,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     given.steps, given.metrics = 2, "basic"
+    given.smollm2 = given.smollm2 and str(Path(given.smollm2).resolve())  # writing the task changes the directory
     if given.tiny or given.smollm2:
         given.layers, given.hidden, given.intermediate, given.vocabulary = 2, 64, 128, 2000
     if given.tiny:
@@ -81,8 +80,6 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if given.smollm2:
-            given.smollm2 = str(Path(given.smollm2).resolve())
         write(folder, given)
         first = start(folder, "first", folder / "caches")
         later = [start(folder, f"again-{number}", folder / "caches") for number in range(1, given.again + 1)]

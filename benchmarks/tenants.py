@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import tenants_client
 import torch
-from qwen import write_model
+from qwen import add_shape, write_model
 from rich.console import Console
 
 from truestep import Session
@@ -44,10 +44,7 @@ WARM = 2  # steps that are not timed
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=6144)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    add_shape(parser)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024, help="of a document")
     parser.add_argument("--documents", type=int, default=64, help="of a step where steps are compared")

@@ -101,10 +101,7 @@ def run(folder: Path, name: str, given: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=6144)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    qwen.add_shape(parser)
     parser.add_argument("--documents", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)

@@ -22,7 +22,7 @@ class OneProcess(Protocol):
 
 S = TypeVar("S", bound=OneProcess)
 
-# One thread for all sessions of a process: they share the device, and the ranks make their calls in one order.
+# One thread for all sessions of a process, because they share the device.
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="session")
 
 
