@@ -89,8 +89,9 @@ def test_a_directory_without_files(tmp_path: Path) -> None:
 
 def test_a_ledger_line(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    for own_reference in (None, False):
-        directory.record_step(4, make_plan(DOCUMENTS, [[2], [0, 1]], 30), own_reference=own_reference)
+    digests = [digest_of(document) for document in DOCUMENTS]
+    for given in (None, digests):
+        directory.record_step(4, make_plan(DOCUMENTS, [[2], [0, 1]], 30), digests=given)
     line = {
         "step": 4,
         "documents": ["d0", "d1", "d2"],
@@ -98,7 +99,6 @@ def test_a_ledger_line(tmp_path: Path) -> None:
         "num_labels": sum(document.num_labels for document in DOCUMENTS),
         "documents_seen": 33,
     }
-    digests = [digest_of(document) for document in DOCUMENTS]
     found = [json.loads(line) for line in directory.ledger.read_text().splitlines()]
     assert found == [line, line | {"digests": digests}]
 

@@ -125,7 +125,7 @@ def _evenly(lengths: Sequence[int], costs: Sequence[float], budget: int, count: 
     # in order of length, longest first, a micro-batch is set aside about once for each document that it takes. So the
     # time is not quadratic.
     set_aside: list[tuple[int, float, int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-costs[index], index)):
+    for index in np.argsort(-np.asarray(costs, np.float64), kind="stable").tolist():  # the costliest first
         length = lengths[index]
         while set_aside and -set_aside[0][0] >= length:
             _, cost, number = heapq.heappop(set_aside)

@@ -31,6 +31,7 @@ from truestep.step.before.check import SamplerCheck
 from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.gpu_use import gpu_metrics
 from truestep.step.learner import Learner
+from truestep.step.plan.agreement import digests_by_all
 from truestep.step.plan.ahead import Planned, PlansAhead
 from truestep.step.update.blame import find_cause
 from truestep.step.update.gradient_clipping import explain_useless
@@ -269,7 +270,8 @@ class Trainer:
         with self.times.measure("sync"):
             self.observers.updated(number, self.state.documents_seen)
         own_reference = None if self.learner.trace is None else self.annotators.fill(REFERENCE)
-        self.directory.record_step(number, plan, self.put_aside, own_reference)
+        digests = None if own_reference is None else digests_by_all(plan.documents, own_reference, self.ranks)
+        self.directory.record_step(number, plan, self.put_aside, digests)
         num_rejected, self._num_rejected = self._num_rejected, 0
         num_put_aside, self.put_aside = len(self.put_aside), []
         self.observers.trained(number, plan, accumulated.scores)
