@@ -5,7 +5,9 @@ file in parallel, and so that the message names the damaged bytes. zlib-ng compu
 as fast.
 """
 
+import itertools
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,7 +88,7 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
         return None
     try:
         content = exact_object(manifest.read_bytes())
-        stretches = list(_stretches(checkpoint, content))[part::parts]
+        stretches = _share(list(_stretches(checkpoint, content)), part, parts)
         size = sum(stretch.length for stretch in stretches)
         reading = progress.working("comparing the checkpoint with its checksums", "bytes read", size)
         with reading, ThreadPoolExecutor(_threads()) as pool:
@@ -102,6 +104,15 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     except OSError as error:
         return printable(f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror or error}")
     return None
+
+
+def _share(stretches: list[_Stretch], part: int, parts: int) -> list[_Stretch]:
+    """Return a part of the stretches, one after another: of a checkpoint of other ranks too, a rank then reads mostly
+    what it loads afterwards, which the host still has in its cache."""
+    ends = list(itertools.accumulate(stretch.length for stretch in stretches))
+    total = ends[-1] if ends else 0
+    bounds = [bisect_left(ends, number * total / parts) for number in (part, part + 1)]
+    return stretches[bounds[0] : len(stretches) if part + 1 == parts else bounds[1]]
 
 
 class _Mismatch(Exception):  # noqa: N818 - it carries a finding

@@ -106,7 +106,7 @@ class Written:
     """The files that a rank wrote: their entries in the manifest, and the places of tensor parts in them."""
 
     files: Mapping[str, Mapping[str, Any]]
-    tensors: Mapping[str, Any]
+    tensors: bytes  # from `describe_parts`
 
 
 def step_of(checkpoint: Path) -> int:
