@@ -3,8 +3,9 @@
     python benchmarks/many_ranks.py [--ranks 1024] [--documents 262144] [--resumed 768] [--layers 28]
 
 One process computes what each rank would do, on the CPU alone, and measures one rank after another. Documents have 64
-to 512 tokens and come in groups of 8 with a prompt that they share. The checkpoint has tensors as Qwen3-1.7B has, with AdamW's states, sharded by rows as FSDP does, but for rows of `--width` numbers, so that it fits a disk.
-Seconds are those of the process, the best of `--runs`: others may use the machine.
+to 512 tokens and come in groups of 8 with a prompt that they share. The checkpoint has tensors as Qwen3-1.7B has, with
+AdamW's states, sharded by rows as FSDP does, but with rows of `--width` numbers, so that it fits a disk. Seconds are
+those of the process, the best of `--runs`: others may use the machine.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from truestep.process import progress
 from truestep.rollouts.digests import digests_of
-from truestep.run.checkpoint.checksums import MANIFEST, find_damage, write_checksums
+from truestep.run.checkpoint import checksums
+from truestep.run.checkpoint.checksums import MANIFEST, write_checksums
 from truestep.step.plan import trees
 from truestep.step.plan.agreement import digests_of_plan
 from truestep.step.plan.plan import StepRule, plan_exactly, totals_of
 from truestep.step.plan.trees import Spread, find_items, parts_of_groups
 from truestep.types import Rollout
+from truestep.weights import tensor_parts
 from truestep.weights.tensor_parts import (
     FOLDER,
     INDEX,
@@ -142,33 +145,48 @@ def write_checkpoint(folder: Path, shapes: dict[str, tuple[int, int]], ranks: in
 
 @dataclass
 class Reads:
-    """What a rank reads at its resume, in bytes."""
+    """What a rank reads of the parts at its resume, in bytes."""
 
     own: int  # of its part
-    values: int = 0
-    checked: int = 0
-    tables: int = 0  # of the index and of the manifest
+    values: int  # that it loads
+    both: int  # that it loads or compares with their checksums: what it compares, its host has then in memory
 
 
 def resume(folder: Path, shapes: dict[str, tuple[int, int]], ranks: int, rank: int) -> Reads:
     """Do what a rank does to go on from a checkpoint, and count what it reads."""
-    boxes = {key: shard(shape, ranks, rank) for key, shape in shapes.items()}
-    reads = Reads(sum(4 * box.numbers for box in boxes.values()))
-    counted, made = dict[str, float](), progress.made
-    progress.made = lambda kind, amount=1: counted.update({kind: counted.get(kind, 0) + amount})
-    try:
-        damage = find_damage(folder, rank, ranks)
-        reads.checked, counted["bytes read"] = int(counted.get("bytes read", 0)), 0
+    boxes = {key: box for key, shape in shapes.items() if (box := shard(shape, ranks, rank)).numbers}
+    spans: dict[str, list[tuple[int, int]]] = {}
+    values, check, map_part = 0, checksums._checksum, tensor_parts._Entry.common
+
+    def checked(checkpoint: Path, stretch: Any) -> int:
+        spans.setdefault(Path(stretch.name).name, []).append((stretch.start, stretch.start + stretch.length))
+        return check(checkpoint, stretch)
+
+    def common(entry: Any, box: Box) -> Iterator[Any]:
+        nonlocal values
+        for place, part in map_part(entry, box):
+            row = 4 * part.shape[1]
+            start = place.byte + (part.start[0] - place.box.start[0]) * row
+            spans.setdefault(place.file.name, []).append((start, start + part.shape[0] * row))
+            values += part.shape[0] * row
+            yield place, part
+
+    with mock.patch.object(checksums, "_checksum", checked), mock.patch.object(tensor_parts._Entry, "common", common):
+        damage = checksums.find_damage(folder, rank, ranks)
         stored = StoredTensors(folder)
         for key, box in boxes.items():
-            if box.numbers:
-                stored.read(key, box)
-        reads.values = int(counted["bytes read"])
-    finally:
-        progress.made = made
+            stored.read(key, box)
     assert damage is None, damage
-    reads.tables = (folder / FOLDER / INDEX).stat().st_size + (folder / MANIFEST).stat().st_size
-    return reads
+    both = sum(joined_length(each) for name, each in spans.items() if name.startswith("part-"))
+    return Reads(sum(4 * box.numbers for box in boxes.values()), values, both)
+
+
+def joined_length(spans: list[tuple[int, int]]) -> int:
+    total, end = 0, 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def main() -> None:
@@ -184,18 +202,21 @@ def main() -> None:
         write_checkpoint(folder, shapes, given.ranks)
         tables = {name: (folder / FOLDER / name).stat().st_size for name in (INDEX, Path(MANIFEST).name)}
         print(f"a checkpoint of {given.ranks:,} parts, {len(shapes)} tensors; bytes of its tables: {tables}")
-        print(
-            f"  manifest and index, read and checked {seconds(partial(find_and_open, folder, given.ranks), given.runs):9.3f}"
-        )
+        spent = seconds(partial(find_and_open, folder, given.ranks), given.runs)
+        print(f"  manifest and index, read and checked {spent:9.3f}")
         reads = [resume(folder, shapes, given.resumed, rank) for rank in range(given.resumed)]
-    most = max(read.values / read.own for read in reads if read.own)
-    largest = max(read.own for read in reads)
-    print(f"a resume at {given.resumed}: values read, of a rank's part: at most {most:.3f}")
-    print(f"  bytes checked, of the largest part: at most {max(read.checked for read in reads) / largest:.3f}")
+    print(f"a resume at {given.resumed}: bytes loaded, of a rank's part: at most {most(reads, 'values'):.3f}")
+    print(f"  loaded or compared with checksums, of the largest part: at most {most(reads, 'both'):.3f}")
+
+
+def most(reads: list[Reads], what: str) -> float:
+    if what == "both":
+        return max(read.both for read in reads) / max(read.own for read in reads)
+    return max(read.values / read.own for read in reads if read.own)
 
 
 def find_and_open(folder: Path, ranks: int) -> None:
-    assert find_damage(folder, 0, ranks) is None
+    assert checksums.find_damage(folder, 0, ranks) is None
     StoredTensors(folder)
 
 

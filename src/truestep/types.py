@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # reward processes import this file, and must not import torc
 ShareMode = Literal["auto", "always", "off"]
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
+_AT_ONCE = 2048  # documents that are counted while the processor's cache holds them
 LONGEST_REASON = 1000  # characters of `Rejected.reason`
 
 
@@ -89,7 +90,7 @@ class Rollout:
     membership: Membership | None = None  # set for a sequence returned by `sequences`; None: this is a whole document
 
     def __post_init__(self) -> None:
-        _ = self.num_labels  # counted once, when the document is made, and not for each plan
+        _ = self.num_tokens, self.num_labels  # counted once, when the document is made, and not for each plan
 
     def value(self, name: str) -> Any:
         """Return a field by its name: an attribute, or an entry of the mappings in `PLACES`; None if it is missing."""
@@ -103,7 +104,7 @@ class Rollout:
         others = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
         return replace(self, **own, fields={**self.fields, **others})
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
@@ -166,8 +167,12 @@ ROUTES = "routed_experts"  # the per-token field with the chosen experts
 
 def counts_of(documents: Sequence[Rollout]) -> np.ndarray:  # [2, D]
     """Count the tokens and the labels of each document."""
-    tokens = [len(document.input_ids) for document in documents]
-    return np.array([tokens, [document.num_labels for document in documents]], np.int64)
+    tokens, labels = list[int](), list[int]()
+    for start in range(0, len(documents), _AT_ONCE):
+        some = documents[start : start + _AT_ONCE]
+        tokens += [document.num_tokens for document in some]
+        labels += [document.num_labels for document in some]
+    return np.array([tokens, labels], np.int64)
 
 
 def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:

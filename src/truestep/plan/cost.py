@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, AdamWConfig, MuonConfig
 from truestep.model.heads import HeadSizes, attending_layers
-from truestep.plan.memory import LABELS, computed_size, copies_of_a_token, host_bytes, recomputes, reduces_each, remakes
+from truestep.plan.memory import LABELS, computed_size, host_bytes, recomputes, remakes
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape
+from truestep.plan.volumes import RankShare, Volume, volumes
 from truestep.ranks.axes import RankLayout
 
 _LENGTH = 1000  # tokens per document, if no option gives a length
@@ -55,6 +56,18 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run: their GPUs, and the bytes a second that a rank sends to ranks of other hosts."""
+
+    count: int = 1
+    gpus: int = 1 << 30  # of each
+    network: float = math.inf
+
+
+ONE_HOST = Hosts()
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by part, on the slowest rank."""
 
@@ -92,7 +105,12 @@ class _Rank:
 
 
 def plan_time(
-    config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, work: Work | None = None
+    config: Config,
+    shape: ModelShape,
+    layout: RankLayout,
+    rates: Rates,
+    work: Work | None = None,
+    hosts: Hosts = ONE_HOST,
 ) -> StepTime:
     """Compute the time of a step by part, without sampling and without waiting for documents."""
     sizes = layout.every
@@ -102,7 +120,7 @@ def plan_time(
     busy = sum(parts.values())
     parts["waiting for the host"] = _waiting(config, rates, rank, busy)
     beside = busy + parts["waiting for the host"]
-    parts["exchange between ranks"] = _exchange(config, shape, rates, rank, beside)
+    parts["exchange between ranks"] = _exchange(config, shape, layout, rates, rank, beside, hosts)
     bubbles = (sizes["pipeline"] - 1) / (rank.micro_batches * config.parallel.stages_per_rank)
     parts["pipeline that fills and empties"] = beside * bubbles
     parts["optimizer"] = _update(config, shape, rates, rank)
@@ -195,27 +213,30 @@ def _waiting(config: Config, rates: Rates, rank: _Rank, busy: float) -> float:
     return rates.launch * _OPERATIONS_WAIT * rank.micro_batches + max(0.0, launched - busy)
 
 
-def _exchange(config: Config, shape: ModelShape, rates: Rates, rank: _Rank, beside: float) -> float:
+def _share(rank: _Rank) -> RankShare:
+    whole = rank.trained / (1 - rank.untrained) if rank.untrained < 1 else rank.weights
+    sizes, each = rank.sizes, (rank.micro_batches, rank.tokens, rank.layers, rank.trained)
+    return RankShare(sizes, *each, whole, rank.gathered, rank.heads.width)
+
+
+def exchanges(config: Config, shape: ModelShape, layout: RankLayout, work: Work | None = None) -> list[Volume]:
+    """Compute what each rank sends to others in a step."""
+    sizes = layout.every
+    work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
+    return volumes(config, shape, _share(_rank(config, shape, sizes, work)))
+
+
+def _exchange(
+    config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, rank: _Rank, beside: float, hosts: Hosts
+) -> float:
     """Compute the time of communication. Within a layer it blocks; communication of weights overlaps with
     computation."""
-    sizes, size = rank.sizes, computed_size(config)
-    if math.prod(sizes.values()) == 1:
-        return 0.0
-    tensor, context, replicas = sizes["tensor"], sizes["context"], sizes["data_replicate"]
-    state = size * shape.hidden * rank.tokens  # bytes of the hidden states of this rank's tokens
-    again = 1.5 if recomputes(config) in ("selective", "full") else 1.0
-    within = (tensor - 1) / tensor + rank.heads.width / shape.hidden * (context - 1) / context**2
-    waits = 8 * again * state * rank.layers * within
-    waits += 2 * state if sizes["pipeline"] > 1 else 0.0
-    waits += 8 * rank.trained / rank.shards * (replicas - 1) / replicas
-    whole = rank.trained / (1 - rank.untrained) if rank.untrained < 1 else rank.weights
-    gathers = (2 if config.parallel.reshard_after_forward else 1) * rank.micro_batches
-    reductions = rank.micro_batches if reduces_each(config) else 1
-    whole, trained = whole * rank.gathered, rank.trained * rank.gathered
-    travels = copies_of_a_token(shape.config, sizes["expert"]) * (1 - 1 / sizes["expert"])  # copies to other ranks
-    waits += 4 * again * state * rank.layers * travels  # sent and sent back, in both passes
-    weights = (size * whole * gathers + 4 * trained * reductions) * (rank.shards - 1) / rank.shards
-    return waits / rates.link + max(0.0, weights / rates.link - _HIDDEN * beside)
+    waits, overlaps = 0.0, 0.0
+    for volume in volumes(config, shape, _share(rank)):
+        rate = hosts.network if volume.crosses(layout, hosts.gpus) else rates.link
+        overlaps += volume.sent / rate if volume.hidden else 0.0
+        waits += 0.0 if volume.hidden else volume.sent / rate
+    return waits + max(0.0, overlaps - _HIDDEN * beside)
 
 
 def _update(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> float:

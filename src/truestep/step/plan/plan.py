@@ -7,7 +7,7 @@ packed   the next micro-batches, packed in order until a rule says stop: the set
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def plan_exactly(
 
 def _packed(sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None) -> tuple[list[list[int]], bool]:
     """Return the members of each micro-batch, and whether they share prefixes."""
-    alone = Packables.alone([len(sequence.input_ids) for sequence in sequences], rule.even_length)
+    alone = Packables.alone([sequence.num_tokens for sequence in sequences], rule.even_length)
     if rule.share == "off" or (rule.share == "auto" and not _busy(alone, rule)):
         return _balanced(sequences, alone, rule)[0], False
     limits, even = _limits(alone, rule), rule.even_length
@@ -135,7 +135,7 @@ def _balanced(sequences: Sequence[Rollout], items: Packables, rule: StepRule) ->
         packed = balance(part.tokens, part.costs, rule.tokens_per_microbatch, rule.multiple)
         each = [math.fsum(part.costs[place] for place in places) for places in packed]
         slowest += math.fsum(max(each[start : start + rule.ranks]) for start in range(0, len(each), rule.ranks))
-        bins += [sorted(index for place in places for index in part.members[place]) for places in packed]
+        bins += [sorted(chain.from_iterable(part.members[place] for place in places)) for places in packed]
     return bins, slowest
 
 
