@@ -15,9 +15,10 @@ from truestep.model.heads import HeadSizes, attending_layers
 from truestep.plan.memory import LABELS, computed_size, host_bytes, recomputes, remakes
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape
-from truestep.plan.volumes import RankShare, Volume, volumes
+from truestep.plan.volumes import Gathered, RankShare, Volume, volumes
 from truestep.ranks.axes import RankLayout
 
+BUBBLES = "pipeline that fills and empties"  # the name of a part
 _LENGTH = 1000  # tokens per document, if no option gives a length
 # How often a layer's elementwise work reads or writes its activations, forward and backward together.
 _PASSES_EAGER, _PASSES_COMPILED, _PASSES_FLASH, _PASSES_ADAPTER = 100, 20, 12, 6
@@ -61,7 +62,12 @@ class Hosts:
 
     count: int = 1
     gpus: int = 1 << 30  # of each
-    network: float = math.inf
+    network: float | None = math.inf  # None: not known
+    measured: bool = False  # the rate of the network; else it was given
+
+    @property
+    def network_from(self) -> str:
+        return "a run on as many" if self.measured else "--network"
 
 
 ONE_HOST = Hosts()
@@ -96,7 +102,6 @@ class _Rank:
     weights: float  # weights of its layers that each token is multiplied with
     trained: float  # number of trained weights, before sharding
     untrained: float  # share of its layers' products without a weight gradient
-    gathered: float  # share of its weights that it all-gathers; of the experts, only those of its expert rank
     heads: HeadSizes
 
     @property
@@ -122,7 +127,7 @@ def plan_time(
     beside = busy + parts["waiting for the host"]
     parts["exchange between ranks"] = _exchange(config, shape, layout, rates, rank, beside, hosts)
     bubbles = (sizes["pipeline"] - 1) / (rank.micro_batches * config.parallel.stages_per_rank)
-    parts["pipeline that fills and empties"] = beside * bubbles
+    parts[BUBBLES] = beside * bubbles
     parts["optimizer"] = _update(config, shape, rates, rank)
     # Offloaded state moves to the device and back, in both directions at once. The transfer overlaps with the last
     # backward pass, up to the size of `optimizer.offload_room`.
@@ -137,7 +142,6 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
     data, stages, tensor = sizes["data_shard"] * sizes["data_replicate"], sizes["pipeline"], sizes["tensor"]
     place = (0, stages, config.parallel.stages_per_rank, tensor, tensor if sizes["expert"] > 1 else 1)
     trained, whole = shape.part(*place, trained=True), shape.part(*place)
-    gathered = shape.part(*place[:-1], sizes["expert"]).all / max(1, whole.all)
     return _Rank(
         sizes,
         max(1, math.ceil(work.tokens / data / config.data.tokens_per_microbatch - 0.05)),
@@ -149,7 +153,6 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
         sum(shape.layer_costs) / stages / tensor,
         float(trained.all),
         1 - sum(trained.layers) / max(1, sum(whole.layers)),
-        gathered,
         HeadSizes.of(shape.config),
     )
 
@@ -213,17 +216,22 @@ def _waiting(config: Config, rates: Rates, rank: _Rank, busy: float) -> float:
     return rates.launch * _OPERATIONS_WAIT * rank.micro_batches + max(0.0, launched - busy)
 
 
-def _share(rank: _Rank) -> RankShare:
-    whole = rank.trained / (1 - rank.untrained) if rank.untrained < 1 else rank.weights
-    sizes, each = rank.sizes, (rank.micro_batches, rank.tokens, rank.layers, rank.trained)
-    return RankShare(sizes, *each, whole, rank.gathered, rank.heads.width)
+def _share(config: Config, shape: ModelShape, rank: _Rank) -> RankShare:
+    sizes, tied = rank.sizes, shape.head == shape.embedding
+    place, expert = (0, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"]), sizes["expert"]
+    whole, trained = (
+        Gathered.of(shape.part(*place, 1, trained=only), shape.part(*place, expert, trained=only), expert, tied=tied)
+        for only in (False, True)
+    )
+    sent = 2 * rank.heads.width + 2 * rank.heads.keys * rank.heads.size
+    return RankShare(sizes, rank.micro_batches, rank.tokens, rank.labels, rank.layers, whole, trained, sent)
 
 
 def exchanges(config: Config, shape: ModelShape, layout: RankLayout, work: Work | None = None) -> list[Volume]:
     """Compute what each rank sends to others in a step."""
     sizes = layout.every
     work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
-    return volumes(config, shape, _share(_rank(config, shape, sizes, work)))
+    return volumes(config, shape, _share(config, shape, _rank(config, shape, sizes, work)))
 
 
 def _exchange(
@@ -231,9 +239,9 @@ def _exchange(
 ) -> float:
     """Compute the time of communication. Within a layer it blocks; communication of weights overlaps with
     computation."""
-    waits, overlaps = 0.0, 0.0
-    for volume in volumes(config, shape, _share(rank)):
-        rate = hosts.network if volume.crosses(layout, hosts.gpus) else rates.link
+    waits, overlaps, network = 0.0, 0.0, hosts.network or math.inf
+    for volume in volumes(config, shape, _share(config, shape, rank)):
+        rate = network if volume.crosses(layout, hosts.gpus) else rates.link
         overlaps += volume.sent / rate if volume.hidden else 0.0
         waits += 0.0 if volume.hidden else volume.sent / rate
     return waits + max(0.0, overlaps - _HIDDEN * beside)

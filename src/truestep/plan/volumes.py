@@ -9,8 +9,26 @@ from dataclasses import dataclass
 
 from truestep.config.schema import Config
 from truestep.plan.memory import computed_size, copies_of_a_token, recomputes, reduces_each
-from truestep.plan.shape import ModelShape
+from truestep.plan.shape import ModelShape, WeightGroup
 from truestep.ranks.axes import DERIVED, RankLayout
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Numbers of a rank's weights before sharding, by how often a micro-batch gathers them."""
+
+    twice: float  # again for the backward pass, with `reshard_after_forward`
+    once: float  # the head, or a tied embedding
+    experts: float  # of its expert rank
+
+    @staticmethod
+    def of(group: WeightGroup, divided: WeightGroup, expert: int, tied: bool) -> "Gathered":
+        """`group`: with all experts; `divided`: with those of one of `expert` ranks."""
+        experts = (group.all - divided.all) / (expert - 1) if expert > 1 else 0.0
+        once = group.head + (group.embedding if tied else 0)
+        return Gathered(divided.all - experts - once, once, experts)
 
 
 @dataclass(frozen=True)
@@ -20,15 +38,22 @@ class RankShare:
     sizes: Mapping[str, int]  # sizes of the layout's axes
     micro_batches: int
     tokens: float  # tokens per step that its layers compute
+    labels: float
     layers: float
-    trained: float  # number of trained weights, before sharding
-    whole: float  # number of all weights, before sharding
-    gathered: float  # share of its weights that it all-gathers; of the experts, only those of its expert rank
-    width: int  # numbers of a token's queries, in all heads
+    whole: Gathered
+    trained: Gathered
+    sent: int  # numbers that context ranks exchange of a token: queries, keys, values and attention's output
 
     @property
     def shards(self) -> int:
         return self.sizes["data_shard"] * self.sizes["context"]
+
+    def over_shards(self, weights: Gathered, times: float) -> float:
+        """Return the numbers that a rank sends if all weights are gathered, those of `twice` so many times."""
+        experts = self.sizes["expert"]
+        sharing = self.shards * self.sizes["tensor"] // experts if experts > 1 else 1  # ranks with the same experts
+        both = (times * weights.twice + weights.once) * (self.shards - 1) / self.shards
+        return both + times * weights.experts * (sharing - 1) / sharing
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,7 @@ class Volume:
         return layout.count(self.axes)
 
     def crosses(self, layout: RankLayout, gpus: int) -> bool:
-        """Tell whether ranks of several hosts exchange it, if each host has `gpus` ranks, numbered one after another."""
+        """Tell whether ranks of several hosts exchange it, if each host has `gpus` ranks, one after another."""
         if self.axes[0] in DERIVED:  # neighbours
             return layout.every[self.axes[0]] > gpus or gpus % layout.every[self.axes[0]] != 0
         return any(len({rank // gpus for rank in members}) > 1 for members in layout.groups(self.axes))
@@ -55,22 +80,26 @@ class Volume:
 
 def volumes(config: Config, shape: ModelShape, rank: RankShare) -> list[Volume]:
     """Compute what a rank sends in a step; exchanges of one rank alone are left out."""
-    sizes, size = rank.sizes, computed_size(config)
-    tensor, context, replicas, shards = sizes["tensor"], sizes["context"], sizes["data_replicate"], rank.shards
-    state = size * shape.hidden * rank.tokens  # bytes of the hidden states of this rank's tokens
+    sizes, size, spread = rank.sizes, computed_size(config), ("data_shard", "context")
+    tensor, context, replicas, stages = (sizes[name] for name in ("tensor", "context", "data_replicate", "pipeline"))
+    of_tokens, of_labels = size * shape.hidden * rank.tokens, _FLOAT32 * shape.hidden * rank.labels  # hidden states
     again = 1.5 if recomputes(config) in ("selective", "full") else 1.0
-    gathers = (2 if config.parallel.reshard_after_forward else 1) * rank.micro_batches
-    reductions = rank.micro_batches if reduces_each(config) else 1
+    gathers = 2 if config.parallel.reshard_after_forward else 1
+    weights = size * rank.over_shards(rank.whole, gathers) * rank.micro_batches
+    gradients = _FLOAT32 * rank.over_shards(rank.trained, 1) * (rank.micro_batches if reduces_each(config) else 1)
+    own = _FLOAT32 * (rank.trained.twice + rank.trained.once + rank.trained.experts) / rank.shards
+    # In a layer, two gathers and two reduce-scatters forward, and as many backward; the embedding and the head beside.
+    layers = (8 * again * rank.layers + 3 / stages) * of_tokens + 2 * of_labels
+    heads = 2 * again * size * rank.sent * rank.tokens * rank.layers + 2 * of_labels
     travels = copies_of_a_token(shape.config, sizes["expert"]) * (1 - 1 / sizes["expert"])  # copies to other ranks
-    spread, part = ("data_shard", "context"), (shards - 1) / shards
-    heads = rank.width / shape.hidden * (context - 1) / context**2
+    sends = 2 * config.parallel.stages_per_rank - (stages == 2)  # of two stages, each has an end
     found = [
-        Volume("weights gathered", spread, size * rank.whole * rank.gathered * gathers * part, hidden=True),
-        Volume("gradients reduced", spread, 4 * rank.trained * rank.gathered * reductions * part, hidden=True),
-        Volume("gradients of replicas", ("data_replicate",), 8 * rank.trained / shards * (replicas - 1) / replicas),
-        Volume("tokens of tensor ranks", ("tensor",), 8 * again * state * rank.layers * (tensor - 1) / tensor),
-        Volume("heads of context ranks", ("context",), 8 * again * state * rank.layers * heads),
-        Volume("tokens of experts", ("expert",), 4 * again * state * rank.layers * travels),
-        Volume("tokens of pipeline stages", ("pipeline",), 2 * state if sizes["pipeline"] > 1 else 0.0),
+        Volume("weights gathered", spread, weights, hidden=True),
+        Volume("gradients reduced", spread, gradients, hidden=True),
+        Volume("gradients of replicas", ("data_replicate",), 2 * own * (replicas - 1) / replicas),
+        Volume("tokens of tensor ranks", ("tensor",), layers * (tensor - 1) / tensor),
+        Volume("heads of context ranks", ("context",), heads * (context - 1) / context),
+        Volume("tokens of experts", ("expert",), 4 * again * of_tokens * rank.layers * travels),
+        Volume("tokens of pipeline stages", ("pipeline",), sends * of_tokens if stages > 1 else 0.0),
     ]
     return [volume for volume in found if volume.sent]
