@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import socket
 import tempfile
 import time
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from truestep.errors import TruestepError
+from truestep.errors import MachineError, TruestepError
 from truestep.files.disks import writing
 from truestep.files.whole import (
     Line,
@@ -45,7 +46,7 @@ class RunError(TruestepError):
     """A run's directory cannot be used."""
 
 
-class LockedError(RunError):
+class LockedError(RunError, MachineError):
     """Another process writes the run."""
 
 
@@ -70,6 +71,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
+        self._token = ""  # in the file of the lock: another process that locks the run writes its own
         self._coming: str | None = None  # the options of this start, written to config.yaml at its first step
 
     def check(self) -> None:
@@ -107,11 +109,32 @@ class RunDirectory:
                 kind = LockedError if error.errno in _HELD else RunError
                 with handle:
                     raise kind(self._why_not_locked(handle, error)) from error
-        self._lock = handle
+        self._lock, self._token = handle, secrets.token_hex(8)
         with writing(self.path / ".lock"):
             handle.truncate(0)
-            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n{self._token}\n")
             handle.flush()
+            os.fsync(handle)
+
+    def check_owner(self) -> None:
+        """Raise if another process has locked the run since. A network disk takes a lock from a machine that it does
+        not hear of: a process that stood still there goes on later, and must not write."""
+        if self._lock is None:
+            return
+        try:
+            content = (self.path / ".lock").read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise LockedError(f"the lock of {self.path} is lost: {error.strerror or error}") from error
+        if self._token not in content.splitlines():
+            raise LockedError(f"the lock of {self.path} was lost, and another process writes it ({_owner(content)})")
+
+    def owned(self) -> bool:
+        """Tell whether no other process has locked the run since."""
+        try:
+            self.check_owner()
+        except LockedError:
+            return False
+        return True
 
     def _why_not_locked(self, handle: TextIO, error: OSError) -> str:
         if error.errno not in _HELD:
@@ -121,8 +144,7 @@ class RunDirectory:
                 "damage it. If you see to it that only one does, set checkpoint.lock: false"
             )
         handle.seek(0)
-        owner = printable(handle.read(200).strip()) or "one that has not written its name yet"
-        return f"{self.path} is being written by another process ({owner})"
+        return f"{self.path} is being written by another process ({_owner(handle.read(200))})"
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -272,6 +294,10 @@ class RunDirectory:
     def ledger_bytes(self) -> int:
         """Return the size of ledger.jsonl, which `roll_back` needs."""
         return self.ledger.stat().st_size if self.ledger.is_file() else 0
+
+
+def _owner(content: str) -> str:
+    return printable(content.partition("\n")[0].strip()) or "one that has not written its name yet"
 
 
 def _until(file: Path) -> int:

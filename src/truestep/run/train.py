@@ -195,6 +195,7 @@ def _make_trainer(
     directory = _check(config, ranks, elastic)
     mark = "" if elastic is None else elastic.mark
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best), mark)
+    store.fence = directory.check_owner
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
@@ -205,6 +206,8 @@ def _make_trainer(
     watch.phase("reading the data")
     raters = _make_raters(directory, ranks, say)
     supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started)
+    if supply.servers is not None:
+        supply.servers.fence = directory.check_owner
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())

@@ -195,6 +195,7 @@ class Trainer:
                 return None
             waited = time.perf_counter() - start
             self.state.planned = planned
+            self.directory.check_owner()
             self._put_rejected(planned.taken.rejected)
             self.put_aside += planned.taken.put_aside
             if planned.plan is None:
@@ -267,10 +268,12 @@ class Trainer:
         self.watch.phase(f"ending step {number}")
         if not self.source.plans_ahead:  # such a source samples from the new weights or publishes them
             self._check_weights()
+        self.directory.check_owner()
         with self.times.measure("sync"):
             self.observers.updated(number, self.state.documents_seen)
         own_reference = None if self.learner.trace is None else self.annotators.fill(REFERENCE)
         digests = None if own_reference is None else digests_by_all(plan.documents, own_reference, self.ranks)
+        self.directory.check_owner()  # publication may have taken long
         self.directory.record_step(number, plan, self.put_aside, digests)
         num_rejected, self._num_rejected = self._num_rejected, 0
         num_put_aside, self.put_aside = len(self.put_aside), []
@@ -366,6 +369,7 @@ class Trainer:
                 line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
         except Interrupted:  # the resumed run makes this evaluation first
             return
+        self.directory.check_owner()
         self.state.last_evaluated = self.step
         self.directory.record_evaluation(line)
         self.checkpoints.evaluated(line)

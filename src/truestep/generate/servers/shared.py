@@ -30,6 +30,7 @@ class SharedServers(Observer):
         self._ranks = policy.weights.ranks
         self._probes = self._ranks.share(lambda: self._of_first_rank.probes)
         self._published = False
+        self.fence: Callable[[], None] = lambda: None  # raises if another process trains the run
 
     @property
     def _of_first_rank(self) -> Servers:
@@ -50,7 +51,7 @@ class SharedServers(Observer):
         self._ranks.share(lambda: self._of_first_rank.wait_until_sent())
         weights = self._publisher.write(self._policy, version)
         expected = expect(self._policy, self._probes, version)
-        self._ranks.share(lambda: self._of_first_rank.send(weights, expected))
+        self._ranks.share(lambda: self._of_first_rank.send(weights, expected, self.fence))
 
     @property
     def generate(self) -> Generate:

@@ -57,6 +57,7 @@ def make_recorder(
         decode=None if tokenizer is None else decode,
         say=say if config.logging.console else discard,
         writes=directory.writes,
+        owned=directory.owned,
     )
 
 

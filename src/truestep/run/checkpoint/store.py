@@ -15,7 +15,7 @@ directory in peft's format), and a folder `truestep`:
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ class CheckpointStore:
         self._best = best or Best()
         self._mark = mark  # of this start's incomplete checkpoints: a rank of another start cannot write into them
         self._under_way: Path | None = None  # the checkpoint that is written, or was written last
+        self.fence: Callable[[], None] = lambda: None  # raises if another process writes the run
 
     def complete(self) -> list[Path]:
         """List the complete checkpoints, oldest first. Directories of other names, such as copies, are none."""
@@ -175,6 +176,7 @@ class CheckpointStore:
 
     def prepare(self, step: int) -> None:
         """Make the directory of a new checkpoint. Remove checkpoints that a kill left half-written or half-removed."""
+        self.fence()
         self._under_way = self.final(step)
         with writing(self.partial(step)):
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -201,6 +203,7 @@ class CheckpointStore:
             _write_progress(partial / FOLDER, progress)
             write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
             sync_tree(partial)
+            self.fence()
             if final.exists():
                 shutil.rmtree(final)  # not complete, such as an interrupted copy by the user
             os.replace(partial, final)
