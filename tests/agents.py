@@ -8,6 +8,7 @@ context, by its process id.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -52,7 +53,11 @@ def _worker(folder: str, number: int, words: list[str], nodes: tuple[int, int]) 
         made(self, *arguments)
 
     Trainer._train = slowly  # type: ignore[method-assign]
-    main(words, prog_name="truestep", standalone_mode=False)
+    if words[0] != "train":  # a function of a test, by its import path
+        module, _, name = words[0].partition(":")
+        getattr(importlib.import_module(module), name)(*words[1:])
+    else:
+        main(words, prog_name="truestep", standalone_mode=False)
 
 
 def _agent(
@@ -106,6 +111,7 @@ class Agents:
     waits_for_all: bool = False  # a generation has the most agents, so that the layout never changes
     environment: dict[str, str] = field(default_factory=lambda: {elastic.OWN_STORE: "1"})
     port: int = field(default_factory=free_port)
+    program: str = "train"  # the command of truestep, or a function of the configuration's path
     agents: dict[int, BaseProcess] = field(default_factory=dict)
 
     def __enter__(self) -> Agents:
@@ -121,7 +127,7 @@ class Agents:
     def start(self, *numbers: int, options: tuple[str, ...] = ()) -> None:
         """Start agents. They may have further options of the command."""
         for number in numbers:
-            words = ["train", str(self.config), *options]
+            words = [self.program, str(self.config), *options]
             least = self.nodes[self.waits_for_all], self.nodes[1]
             given = str(self.folder), number, self.port, words, self.nodes, least, self.environment
             self.agents[number] = fork_context().Process(target=_agent, args=given)
