@@ -58,8 +58,9 @@ def test_it_is_no_error_of_the_run_itself() -> None:
 
 def test_a_checkpoint_is_neither_begun_nor_completed(tmp_path: Path) -> None:
     old, new = taken_over(tmp_path)
-    ours, theirs = (CheckpointStore(tmp_path / "checkpoints", 1, mark=mark) for mark in ("-old", "-new"))
-    ours.fence, theirs.fence = old.check_owner, new.check_owner
+    folder = tmp_path / "checkpoints"
+    ours = CheckpointStore(folder, 1, None, "-old", old.check_owner)
+    theirs = CheckpointStore(folder, 1, None, "-new", new.check_owner)
     theirs.prepare(3)
     with pytest.raises(LockedError):
         ours.prepare(3)

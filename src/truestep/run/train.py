@@ -193,9 +193,7 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks, elastic)
-    mark = "" if elastic is None else elastic.mark
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best), mark)
-    store.fence = directory.check_owner
+    store = _make_store(config, directory, "" if elastic is None else elastic.mark)
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
@@ -205,9 +203,7 @@ def _make_trainer(
     annotators = annotators_of(config, runner, directory, latest)
     watch.phase("reading the data")
     raters = _make_raters(directory, ranks, say)
-    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started)
-    if supply.servers is not None:
-        supply.servers.fence = directory.check_owner
+    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started, directory.check_owner)
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
@@ -243,6 +239,11 @@ def _make_trainer(
         put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
     )
+
+
+def _make_store(config: Config, directory: RunDirectory, mark: str) -> CheckpointStore:
+    best = Best(config.checkpoint.keep_best)
+    return CheckpointStore(directory.checkpoints, config.checkpoint.keep, best, mark, directory.check_owner)
 
 
 def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> int | None:
@@ -284,9 +285,12 @@ def _make_data(
     raters: Raters,
     say: Callable[[str], None],
     started: StartedServers | None,
+    fence: Callable[[], None],
 ) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluates | None]:
     policy = runner.policy
     supply = make_supply(config, policy, ranks, raters, started)
+    if supply.servers is not None:
+        supply.servers.fence = fence
     check = make_check(config, runner, supply.servers, say)
     evaluator = make_evaluator(config, policy, raters, supply.servers, check)
     return supply, make_queue(config, policy, supply.source), check, evaluator

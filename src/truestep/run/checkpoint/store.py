@@ -119,13 +119,20 @@ def step_of(checkpoint: Path) -> int:
 class CheckpointStore:
     """The checkpoints of a run, complete or being written."""
 
-    def __init__(self, directory: Path, keep: int, best: Best | None = None, mark: str = ""):
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        best: Best | None = None,
+        mark: str = "",
+        fence: Callable[[], None] = lambda: None,
+    ):
         self._directory = directory
         self._keep = keep
         self._best = best or Best()
         self._mark = mark  # of this start's incomplete checkpoints: a rank of another start cannot write into them
         self._under_way: Path | None = None  # the checkpoint that is written, or was written last
-        self.fence: Callable[[], None] = lambda: None  # raises if another process writes the run
+        self._fence = fence  # raises if another process writes the run
 
     def complete(self) -> list[Path]:
         """List the complete checkpoints, oldest first. Directories of other names, such as copies, are none."""
@@ -176,7 +183,7 @@ class CheckpointStore:
 
     def prepare(self, step: int) -> None:
         """Make the directory of a new checkpoint. Remove checkpoints that a kill left half-written or half-removed."""
-        self.fence()
+        self._fence()
         self._under_way = self.final(step)
         with writing(self.partial(step)):
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -203,7 +210,7 @@ class CheckpointStore:
             _write_progress(partial / FOLDER, progress)
             write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
             sync_tree(partial)
-            self.fence()
+            self._fence()
             if final.exists():
                 shutil.rmtree(final)  # not complete, such as an interrupted copy by the user
             os.replace(partial, final)

@@ -126,7 +126,7 @@ def find_items_together(
     spread: Spread | None,
     ranks: int,
 ) -> list[Packables]:
-    """As `find_items`. In a large step each rank searches the sequences of some groups, and the items are gathered."""
+    """Find the same items. In a large step each rank searches the sequences of some groups, and they are gathered."""
     if spread is None or len(sequences) < _SPREAD:
         return find_items(sequences, alike, least, limits, even_length)
     part = parts_of_groups(sequences, ranks)[spread.rank]
