@@ -235,7 +235,7 @@ class RunDirectory:
     def record_step(
         self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = (), digests: Sequence[str] | None = None
     ) -> None:
-        """Append the step's line to the ledger, with the documents' digests where they are given."""
+        """Append the step's line to the ledger. `digests`: of the plan's documents, if the run keeps them."""
         if not self.writes:
             return
         self._note_options(step)

@@ -252,6 +252,7 @@ class Trainer:
         accumulated = self._accumulate(plan, measured)
         if (fault := self._fault(plan, accumulated)) is not None:
             raise self._unusable(number, fault)
+        digests = self._digests(plan)  # while a GPU ends its backward pass: `gradient_norm` waits for it
         norm = self.learner.gradient_norm()
         # Weights that are not finite also make an unusable gradient: check them before the documents are blamed.
         useless = not self.learner.usable(norm)
@@ -271,8 +272,6 @@ class Trainer:
         self.directory.check_owner()
         with self.times.measure("sync"):
             self.observers.updated(number, self.state.documents_seen)
-        own_reference = None if self.learner.trace is None else self.annotators.fill(REFERENCE)
-        digests = None if own_reference is None else digests_by_all(plan.documents, own_reference, self.ranks)
         self.directory.check_owner()  # publication may have taken long
         self.directory.record_step(number, plan, self.put_aside, digests)
         num_rejected, self._num_rejected = self._num_rejected, 0
@@ -297,6 +296,12 @@ class Trainer:
         }
         self.marks.pop("lost_seconds", None)  # it is a number of the first step
         self.observers.step(line)
+
+    def _digests(self, plan: StepPlan) -> list[str] | None:
+        """Compute the digests of the step's documents for the ledger, if this run keeps them. Every rank calls this."""
+        if self.learner.trace is None:
+            return None
+        return digests_by_all(plan.documents, self.annotators.fill(REFERENCE), self.ranks)
 
     def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
         """Compute the step's metrics and gradient, and keep the scores that annotators and observers need."""
