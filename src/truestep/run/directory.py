@@ -39,6 +39,7 @@ from truestep.types import PutAside, Rejected, StepPlan
 
 _REPLACED = "config-until-"  # config-until-00000012.yaml has the options of the steps up to 12
 _END = 1 << 20  # bytes at a file's beginning and at its end that are hashed
+_UNSURE = 10.0  # seconds in which a network disk may fail to say who has the lock
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # the errors of flock when another process holds the lock
 
 
@@ -71,7 +72,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
-        self._token = ""  # in the file of the lock: another process that locks the run writes its own
+        # In the file of the lock: another process that locks the run writes its own.
+        self.token = secrets.token_hex(8)
         self._coming: str | None = None  # the options of this start, written to config.yaml at its first step
 
     def check(self) -> None:
@@ -109,10 +111,10 @@ class RunDirectory:
                 kind = LockedError if error.errno in _HELD else RunError
                 with handle:
                     raise kind(self._why_not_locked(handle, error)) from error
-        self._lock, self._token = handle, secrets.token_hex(8)
+        self._lock = handle
         with writing(self.path / ".lock"):
             handle.truncate(0)
-            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n{self._token}\n")
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n{self.token}\n")
             handle.flush()
             os.fsync(handle)
 
@@ -121,12 +123,29 @@ class RunDirectory:
         not hear of: a process that stood still there goes on later, and must not write."""
         if self._lock is None:
             return
-        try:
-            content = (self.path / ".lock").read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise LockedError(f"the lock of {self.path} is lost: {error.strerror or error}") from error
-        if self._token not in content.splitlines():
+        content = self._read_lock(self._lock)
+        if content is not None and self.token not in content.splitlines():
             raise LockedError(f"the lock of {self.path} was lost, and another process writes it ({_owner(content)})")
+
+    def _read_lock(self, handle: TextIO) -> str | None:
+        """Return the content of the lock's file; None if the file was removed, and this process holds the lock."""
+        deadline = time.monotonic() + _UNSURE
+        while True:
+            try:
+                return (self.path / ".lock").read_text(encoding="utf-8", errors="replace")
+            except FileNotFoundError:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise self._lost(error) from error
+                return None
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise self._lost(error) from error
+            time.sleep(0.1)
+
+    def _lost(self, error: OSError) -> LockedError:
+        return LockedError(f"the lock of {self.path} is lost: {error.strerror or error}")
 
     def owned(self) -> bool:
         """Tell whether no other process has locked the run since."""
@@ -185,6 +204,7 @@ class RunDirectory:
 
     def _append(self, file: Path, line: dict[str, Any]) -> None:
         if self.writes:
+            self.check_owner()
             append_json_line(file, line)
 
     def first_weights(self, model: str) -> str:
@@ -238,6 +258,7 @@ class RunDirectory:
         """Append the step's line to the ledger. `digests`: of the plan's documents, if the run keeps them."""
         if not self.writes:
             return
+        self.check_owner()
         self._note_options(step)
         line: dict[str, Any] = {
             "step": step,
@@ -285,6 +306,7 @@ class RunDirectory:
 
     def record_rejected(self, rejected: Sequence[Rejected]) -> None:
         if rejected and self.writes:
+            self.check_owner()
             write_rejected(self.path, rejected, append=True)
 
     def rejected_bytes(self) -> int:

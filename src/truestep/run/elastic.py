@@ -101,11 +101,6 @@ class Elastic:
     directory: RunDirectory | None = None  # locked by the first rank
     asked_at: Callable[[], float] = lambda: math.inf  # `time.monotonic` when this rank was first asked to stop
 
-    @property
-    def mark(self) -> str:
-        """What the names of this generation's incomplete checkpoints end with."""
-        return f"-{generation_id()}"
-
     def count_beside(self, ranks: Ranks) -> None:
         """Let LOCAL_WORLD_SIZE be the ranks of this machine, which share its memory and cores: an agent counts its own.
         Every rank calls this."""

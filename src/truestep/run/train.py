@@ -193,7 +193,7 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks, elastic)
-    store = _make_store(config, directory, "" if elastic is None else elastic.mark)
+    store = _make_store(config, directory, ranks.share(lambda: directory.token))
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
     latest, damaged = _undamaged(store, directory, ranks)
@@ -203,7 +203,7 @@ def _make_trainer(
     annotators = annotators_of(config, runner, directory, latest)
     watch.phase("reading the data")
     raters = _make_raters(directory, ranks, say)
-    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started, directory.check_owner)
+    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started, directory)
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
@@ -285,12 +285,10 @@ def _make_data(
     raters: Raters,
     say: Callable[[str], None],
     started: StartedServers | None,
-    fence: Callable[[], None],
+    directory: RunDirectory,
 ) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluates | None]:
     policy = runner.policy
-    supply = make_supply(config, policy, ranks, raters, started)
-    if supply.servers is not None:
-        supply.servers.fence = fence
+    supply = make_supply(config, policy, ranks, raters, started, directory.check_owner)
     check = make_check(config, runner, supply.servers, say)
     evaluator = make_evaluator(config, policy, raters, supply.servers, check)
     return supply, make_queue(config, policy, supply.source), check, evaluator
@@ -298,7 +296,7 @@ def _make_data(
 
 def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], None]) -> Raters:
     """Make the reward services. Only the first rank shows their messages and keeps the output that rewards print."""
-    return Raters(say, PrintedLog(directory.printed, say)) if ranks.first else Raters()
+    return Raters(say, PrintedLog(directory.printed, say, directory.owned)) if ranks.first else Raters()
 
 
 def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:

@@ -140,13 +140,16 @@ class Trainer:
                 self._close()
 
     def _close(self) -> None:
-        self.directory.unlock()
-        if self.ranks.size == 1 or self.finished:  # after an error on one rank, the ranks must not wait for each other
-            self.plans.close()
-        self.source.close(self.finished)
-        if self.evaluator is not None:
-            self.evaluator.close()
-        self.saves.close()
+        try:
+            # After an error on one rank, the ranks must not wait for each other.
+            if self.ranks.size == 1 or self.finished:
+                self.plans.close()
+            self.source.close(self.finished)
+            if self.evaluator is not None:
+                self.evaluator.close()
+            self.saves.close()
+        finally:
+            self.directory.unlock()  # last: a source gives back what it holds only where the run is still its own
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = self._told_to_stop
@@ -195,7 +198,6 @@ class Trainer:
                 return None
             waited = time.perf_counter() - start
             self.state.planned = planned
-            self.directory.check_owner()
             self._put_rejected(planned.taken.rejected)
             self.put_aside += planned.taken.put_aside
             if planned.plan is None:
@@ -269,10 +271,8 @@ class Trainer:
         self.watch.phase(f"ending step {number}")
         if not self.source.plans_ahead:  # such a source samples from the new weights or publishes them
             self._check_weights()
-        self.directory.check_owner()
         with self.times.measure("sync"):
             self.observers.updated(number, self.state.documents_seen)
-        self.directory.check_owner()  # publication may have taken long
         self.directory.record_step(number, plan, self.put_aside, digests)
         num_rejected, self._num_rejected = self._num_rejected, 0
         num_put_aside, self.put_aside = len(self.put_aside), []
@@ -374,7 +374,6 @@ class Trainer:
                 line = self.evaluator.run(self.step, self.state.documents_seen, self.source.asked_to_stop)
         except Interrupted:  # the resumed run makes this evaluation first
             return
-        self.directory.check_owner()
         self.state.last_evaluated = self.step
         self.directory.record_evaluation(line)
         self.checkpoints.evaluated(line)

@@ -72,4 +72,4 @@ def make_keeper(config: Config, directory: RunDirectory, say: Callable[[str], No
     if options is None or not keeps_records(config):
         return None
     told = say if config.logging.console else discard
-    return RecordKeeper(directory.path, options.gigabytes, told, directory.writes)
+    return RecordKeeper(directory.path, options.gigabytes, told, directory.writes, directory.owned)

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ class CheckpointStore:
         self._directory = directory
         self._keep = keep
         self._best = best or Best()
-        self._mark = mark  # of this start's incomplete checkpoints: a rank of another start cannot write into them
+        # In the names of this start's incomplete checkpoints: a rank of another start cannot write into them.
+        self._mark = mark and f"-{mark}"
         self._under_way: Path | None = None  # the checkpoint that is written, or was written last
         self._fence = fence  # raises if another process writes the run
 
@@ -183,11 +185,11 @@ class CheckpointStore:
 
     def prepare(self, step: int) -> None:
         """Make the directory of a new checkpoint. Remove checkpoints that a kill left half-written or half-removed."""
-        self._fence()
         self._under_way = self.final(step)
-        with writing(self.partial(step)):
+        with self._fenced(), writing(self.partial(step)):
             self._directory.mkdir(parents=True, exist_ok=True)
             for leftover in self._directory.glob(".*.partial"):
+                self._fence()
                 shutil.rmtree(leftover)
             (self.partial(step) / FOLDER).mkdir(parents=True)
 
@@ -195,16 +197,17 @@ class CheckpointStore:
         """Write a rank's part of a checkpoint and its random state."""
         folder = self.partial(step) / FOLDER
         file, checksums = folder / part_name(rank), RunningChecksums()
-        with working("writing a checkpoint", "bytes written", sum(part.values.nbytes for part in staged.parts)):
+        size = sum(part.values.nbytes for part in staged.parts)
+        with self._fenced(), working("writing a checkpoint", "bytes written", size):
             write_image(staged.image, file, watch=checksums.add)
-        with writing(folder / _random_name(rank)):
-            (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
+            with writing(folder / _random_name(rank)):
+                (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
         return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
 
     def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
         """Write the other files of a checkpoint, the manifest last; rename the checkpoint; remove old ones."""
         partial, final = self.partial(progress.step), self.final(progress.step)
-        with writing(partial):
+        with self._fenced(), writing(partial):
             write_index(partial / FOLDER, [part.tensors for part in parts])
             model.write(partial)
             _write_progress(partial / FOLDER, progress)
@@ -215,14 +218,26 @@ class CheckpointStore:
                 shutil.rmtree(final)  # not complete, such as an interrupted copy by the user
             os.replace(partial, final)
         sync_directory(self._directory)
-        self._remove_old()
+        with self._fenced():
+            self._remove_old()
         return final
+
+    @contextmanager
+    def _fenced(self) -> Iterator[None]:
+        """Raise if another process writes the run, also where it removed what this one was writing."""
+        self._fence()
+        try:
+            yield
+        except OSError:
+            self._fence()
+            raise
 
     def _remove_old(self) -> None:
         best = self.best()
         for old in self.complete()[: -self._keep]:
             if old == best:
                 continue
+            self._fence()
             # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = old.with_name(f".{old.name}.partial")
             os.replace(old, doomed)
