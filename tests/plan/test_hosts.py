@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +13,8 @@ from click.testing import CliRunner
 from plan.shapes import BIG, H200, config_of
 from truestep.commands.cli import main
 from truestep.errors import TruestepError
-from truestep.plan.advice import layout_of
+from truestep.plan import search
+from truestep.plan.advice import changed_plainly, layout_of
 from truestep.plan.cost import Hosts, Work, exchanges, plan_time
 from truestep.plan.rates import rates_file
 from truestep.plan.report import hosts_of
@@ -53,8 +56,9 @@ def test_what_crosses_hosts_goes_at_the_rate_of_the_network() -> None:
 
 
 def test_hosts_of_one_machine_and_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hosts_of(1, 8).count == 1 and hosts_of(2, 8, 45.0) == Hosts(2, 8, 45e9)
-    assert hosts_of(2, 8).network is None, "no run on two hosts was measured here"
+    assert hosts_of(1, 8) is None and hosts_of(2, 8, 45.0) == Hosts(2, 8, 45e9)
+    unknown = hosts_of(2, 8)
+    assert unknown is not None and unknown.network is None, "no run on two hosts was measured here"
     with pytest.raises(TruestepError, match="--hosts says how many"):
         hosts_of(1, 8, 45.0)
 
@@ -63,7 +67,7 @@ def test_rates_over_hosts_are_kept_apart() -> None:
     assert rates_file("a card", 16, 8) != rates_file("a card", 16, 16) != rates_file("a card", 8, 8)
 
 
-def plan(folder: Path, *options: str) -> str:
+def plan(folder: Path, *options: str, fails: int = 0) -> str:
     import json
 
     import transformers
@@ -78,14 +82,14 @@ def plan(folder: Path, *options: str) -> str:
             f"model: {{path: {folder / 'model'}}}\ndata: {{path: none, advantages: none, tokens_per_microbatch: 256}}\n"
             "schedule: {docs_per_step: 64}\n"
         )
-    words = ["plan", str(folder / "config.yaml"), "--card", str(folder / "rates.json"), "--gpus", "4", *options]
+    words = ["plan", str(folder / "config.yaml"), "--card", str(folder / "rates.json"), *options]
     result = CliRunner().invoke(main, words)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == fails, result.output
     return result.output
 
 
 def test_a_plan_says_what_was_measured_and_what_was_calculated(tmp_path: Path) -> None:
-    said = plan(tmp_path, "--hosts", "2", "--network", "45", "--parallel.pipeline", "2", "--length", "100")
+    said = plan(tmp_path, "--gpus", "4", "--hosts", "2", "--network", "45", "--parallel.pipeline", "2", "--length", "100")
     rows = {line.split("  ")[0]: line.split()[-3:] for line in said.splitlines() if " yes " in line or " no " in line}
     assert {name: row[:2] for name, row in rows.items()} == {
         "weights gathered": ["4", "no"],
@@ -99,8 +103,37 @@ def test_a_plan_says_what_was_measured_and_what_was_calculated(tmp_path: Path) -
 
 
 def test_without_the_rate_between_hosts_no_time_is_planned(tmp_path: Path) -> None:
-    said = plan(tmp_path, "--hosts", "2", "--output", str(tmp_path / "out"))
+    said = plan(tmp_path, "--gpus", "4", "--hosts", "2", "--output", str(tmp_path / "out"))
     assert "the rate between hosts is not known here" in said and "tokens/s" not in said
     assert "weights gathered" in said and "Measured" not in said
     assert '"hosts": 2' in (tmp_path / "out" / "plan.json").read_text()
-    assert "between hosts" not in plan(tmp_path)
+    assert "between hosts" not in plan(tmp_path, "--gpus", "4")
+
+
+def test_gpus_of_a_machine_are_those_of_the_launcher_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert "--hosts needs --gpus" in plan(tmp_path, "--hosts", "2", fails=2)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "data_shard 8" in plan(tmp_path, "--hosts", "2", "--network", "45")
+    assert "data_shard 8" in plan(tmp_path)
+
+
+def test_options_are_chosen_by_the_time_over_the_network() -> None:
+    """Gradients that go over a slow network are reduced once in a step, where its memory lets them."""
+    config = config_of(16_384, data_shard=16, reduce_each_micro_batch="auto", activation_checkpointing="auto")
+    layout, asked = layout_of(config, 16), list[Hosts | None]()
+    honest = search.plan_time
+
+    def planned(*arguments: Any, hosts: Hosts | None = None) -> Any:
+        asked.append(hosts)
+        return honest(*arguments, hosts=hosts)
+
+    apart = Hosts(2, 8, 1e9)
+    with mock.patch.object(search, "plan_time", planned):
+        found, _ = search.settle(config, BIG, layout, 139 * 2**30, H200, apart)
+    assert len(asked) > 1 and set(asked) == {apart}
+    assert plan_time(found, BIG, layout, H200, hosts=apart).total <= min(
+        plan_time(changed_plainly(found, search.REDUCE, each), BIG, layout, H200, hosts=apart).total
+        for each in (False, True)
+    )

@@ -155,7 +155,7 @@ def _disagree() -> None:
 
 
 def test_ranks_that_plan_another_step_stop_before_anything_is_computed() -> None:
-    with pytest.raises(RankError, match=r"ranks \[2\] planned another step after document 0 than the rest"):
+    with pytest.raises(RankError, match=r"after document 0 ranks 2 planned another step than the rest"):
         run_ranks(3, _disagree)
 
 

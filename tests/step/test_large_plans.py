@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from truestep.ranks.axes import RankLayout
+from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.group import Ranks
 from truestep.rollouts.digests import digests_of
 from truestep.step.plan import agreement, trees
-from truestep.step.plan.agreement import digests_by_all, digests_of_plan, documents_of_rank, other_of, ranks_that_differ
+from truestep.step.plan.agreement import digests_by_all, digests_of_plan, disagreement, documents_of_rank, other_of
 from truestep.step.plan.plan import StepRule, plan_exactly
 from truestep.step.plan.trees import Spread, find_items, parts_of_groups
 from truestep.types import Rollout, StepPlan
@@ -52,19 +53,26 @@ class Gathers:
         return gathered
 
 
-def plans_of_ranks(share: Any) -> list[StepPlan]:
-    gathers, found = Gathers(), dict[int, StepPlan]()
+def of_ranks(work: Callable[[Spread], Any]) -> list[Any]:
+    """Return what each rank's call returned or raised."""
+    gathers, found = Gathers(), dict[int, Any]()
 
-    def plan(rank: int) -> None:
-        spread = Spread(rank, lambda value: gathers.gather(rank, value))
-        found[rank] = plan_exactly(documents(), rule(share), 0, spread)
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(Spread(rank, lambda value: gathers.gather(rank, value)))
+        except Exception as error:
+            found[rank] = error
 
-    threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(RANKS)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return [found[rank] for rank in range(RANKS)]
+
+
+def plans_of_ranks(share: Any) -> list[StepPlan]:
+    return of_ranks(lambda spread: plan_exactly(documents(), rule(share), 0, spread))
 
 
 def test_ranks_that_each_search_a_part_make_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +83,7 @@ def test_ranks_that_each_search_a_part_make_the_same_plan(monkeypatch: pytest.Mo
     plans = plans_of_ranks("always")
     assert sum(searched) == 100 and max(searched) <= 20
     assert len({plan.micro_batches for plan in plans}) == 1
-    assert ranks_that_differ([digests_of_plan(plan, rank) for rank, plan in enumerate(plans)]) == []
+    assert disagreement([digests_of_plan(plan, rank) for rank, plan in enumerate(plans)]) is None
 
 
 def test_a_search_in_parts_finds_the_items_of_the_whole() -> None:
@@ -91,6 +99,69 @@ def test_a_search_in_parts_finds_the_items_of_the_whole() -> None:
         joined = trees.Packables.joined(found)
         for name in ("members", "tokens"):
             assert sorted(getattr(joined, name)) == sorted(getattr(whole[number], name))
+
+
+SYSTEM = 400  # tokens of a prompt that all groups have
+
+
+def shared_prompt() -> list[Rollout]:
+    made = []
+    for one in documents():
+        ids = np.concatenate([np.arange(1, SYSTEM + 1), one.input_ids])
+        mask = np.concatenate([np.zeros(SYSTEM, bool), one.loss_mask])
+        assert one.advantages is not None
+        advantages = np.concatenate([np.zeros(SYSTEM, np.float32), one.advantages])
+        made.append(dataclasses.replace(one, input_ids=ids, loss_mask=mask, advantages=advantages))
+    return made
+
+
+def test_a_prefix_of_groups_in_two_parts_is_computed_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "_SPREAD", 1)
+    everything, limits = shared_prompt(), [100_000]
+    (whole,) = find_items(everything, (), 1, limits, 1e9)
+    joined, *others = of_ranks(
+        lambda spread: trees.find_items_together(everything, (), 1, limits, 1e9, spread, RANKS)[0]
+    )
+    assert all(other == joined for other in others)
+    assert sorted(index for members in joined.members for index in members) == list(range(100))
+    assert len(whole.members) == 1 and len(joined.members) == RANKS
+    again = (RANKS - 1) * SYSTEM
+    assert sum(joined.tokens) == sum(whole.tokens) + again
+    assert joined.cost == pytest.approx(whole.cost + again, rel=1e-3)
+
+
+@pytest.mark.parametrize("field", ["id", "loss_mask", "number"])
+def test_a_rank_that_searches_other_data_is_told_apart(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "_SPREAD", 1)
+
+    def plan(spread: Spread) -> StepPlan:
+        made = documents()
+        if spread.rank == 2:
+            made = made[:-1] if field == "number" else [changed_in(made[0], field), *made[1:]]
+        return plan_exactly(made, rule("always"), 0, spread)
+
+    for rank, error in enumerate(of_ranks(plan)):
+        assert isinstance(error, RankError)
+        others = "data ranks 0, 1, 3, 4, 5" if rank == 2 else "data rank 2"
+        assert str(error).startswith(f"{others} and data rank {rank} plan different steps: they do not see the same")
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_rank_that_does_not_search_is_told_apart(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees so few documents that it searches them alone, or none, and compares its plan already."""
+    monkeypatch.setattr(trees, "_SPREAD", 100)
+
+    def plan(spread: Spread) -> None:
+        if spread.rank == 2:
+            made = plan_exactly(documents()[:99], rule("always"), 0, spread) if few else None
+            found = disagreement(spread.gather(None if made is None else digests_of_plan(made, 2)))
+            raise RankError(str(found))
+        plan_exactly(documents(), rule("always"), 0, spread)
+
+    errors = of_ranks(plan)
+    assert all(isinstance(error, RankError) for error in errors)
+    assert str(errors[2]) == "ranks 2 planned another step than the rest"
+    assert str(errors[4]).startswith("data rank 2 and data rank 4 plan different steps")
 
 
 def test_small_steps_are_searched_by_each_rank() -> None:
@@ -117,28 +188,34 @@ def test_a_rank_that_computes_another_advantage_is_found(large: bool, monkeypatc
     for wrong in range(RANKS):
         index = documents_of_rank(plan, wrong)[0]
         told = [digests_of_plan(changed(plan, index) if rank == wrong else plan, rank) for rank in range(RANKS)]
-        differ = ranks_that_differ(told)
         # Two ranks digested it; in a small step all did, so that it is known which is wrong.
-        assert (
-            differ == [wrong]
-            if not large
-            else differ in ([wrong], [rank for rank in range(RANKS) if wrong == other_of(plan, rank)])
+        (watching,) = [rank for rank in range(RANKS) if wrong == other_of(plan, rank)]
+        first, second = sorted((wrong, watching))
+        assert disagreement(told) == (
+            f"ranks {first} and {second} have different advantages for the documents of data rank {wrong}"
+            if large
+            else f"ranks {wrong} planned another step than the rest"
         )
-    assert ranks_that_differ([digests_of_plan(plan, rank) for rank in range(RANKS)]) == []
+    assert disagreement([digests_of_plan(plan, rank) for rank in range(RANKS)]) is None
+
+
+def changed_in(one: Rollout, field: str) -> Rollout:
+    mask = one.loss_mask.copy()
+    mask[-1] = False
+    return dataclasses.replace(one, **{field: {"id": "another", "loss_mask": mask}[field]})
 
 
 @pytest.mark.parametrize("field", ["id", "loss_mask"])
 def test_every_rank_compares_what_decides_the_plan(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_MOST_NUMBERS", 0)
     plan = plan_exactly(documents(), rule(), 0)
-    one = plan.documents[7]
-    mask = one.loss_mask.copy()
-    mask[-1] = False
-    other = dataclasses.replace(one, **{field: {"id": "another", "loss_mask": mask}[field]})
+    other = changed_in(plan.documents[7], field)
     wrong = dataclasses.replace(plan, documents=(*plan.documents[:7], other, *plan.documents[8:]))
     told = [digests_of_plan(wrong if rank == 2 else plan, rank) for rank in range(RANKS)]
-    assert ranks_that_differ(told) == [2]
-    assert ranks_that_differ([*told[:2], None, *told[3:]]) == [2], "its data has ended"
+    differs = "ranks 2 planned another step than the rest"
+    assert disagreement(told) == differs
+    assert disagreement([*told[:2], None, *told[3:]]) == differs, "its data has ended"
+    assert disagreement(told[1:3]) == "ranks 0 and 1 planned different steps", "it is not known which is wrong"
 
 
 def test_a_large_step_is_digested_once_and_by_one_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,9 @@ def plan(
     from truestep.plan.rates import named_rates, rates_of_plan
     from truestep.plan.report import hosts_of, make_plan_report
 
-    size = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    size = ranks or int(os.environ.get("WORLD_SIZE" if hosts == 1 else "LOCAL_WORLD_SIZE", "0" if hosts > 1 else "1"))
+    if not size:
+        raise click.UsageError("--hosts needs --gpus, the number of GPUs of each machine")
     several = hosts_of(hosts, size, network)
     if card:
         cards_memory, rates = named_rates(card)

@@ -60,17 +60,14 @@ class Work:
 class Hosts:
     """The hosts of a run: their GPUs, and the bytes a second that a rank sends to ranks of other hosts."""
 
-    count: int = 1
-    gpus: int = 1 << 30  # of each
-    network: float | None = math.inf  # None: not known
+    count: int
+    gpus: int  # of each
+    network: float | None  # None: not known
     measured: bool = False  # the rate of the network; else it was given
 
     @property
     def network_from(self) -> str:
         return "a run on as many" if self.measured else "--network"
-
-
-ONE_HOST = Hosts()
 
 
 @dataclass(frozen=True)
@@ -115,9 +112,9 @@ def plan_time(
     layout: RankLayout,
     rates: Rates,
     work: Work | None = None,
-    hosts: Hosts = ONE_HOST,
+    hosts: Hosts | None = None,
 ) -> StepTime:
-    """Compute the time of a step by part, without sampling and without waiting for documents."""
+    """Compute the time of a step by part, without sampling and without waiting for documents. `hosts`: None: one."""
     sizes = layout.every
     work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
     rank = _rank(config, shape, sizes, work)
@@ -235,13 +232,16 @@ def exchanges(config: Config, shape: ModelShape, layout: RankLayout, work: Work 
 
 
 def _exchange(
-    config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, rank: _Rank, beside: float, hosts: Hosts
+    config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, rank: _Rank, beside: float, hosts: Hosts | None
 ) -> float:
     """Compute the time of communication. Within a layer it blocks; communication of weights overlaps with
     computation."""
-    waits, overlaps, network = 0.0, 0.0, hosts.network or math.inf
+    waits, overlaps = 0.0, 0.0
     for volume in volumes(config, shape, _share(config, shape, rank)):
-        rate = network if volume.crosses(layout, hosts.gpus) else rates.link
+        rate = rates.link
+        if hosts is not None and volume.crosses(layout, hosts.gpus):
+            assert hosts.network is not None, "no time is planned without it"
+            rate = hosts.network
         overlaps += volume.sent / rate if volume.hidden else 0.0
         waits += 0.0 if volume.hidden else volume.sent / rate
     return waits + max(0.0, overlaps - _HIDDEN * beside)

@@ -10,7 +10,7 @@ from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files.whole import write_whole
 from truestep.plan.advice import layout_of, savings
-from truestep.plan.cost import BUBBLES, ONE_HOST, Hosts, StepTime, Work, exchanges, plan_time
+from truestep.plan.cost import BUBBLES, Hosts, StepTime, Work, exchanges, plan_time
 from truestep.plan.memory import (
     GIB,
     LABELS,
@@ -46,7 +46,7 @@ class PlanReport:
     rates: Rates | None  # None if not known for this number of ranks; then no time is planned
     length: float | None  # tokens per document
     switched_on: dict[str, Any]
-    hosts: Hosts = ONE_HOST
+    hosts: Hosts | None = None  # None: one
 
     @staticmethod
     def of(
@@ -55,16 +55,16 @@ class PlanReport:
         memory: float | None = None,
         rates: Rates | None = None,
         length: float | None = None,
-        hosts: Hosts = ONE_HOST,
+        hosts: Hosts | None = None,
     ) -> "PlanReport":
         shape, layout = read_shape(config), layout_of(config, ranks)
         if rates is not None:  # without a rate of what is exchanged, no time is planned
-            rates = rates.among(min(ranks, hosts.gpus))
-        if hosts.network is None:
+            rates = rates.among(ranks if hosts is None else hosts.gpus)
+        if hosts is not None and hosts.network is None:
             rates = None
         switched_on = dict[str, Any]()
         if memory is not None:
-            config, switched_on = settle(config, shape, layout, memory * GIB * ROOM, rates)
+            config, switched_on = settle(config, shape, layout, memory * GIB * ROOM, rates, hosts)
         return PlanReport(config, shape, layout, ranks, memory, rates, length, switched_on, hosts)
 
     @property
@@ -102,8 +102,8 @@ class PlanReport:
             )
         lines += [f"auto: {name} is {str(value).lower()} here." for name, value in self.switched_on.items()]
         lines += ["", *self._time_lines()]
-        if self.hosts.count > 1:
-            lines += ["", *exchange_lines(self)]
+        if self.hosts is not None:
+            lines += ["", *exchange_lines(self, self.hosts)]
         if self.memory is not None:
             lines += ["", *self._verdict()]
         elif (warning := too_small(self.config, self.ranks)) is not None:
@@ -112,7 +112,7 @@ class PlanReport:
 
     def _time_lines(self) -> list[str]:
         step = self.time
-        if self.hosts.network is None:
+        if self.hosts is not None and self.hosts.network is None:
             return [
                 "The time is not planned: the rate between hosts is not known here. --network GB/s gives it; a run on "
                 "several hosts measures it, and keeps it in ~/.cache/truestep/rates."
@@ -162,7 +162,7 @@ def make_plan_report(
     output: Path | None,
     rates: Rates | None = None,
     length: float | None = None,
-    hosts: Hosts = ONE_HOST,
+    hosts: Hosts | None = None,
 ) -> tuple[str, bool]:
     """Return the plan as text, and whether it fits `memory` GiB per rank (True without `memory`). With `output`, also
     write plan.json there."""
@@ -173,18 +173,18 @@ def make_plan_report(
     return "\n".join(plan.lines()), plan.fits
 
 
-def hosts_of(count: int, gpus: int, network: float | None = None) -> Hosts:
-    """Return so many hosts of so many GPUs. `network`: GB/s of a GPU between them; None: as a run measured it."""
+def hosts_of(count: int, gpus: int, network: float | None = None) -> Hosts | None:
+    """Return so many hosts of so many GPUs; None for one. `network`: GB/s of a GPU between them; None: as a run measured it."""
     if count == 1:
         if network is not None:
             raise TruestepError("--network is of several machines: --hosts says how many there are")
-        return ONE_HOST
+        return None
     if network is not None:
         return Hosts(count, gpus, network * 1e9)
     return Hosts(count, gpus, kept_network(count * gpus, gpus), measured=True)
 
 
-def exchange_lines(plan: PlanReport) -> list[str]:
+def exchange_lines(plan: PlanReport, hosts: Hosts) -> list[str]:
     """Say what a rank sends in a step, and what of the plan was measured and what was calculated."""
     found = exchanges(plan.config, plan.shape, plan.layout, plan._work)
     if not found:
@@ -192,17 +192,17 @@ def exchange_lines(plan: PlanReport) -> list[str]:
     width = max(len(volume.what) for volume in found)
     lines = [f"{'':<{width}}   ranks  between hosts   GiB a rank sends"]
     for volume in found:
-        crosses = "yes" if volume.crosses(plan.layout, plan.hosts.gpus) else "no"
+        crosses = "yes" if volume.crosses(plan.layout, hosts.gpus) else "no"
         lines.append(f"{volume.what:<{width}}{volume.ranks(plan.layout):>8}{crosses:>15}{volume.sent / GIB:>19.3f}")
     step, pipeline = plan.time, plan.layout.every["pipeline"]
     if step is not None and pipeline > 1:
         share = step.parts.get(BUBBLES, 0.0) / step.total
         lines.append(f"Pipeline stages wait {share:.1%} of a step while it fills and empties.")
     lines.append("Calculated: what ranks send, from the model's shape and the layout; the seconds of each part.")
-    if plan.rates is not None and plan.hosts.network is not None:
-        network = f"{plan.hosts.network / 1e9:g} GB/s of a rank between hosts ({plan.hosts.network_from})"
+    if plan.rates is not None and hosts.network is not None:
+        network = f"{hosts.network / 1e9:g} GB/s of a rank between hosts ({hosts.network_from})"
         lines.append(f"Measured: the rates of {plan.rates.card}, {plan.rates.link / 1e9:g} GB/s of its link in a host.")
-        lines.append(f"{'Measured' if plan.hosts.measured else 'Given'}: {network}. Nothing was tried over hosts.")
+        lines.append(f"{'Measured' if hosts.measured else 'Given'}: {network}. Nothing was tried over hosts.")
     return lines
 
 
@@ -256,7 +256,7 @@ def _values(plan: PlanReport) -> dict[str, Any]:
         "memory": plan.memory,
         "stages": [{"stage": rank.stage, "bytes": rank.kinds, "total": rank.total} for rank in plan.planned],
         "card": None if plan.rates is None else plan.rates.card,
-        "hosts": plan.hosts.count,
+        "hosts": 1 if plan.hosts is None else plan.hosts.count,
         "sent": {volume.what: volume.sent for volume in exchanges(plan.config, plan.shape, plan.layout, plan._work)},
         "step": None if step is None else {"seconds": step.parts, "total": step.total, "tokens": step.tokens},
     }

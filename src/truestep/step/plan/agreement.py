@@ -6,6 +6,8 @@ of a large step, a rank digests those of the documents that it computes, and tho
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -44,16 +46,28 @@ def documents_of_rank(plan: StepPlan, rank: int) -> list[int]:
     return sorted({plan.document_of[index] for members in plan.of_rank(rank) for index in members})
 
 
-def ranks_that_differ(told: Sequence[Digests | None]) -> list[int]:
-    """Return the ranks that digested something else than most of those that digested the same part. None: the rank's
-    data has ended."""
-    for part in sorted({part for digests in told for part in digests or {_ALL: ""}}):
-        said = {rank: (digests or {_ALL: ""}).get(part) for rank, digests in enumerate(told)}
-        values = [value for value in said.values() if value is not None]
-        usual = max(values, key=values.count)
-        if others := [rank for rank, value in said.items() if value is not None and value != usual]:
-            return others
-    return []
+def disagreement(told: Sequence[Any]) -> str | None:
+    """Say which ranks digested different things; None if none did. `told`: the digests of each rank, None where the
+    rank's data has ended, and any other value where the rank is at another exchange, as its data is another."""
+    digests = [each if isinstance(each, dict) else {_ALL: type(each).__name__} for each in told]
+    for part in sorted({part for each in digests for part in each}):
+        alike: dict[str, list[int]] = {}
+        for rank, each in enumerate(digests):
+            if part in each:
+                alike.setdefault(each[part], []).append(rank)
+        if len(alike) == 1:
+            continue
+        most, *others = sorted(alike.values(), key=len, reverse=True)
+        if part != _ALL:
+            return f"ranks {_and(most, *others)} have different advantages for the documents of data rank {part}"
+        if len(most) == len(others[0]):
+            return f"ranks {_and(most, *others)} planned different steps"
+        return f"ranks {_and(sorted(chain(*others)))} planned another step than the rest"
+    return None
+
+
+def _and(*groups: Sequence[int]) -> str:
+    return " and ".join(", ".join(map(str, ranks)) for ranks in groups)
 
 
 def digests_by_all(documents: Sequence[Rollout], own_reference: bool, ranks: Ranks) -> list[str]:

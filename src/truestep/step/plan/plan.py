@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-import numpy as np
-
 from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
 from truestep.rollouts.prefixes import find_segments, identities
@@ -55,10 +53,7 @@ class StepRule:
 
 
 def totals_of(documents: Sequence[Rollout]) -> StepTotals:
-    return _totals(counts_of(documents))
-
-
-def _totals(counts: np.ndarray) -> StepTotals:
+    counts = counts_of(documents)
     num_tokens, num_labels = counts.sum(1).tolist()
     return StepTotals(counts.shape[1], num_labels, num_tokens)
 
@@ -70,24 +65,27 @@ def make_plan(
     ranks: int = 1,
     advantage_std_floor: float = STANDARD_DEVIATION_FLOOR,
     sharing: Sharing | None = None,
+    repeated: bool = False,
 ) -> StepPlan:
     packed = tuple(tuple(members) for members in micro_batches)
     # Every rank has all documents of the step here, so scaling over the step gives the same result on each.
-    scaled, counts = scale_over_step(documents, advantage_std_floor), counts_of(documents)
-    plan = StepPlan(tuple(scaled), packed, _totals(counts), documents_seen, ranks, sharing=sharing)
-    vars(plan)["counts"] = counts  # its cached property: a large step is counted once
-    return plan
+    scaled = scale_over_step(documents, advantage_std_floor)
+    return StepPlan(tuple(scaled), packed, totals_of(documents), documents_seen, ranks, repeated, sharing)
 
 
 def plan_exactly(
-    documents: Sequence[Rollout], rule: StepRule, documents_seen: int, spread: Spread | None = None
+    documents: Sequence[Rollout],
+    rule: StepRule,
+    documents_seen: int,
+    spread: Spread | None = None,
+    repeated: bool = False,
 ) -> StepPlan:
     """Pack these documents into few micro-batches of about equal cost. Ranks run micro-batches of similar cost at the
     same time. With `spread`, all ranks call this at the same time, and share the work in a large step."""
     sequences = sequences_of(documents)
     bins, shares = _packed(sequences, rule, spread)
     sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch, rule.alike) if shares else None
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated)
 
 
 def _packed(sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None) -> tuple[list[list[int]], bool]:
@@ -139,7 +137,7 @@ def _balanced(sequences: Sequence[Rollout], items: Packables, rule: StepRule) ->
     return bins, slowest
 
 
-def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
+def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int, repeated: bool = False) -> StepPlan:
     """Pack these documents in order, and add empty micro-batches up to a multiple of `rule.multiple`. Shared prefixes
     do not change the documents of a micro-batch."""
     sequences = sequences_of(documents)
@@ -148,7 +146,7 @@ def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: in
     if rule.share == "off" or (rule.share == "auto" and not _pays(sequences, bins, rule)):
         sharing = None
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated)
 
 
 def _pays(sequences: Sequence[Rollout], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:

@@ -1,7 +1,6 @@
 """The queue of plans made from a source. A plan depends only on the state of the queue and of its source."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from truestep.rollouts.source import PeekableSource, Source, SourceError, StepSource, Taken
@@ -44,14 +43,14 @@ class PlanQueue:
             self.taken = taken
             self._documents = list(taken.documents)
             self._repeats_left = self._updates_per_batch - 1
-        plan = replace(self._plan(), repeated=repeated)
+        plan = self._plan(repeated)
         self.documents_seen = plan.documents_seen_after
         return plan
 
-    def _plan(self) -> StepPlan:
+    def _plan(self, repeated: bool) -> StepPlan:
         if self._rule.exact:
-            return plan_exactly(self._documents, self._rule, self.documents_seen, self._spread)
-        return plan_packed(self._documents, self._rule, self.documents_seen)
+            return plan_exactly(self._documents, self._rule, self.documents_seen, self._spread, repeated)
+        return plan_packed(self._documents, self._rule, self.documents_seen, repeated)
 
     def _take(self) -> Taken | None:
         if isinstance(self._source, StepSource):

@@ -3,6 +3,7 @@
 A tree of sequences that exceeds a limit is divided into parts. Each part computes the common prefix again.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from truestep.ranks.axes import RankError
 from truestep.rollouts.packing import first_fit_decreasing
 from truestep.rollouts.prefixes import PATH_COST, Forest, find_segments, identities
-from truestep.types import Rollout
+from truestep.types import Rollout, counts_of
 
 # Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens. A
 # shorter prefix, such as the start of a chat template, is shared only if its sequences are in one micro-batch anyway.
@@ -106,6 +108,14 @@ class Spread:
     gather: Callable[[Any], list[Any]]  # returns the values of all data ranks, in order
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What a rank found in its part of a step's sequences."""
+
+    seen: str  # a digest of the step's sequences
+    items: list[Packables]  # for each limit
+
+
 _SPREAD = 1 << 15  # sequences of a step whose prefixes are found by all ranks together
 
 
@@ -126,13 +136,32 @@ def find_items_together(
     spread: Spread | None,
     ranks: int,
 ) -> list[Packables]:
-    """Find the same items. In a large step each rank searches the sequences of some groups, and they are gathered."""
+    """Find items. In a large step each rank searches the sequences of some groups, and the items are gathered. They are
+    those of `find_items`, except where groups share a prefix, such as a system prompt: each part computes it again."""
     if spread is None or len(sequences) < _SPREAD:
         return find_items(sequences, alike, least, limits, even_length)
     part = parts_of_groups(sequences, ranks)[spread.rank]
     own = find_items(sequences[part.start : part.stop], alike, least, limits, even_length)
-    gathered = spread.gather([each.moved(part.start) for each in own])
-    return [Packables.joined([parts[number] for parts in gathered]) for number in range(len(limits))]
+    mine = _Found(_digest(sequences), [each.moved(part.start) for each in own])
+    gathered = spread.gather(mine)
+    # A rank with other data may have got another value here, or be at another exchange.
+    others = [rank for rank, found in enumerate(gathered) if not isinstance(found, _Found) or found.seen != mine.seen]
+    if others:
+        raise RankError(
+            f"data rank{'s' * (len(others) > 1)} {_numbers(others)} and data rank {spread.rank} plan different steps: "
+            "they do not see the same data or configuration; nothing of it was computed"
+        )
+    return [Packables.joined([found.items[number] for found in gathered]) for number in range(len(limits))]
+
+
+def _digest(sequences: Sequence[Rollout]) -> str:
+    seen = hashlib.sha256("\n".join([sequence.id for sequence in sequences]).encode(errors="surrogatepass"))
+    seen.update(counts_of(sequences).tobytes())
+    return seen.hexdigest()
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def parts_of_groups(sequences: Sequence[Rollout], count: int) -> list[range]:
