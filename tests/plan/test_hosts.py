@@ -89,7 +89,9 @@ def plan(folder: Path, *options: str, fails: int = 0) -> str:
 
 
 def test_a_plan_says_what_was_measured_and_what_was_calculated(tmp_path: Path) -> None:
-    said = plan(tmp_path, "--gpus", "4", "--hosts", "2", "--network", "45", "--parallel.pipeline", "2", "--length", "100")
+    said = plan(
+        tmp_path, "--gpus", "4", "--hosts", "2", "--network", "45", "--parallel.pipeline", "2", "--length", "100"
+    )
     rows = {line.split("  ")[0]: line.split()[-3:] for line in said.splitlines() if " yes " in line or " no " in line}
     assert {name: row[:2] for name, row in rows.items()} == {
         "weights gathered": ["4", "no"],

@@ -58,14 +58,32 @@ def counted(folder: Path, size: int) -> tuple[dict[str, float], dict[str, int]]:
     return {name: sent for name, sent in most.items() if sent}, told["step"]
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recomputed": {"activation_checkpointing": "full"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "adapter": {"adapter": {"rank": 4, "alpha": 8}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["shards", "tensor"])
+@pytest.mark.parametrize("what", OPTIONS)
+def test_options_of_the_model_are_planned(what: str, layout: str, tmp_path: Path) -> None:
+    check(layout, OPTIONS[what], tmp_path)
+
+
 @pytest.mark.parametrize("layout", long_except(LAYOUTS, "shards"))
 def test_planned_volumes_are_those_that_are_counted(layout: str, tmp_path: Path) -> None:
+    check(layout, {}, tmp_path)
+
+
+def check(layout: str, options: dict[str, Any], tmp_path: Path) -> None:
     size, parallel, tolerance = LAYOUTS[layout]
     make = expert_model if "experts" in layout else lambda folder: make_model(folder, "qwen3", num_hidden_layers=4)
     model = make(tmp_path / "model")
     write_records(tmp_path / "r.jsonl", make_records(3, documents=24, max_length=40))
     given: dict[str, Any] = {
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32"} | options,
         "data": {"path": str(tmp_path / "r.jsonl"), "advantages": "none", "tokens_per_microbatch": 100},
         "parallel": parallel,
     }

@@ -174,7 +174,8 @@ def make_plan_report(
 
 
 def hosts_of(count: int, gpus: int, network: float | None = None) -> Hosts | None:
-    """Return so many hosts of so many GPUs; None for one. `network`: GB/s of a GPU between them; None: as a run measured it."""
+    """Return so many hosts of so many GPUs; None for one. `network`: GB/s of a GPU between them; None: as a run
+    measured it."""
     if count == 1:
         if network is not None:
             raise TruestepError("--network is of several machines: --hosts says how many there are")
