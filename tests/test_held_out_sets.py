@@ -73,8 +73,11 @@ def test_each_set_has_its_own_reward_or_environment(words: Path, prompts: Path, 
     logged = [f"evaluation/{name}" for name in lines[-1]]
     assert set(evaluation_metrics(config)) <= set(logged)
     assert {"evaluation/digits/pass@2", "evaluation/episodes/sampled_reward"} <= set(evaluation_metrics(config))
-    said = next(line for line in shown.getvalue().splitlines() if line.startswith("held-out after step 2"))
-    assert "over 15 prompts; digits: greedy " in said and "pass@2 " in said and "; fewer: greedy " in said
+    said = shown.getvalue().partition("held-out after step 2")[2].splitlines()
+    assert said[0].endswith("over 15 prompts")
+    of_sets = {name.strip(): text for name, _, text in (line.partition(":") for line in said[1 : 1 + len(SETS)])}
+    assert list(of_sets) == list(SETS) and all(text.strip().startswith("greedy ") for text in of_sets.values())
+    assert "pass@2 " in of_sets["digits"]
     page = write_report([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Held-out sets, sampled" in page and "Prompt of digits" in page
 

@@ -122,7 +122,10 @@ def test_a_directory_that_cannot_be_written_to_is_named_and_none_is_left_behind(
     ):
         with pytest.raises(RunError) as caught:
             RunDirectory(place).check()
-        assert str(caught.value) == f"checkpoint.directory: {place} cannot be written to: {why}"
+        assert (
+            str(caught.value)
+            == f"checkpoint.directory: {place} cannot be written to: {why}; name a directory that you may write to"
+        )
     RunDirectory(tmp_path / "a" / "run").check()
     (tmp_path / "b").mkdir()
     RunDirectory(tmp_path / "b").check()

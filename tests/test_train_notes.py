@@ -121,6 +121,17 @@ def test_the_commands_that_come_next_can_be_typed(finished: bool, given: list[st
     assert commands[0] == ["truestep", "report", "runs/a b"]
     assert commands[1] == ["truestep", "export", "runs/a b", "--output", "DIRECTORY"]
     assert commands[2] == again
+    narrow = what_next(Path("runs/a b"), finished, "schedule.steps", typed, width=60)
+    assert [shlex.split(line) for line in narrow[2::2]] == commands, "each command has a line of its own"
+
+
+def test_a_run_without_a_step_has_no_page_and_no_model() -> None:
+    typed = ["truestep", "train", "a.yaml"]
+    assert what_next(Path("run"), False, None, typed, made=False) == [
+        "next:",
+        "  go on from here: truestep train a.yaml",
+    ]
+    assert what_next(Path("run"), True, None, typed, made=False) == []
 
 
 def test_a_run_whose_data_ended_is_made_longer_by_epochs(config: Config, tmp_path: Path) -> None:
@@ -158,7 +169,7 @@ def test_a_start_that_makes_no_step_changes_no_options(config: Config, tiny_mode
     text = said(other_options(config, tiny_model("qwen3")))
     assert "optimizer.learning_rate is now 0.5; before it was 0.01" in text
     newest = tmp_path / "run/checkpoints/step-00000004"
-    assert text.splitlines()[1].startswith(f"model: {newest} (LlamaForCausalLM), ")
+    assert f"\nmodel: {newest} (LlamaForCausalLM), " in text
     assert (tmp_path / "run/config.yaml").read_bytes() == before
     assert "before it was" not in said(config)
 

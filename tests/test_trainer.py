@@ -239,7 +239,8 @@ def test_a_signal_ends_the_run_after_the_step_in_hand(kind: signal.Signals, tiny
         lambda *_: send(kind)() if next(passes) == micro_batches else None
     )
     ended = trainer.run()
-    assert ended == "stopped by a signal after step 2; the same command goes on from here"
+    how = {signal.SIGTERM: "a signal (SIGTERM)", signal.SIGINT: "Ctrl-C (SIGINT)"}[kind]
+    assert ended == f"stopped by {how} after step 2; the same command goes on from here"
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 2
     assert (tmp_path / "run/checkpoints/step-00000002").is_dir()
@@ -313,7 +314,7 @@ def test_a_run_that_is_stopped_in_its_last_evaluation_keeps_its_steps_and_makes_
         return run(step, documents_seen, asked_to_stop)
 
     object.__setattr__(trainer.evaluator, "run", stopped)
-    assert trainer.run() == "stopped by a signal after step 5; the same command goes on from here"
+    assert trainer.run() == "stopped by Ctrl-C (SIGINT) after step 5; the same command goes on from here"
     assert not trainer.finished and trainer.stopped_by == signal.SIGINT
     assert trainer.checkpoints.latest() == tmp_path / "stopped/checkpoints/step-00000005"
     assert quiet_trainer(config).run() == "all 5 steps are done"

@@ -1,27 +1,18 @@
 """GRPO as a loop of one's own: sample, rate, compute the gradient, update. It is what `train` does, bit for bit."""
 
-import json
-from pathlib import Path
-from typing import Any
-
-from task import arguments, make_config, reward
+from task import arguments, make_config, reward, tasks
 
 from truestep import Session
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
 
 if __name__ == "__main__":
     given = arguments(__doc__)
     config = make_config(given, "own-loop")
-    prompts = read(given.directory / "task" / "prompts.jsonl")
+    prompts = tasks(given)
     with Session(config) as session:
         for step in range(given.steps):
-            tasks = prompts[4 * step : 4 * step + 4]
+            some = [prompts[number % len(prompts)] for number in range(4 * step, 4 * step + 4)]
             records = []
-            for task, samples in zip(tasks, session.sample([task["prompt"] for task in tasks], count=8), strict=True):
+            for task, samples in zip(some, session.sample([task["prompt"] for task in some], count=8), strict=True):
                 for sample in samples:
                     rated = reward(task["prompt"], sample.text, answer=task["answer"])
                     records.append(sample.record(reward=rated, group_id=task["prompt"]))

@@ -5,11 +5,12 @@ anywhere in seconds.
 """
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any
 
-from truestep import Config, init
+from truestep import Config, Session, init
 
 
 def reward(prompt: object, completion: str, *, answer: int, **_: object) -> float:
@@ -26,6 +27,18 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a Hugging Face directory; without it a tiny model is made")
     parser.add_argument("--steps", type=int, default=20)
     return parser.parse_args()
+
+
+def tasks(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Read the prompts, each with its answer."""
+    lines = (given.directory / "task" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def written(session: Session, task: dict[str, Any], answer: int, **fields: Any) -> dict[str, Any]:
+    """Make a record of a prompt and an answer that somebody wrote."""
+    prompt, ids = (session.tokenizer(text)["input_ids"] for text in (task["prompt"], " ".join(str(answer))))
+    return {"input_ids": [*prompt, *ids], "prompt_length": len(prompt), **fields}
 
 
 def make_config(given: argparse.Namespace, run: str, **sections: dict[str, Any]) -> Config:

@@ -13,16 +13,23 @@ import pytest
 import torch
 
 from selection import nightly_except
+from truestep import init
 from truestep.ranks.forks import fork_context
 
 FOLDER = Path(__file__).parents[2] / "examples" / "python"
-PROGRAMS = ("with_callbacks", "own_objective", "own_source", "sweep", "look_inside", "own_loop")
+LOOPS = ("own_loop", "own_gspo", "own_sft", "own_dpo", "own_distillation", "own_ppo")
+PROGRAMS = ("with_callbacks", "own_objective", "own_source", "sweep", "look_inside", *LOOPS)
 LAST_LINES = {
     "with_callbacks": "all 2 steps are done; learning rate 0.002",
     "own_objective": "all 2 steps are done; surprise ",
     "own_source": "the data ended after step 2",
     "sweep": "compared in ",
     "own_loop": "saved: made/own-loop/step-00000002",
+    "own_gspo": "saved: made/own-gspo/step-00000002",
+    "own_sft": "loss ",
+    "own_dpo": "saved: made/own-dpo/step-00000002",
+    "own_distillation": "saved: made/own-distillation/step-00000002",
+    "own_ppo": "saved: made/own-ppo/step-00000002",
     "look_inside": "the data ended after step 2; a Hugging Face directory: ",
 }
 
@@ -48,7 +55,12 @@ def _begin(target: Any, folder: str, said: str, *arguments: Any) -> None:
     sys.stdout.flush()
 
 
-def run_program(name: str) -> None:
+def run_program(name: str, prompts: int | None = None) -> None:
+    """Run two steps, with no more than so many prompts."""
+    if prompts is not None:
+        init(Path("made/task"), None)
+        file = Path("made/task/prompts.jsonl")
+        file.write_text("".join(file.read_text(encoding="utf-8").splitlines(keepends=True)[:prompts]))
     sys.argv = [name, "--directory", "made", "--steps", "2"]
     sys.path.insert(0, str(FOLDER))
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
@@ -57,6 +69,12 @@ def run_program(name: str) -> None:
 @pytest.mark.parametrize("name", nightly_except(PROGRAMS, "own_source"))
 def test_a_program_runs_as_it_is(name: str, tmp_path: Path) -> None:
     lines = in_a_process(run_program, name, folder=tmp_path)
+    assert any(line.startswith(LAST_LINES[name]) for line in lines), lines
+
+
+@pytest.mark.parametrize("name", nightly_except([name for name in LOOPS if name != "own_gspo"], "own_dpo"))
+def test_steps_may_be_more_than_there_are_prompts(name: str, tmp_path: Path) -> None:
+    lines = in_a_process(run_program, name, 5, folder=tmp_path)
     assert any(line.startswith(LAST_LINES[name]) for line in lines), lines
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import io
 import json
 import math
 import re
 import shutil
 import time
+import types
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -221,13 +224,13 @@ def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
         session.forward_backward(records)
         with pytest.raises(SessionError, match="holds no gradient"):
             session.save(tmp_path / "kept")
-        with pytest.raises(SessionError, match="divided alike"):
+        with pytest.raises(SessionError, match="same denominators"):
             session.forward_backward(records, totals=StepTotals(30, 100, 200))
         session.gradient_norm()
-        with pytest.raises(SessionError, match="is whole"):
+        with pytest.raises(SessionError, match="is complete"):
             session.forward_backward(records)
         session.drop()
-        with pytest.raises(SessionError, match="divided by nothing"):
+        with pytest.raises(SessionError, match="not divided by anything"):
             session.forward_backward(records, lambda logprobs, _: logprobs[0].sum(), totals=session.totals(records))
         with pytest.raises(SessionError, match="give a section"):
             session.forward_backward(records, "gspo")  # type: ignore[arg-type]
@@ -462,7 +465,7 @@ def test_two_ranks_are_one(parallel: dict[str, int], tmp_path: Path) -> None:
 
 def test_the_page_s_loop_and_loss_run_as_they_stand_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "session.md").read_text(encoding="utf-8")
-    loop, dpo, adapters = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    loop, dpo, critic, adapters, twins = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     prompts = sort_prompts(2)
     model, file = word_model(tmp_path / "model"), write_lines(tmp_path / "prompts.jsonl", prompts)
@@ -475,6 +478,11 @@ def test_the_page_s_loop_and_loss_run_as_they_stand_there(tmp_path: Path, monkey
     with Session(config) as session:
         exec(compile(dpo, "docs/session.md", "exec"), {"session": session, "records": records, "torch": torch})
         assert session.gradient_norm() > 0
+        named: dict[str, Any] = {"YES": 3, "NO": 4}
+        exec(compile(critic, "docs/session.md", "exec"), named)
+        assert [len(one) for one in named["values"](session, records)] == [
+            one.num_labels for one in session.documents(records, needs_all=False)
+        ]
     own = sampled_config(model, file, tmp_path / "run").changed({"adapter.rank": 4})
     (tmp_path / "run.yaml").write_text(dump_config(own), encoding="utf-8")
     some = {"input_ids": [3, 4, 5, 6], "prompt_length": 2, "logprobs": [-1.0] * 4, "advantage": 1.0, "group_id": "1"}
@@ -485,3 +493,13 @@ def test_the_page_s_loop_and_loss_run_as_they_stand_there(tmp_path: Path, monkey
     }
     exec(compile(adapters, "docs/session.md", "exec"), given)
     assert (given["maths"].steps, given["code"].steps, given["code"].policy.adapter.rank) == (1, 0, 8)
+
+    async def train(adapter: Session) -> None:
+        await adapter.forward_backward_async(given["records"])
+        await adapter.step_async()
+
+    with Session("run.yaml") as session:
+        names = {"asyncio": asyncio, "train": train, "session": session}
+        code = compile(twins, "docs/session.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        asyncio.run(types.FunctionType(code, names)())
+        assert {name: one.steps for name, one in session.adapters.items()} == {"maths": 1, "code": 1}

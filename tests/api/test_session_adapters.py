@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 
 from checkpoints import read_weights
 from documents import same_bits
+from ranks.cases import on_ranks
 from small_runs import file_config, word_model, write_rollouts
 from tiny import make_model
 from truestep import Session
@@ -152,7 +156,7 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
     with Session(config) as session:
         session.adapter("one", rank=2)
         assert session.adapter("one") is session.adapters["one"]
-        with pytest.raises(SessionError, match="there is an adapter one already"):
+        with pytest.raises(SessionError, match="the adapter one exists already"):
             session.adapter("one", rank=4)
         with pytest.raises(SessionError, match="there is no adapter two: there are one"):
             session.remove("two")
@@ -161,3 +165,80 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
             session.adapter("one", rank=2)
         with pytest.raises(SessionError, match="none can be shared"):
             Session(config.changed({"adapter": None}), base=session.policy)
+
+
+def test_asynchronous_twins_are_the_methods(tmp_path: Path) -> None:
+    """Two adapters train and sample at once, bit for bit as one after another; meanwhile the event loop goes on."""
+    config, records = options(tmp_path)
+    draws = {"count": 2, "temperature": 1.0, "max_new_tokens": 3}
+    with Session(config) as session:
+        found: dict[str, list[Any]] = {}
+        for name in ADAPTERS:
+            own = session.adapter(name, **ADAPTERS[name])
+            own.forward_backward(records)
+            norm = own.gradient_norm()
+            own.step()
+            found[name] = [norm, own.sample([[3, 4]], **draws), read_weights(own.save(tmp_path / name))]
+            session.remove(name)
+        waits, sees = threading.Event(), threading.Event()
+
+        def waiting(logprobs: Sequence[torch.Tensor], _: Any) -> torch.Tensor:
+            waits.set()
+            assert sees.wait(60), "the event loop goes on"
+            return logprobs[0].sum()
+
+        async def loop(name: str) -> list[Any]:
+            own = session.adapter(name, **ADAPTERS[name])
+            await own.forward_backward_async(records)
+            norm = await own.gradient_norm_async()
+            await own.step_async()
+            drawn = await own.sample_async([[3, 4]], **draws)
+            return [norm, drawn, read_weights(await own.save_async(tmp_path / f"{name} again"))]
+
+        async def both() -> list[list[Any]]:
+            slow = session.forward_backward_async(records, waiting)
+            while not waits.is_set():
+                await asyncio.sleep(0.001)
+            sees.set()
+            await slow
+            with pytest.raises(SessionError, match="is unknown"):
+                await session.step_async(momentum=0.5)
+            return list(await asyncio.gather(*map(loop, ADAPTERS)))
+
+        for name, again in zip(ADAPTERS, asyncio.run(both()), strict=True):
+            assert again[:2] == found[name][:2] and same(again[2], found[name][2]), name
+
+
+def test_asynchronous_twins_begin_when_they_are_called(tmp_path: Path) -> None:
+    """In the order of the calls, whatever the order in which they are awaited, and also if they are not."""
+    config, records = options(tmp_path)
+
+    async def inverse(session: Session) -> list[Any]:
+        made = [session.forward_backward_async(records[:8]), session.step_async(), session.logprobs_async(records[8:])]
+        last, metrics = await made[2], await made[1]
+        session.forward_backward_async(records[:8])
+        return [[one.tolist() for one in last], metrics["grad_norm"], await session.gradient_norm_async()]
+
+    with Session(config) as session:
+        session.forward_backward(records[:8])
+        norm = session.step()["grad_norm"]
+        expected = [[one.tolist() for one in session.logprobs(records[8:])], norm]
+        session.forward_backward(records[:8])
+        expected.append(session.gradient_norm())
+    with Session(config) as session:
+        assert asyncio.run(inverse(session)) == expected
+
+
+def call_twin(config: dict[str, Any]) -> None:
+    async def call(session: Session) -> None:
+        with pytest.raises(SessionError, match="for one process"):
+            await session.step_async()
+
+    with Session(Config.model_validate(config)) as session:
+        asyncio.run(call(session))
+
+
+@pytest.mark.long
+def test_asynchronous_twins_are_refused_on_several_ranks(tmp_path: Path) -> None:
+    config, _ = options(tmp_path)
+    on_ranks(2, call_twin, config.model_dump(exclude_unset=True) | {"parallel": {"data_shard": 2}})

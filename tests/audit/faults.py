@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +173,60 @@ def above_zero(rollouts: list[Rollout]) -> None:
         one.logprobs[len(one.logprobs) // 2] = 0.3
 
 
+def begun_twice(rollouts: list[Rollout]) -> None:
+    for one in rollouts:
+        one.prompt, one.mask, one.routes = [2, 2, *one.prompt], [0, 0, *one.mask], None
+
+
+def padding_trained(rollouts: list[Rollout]) -> None:
+    longest = max(len(one.drawn) for one in rollouts)
+    for one in rollouts:
+        missing = longest - len(one.drawn)
+        for values in (one.drawn, one.logprobs, one.trainer, one.entropy):
+            values += [0] * missing
+        one.mask, one.routes = [0] * len(one.prompt) + [1] * longest, None
+
+
+def each(change: Callable[[float], float]) -> Callable[[list[Rollout]], None]:
+    """Change all log-probs of the sampler."""
+
+    def planted(rollouts: list[Rollout]) -> None:
+        for one in rollouts:
+            one.logprobs = [change(value) for value in one.logprobs]
+
+    return planted
+
+
+def of_another(rollouts: list[Rollout]) -> None:
+    values = [value for one in rollouts for value in one.logprobs]
+    for index, one in enumerate(rollouts):
+        one.logprobs = [values[(index * 7 + 97 + place) % len(values)] for place in range(len(one.drawn))]
+
+
+def no_reward(rollouts: list[Rollout]) -> None:
+    for one in rollouts[::7]:
+        one.reward = math.nan
+
+
+def all_turned(rollouts: list[Rollout]) -> None:
+    for one in rollouts:
+        one.advantage = -one.advantage
+
+
+def dealt(rollouts: list[Rollout]) -> None:
+    """Rewards are gathered from two ranks in turns, and samples one rank after the other."""
+    for step in {one.step for one in rollouts}:
+        members = [one for one in rollouts if one.step == step]
+        half = len(members) // 2
+        rewards = [members[place // 2 + half * (place % 2)].reward for place in range(2 * half)]
+        for one, reward in zip(members, rewards, strict=False):
+            one.reward = reward
+
+
+def by_two_ranks(rollouts: list[Rollout]) -> list[Rollout]:
+    return [*rollouts, *copy.deepcopy(rollouts)]
+
+
 # ---- changes of records
 
 
@@ -260,6 +316,17 @@ PLANTED: tuple[Fault, ...] = (
     Fault("truestep", "a tool's answers as labels", "labels-not-drawn", rollouts=tools_trained),
     Fault("truestep", "rewards without one of their parts", "reward-parts", rollouts=part_forgotten),
     Fault("truestep", "log-probs of a text's other tokens", "retokenised", record=other_length("logprobs", 5, 1)),
+    Fault("truestep", "a begin token twice", "begins-twice", rollouts=begun_twice),
+    Fault("truestep", "padding as labels", "labels-not-drawn", rollouts=padding_trained),
+    Fault("truestep", "probabilities in the place of log-probs", "logprob-invalid", rollouts=each(math.exp)),
+    Fault("truestep", "log-probs as whole numbers", "logprob-invalid", rollouts=each(int)),
+    Fault("truestep", "all advantages with the wrong sign", "advantages", rollouts=all_turned),
+    Fault("prime-rl", "log-probs of base 2", "logprob-temperature", rollouts=each(lambda value: value / math.log(2))),
+    Fault("prime-rl", "log-probs of another sample", "logprob-weights", rollouts=of_another),
+    Fault("slime", "log-probs without their sign", "logprob-invalid", rollouts=each(abs)),
+    Fault("verl", "rewards that are NaN", "reward-invalid", rollouts=no_reward),
+    Fault("verl", "rewards gathered from two ranks in turns", "rewards-mispaired", World(groups=16), dealt),
+    Fault("verl", "a batch written by two ranks", "duplicated-groups", rollouts=by_two_ranks),
     Fault("prime-rl", "log-probs beside the next label", "logprob-shifted", rollouts=logprobs_moved),
     Fault("prime-rl", "log-probs before the temperature", "logprob-temperature", World(temperature=0.6),
           raw_logprobs),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from audit.faults import KEPT, PLANTED, TRL_TABLES, Fault
+from audit.odd import ODD, Odd
 from audit.world import World, sample
-from audit.writers import WRITERS
+from audit.writers import WRITERS, Change
 from truestep.tools.audit.formats.table import NAMES
 from truestep.tools.audit.run import audit
 from truestep.tools.audit.table import BY_NAME, TABLE
@@ -41,6 +44,39 @@ def test_a_clean_dump_gives_no_finding(source: str, world: World, tmp_path: Path
     result = audit(WRITERS[source](sample(world), tmp_path))
     assert result.samples >= world.steps * world.groups * world.size
     assert not result.findings
+
+
+@pytest.mark.parametrize(
+    ("odd", "source"),
+    [pytest.param(odd, source, id=f"{odd.what}-{source}") for odd in ODD for source in odd.formats],
+)
+def test_an_odd_dump_without_a_fault_gives_no_finding(odd: Odd, source: str, tmp_path: Path) -> None:
+    result = audit(odd.write(source, tmp_path))
+    assert result.samples and not result.findings, [(one.name, one.evidence) for one in result.findings]
+
+
+@pytest.mark.parametrize(("source", "name"), [("truestep", "advantage"), ("prime-rl", "advantages")])
+def test_an_advantage_that_is_nan_is_named_with_its_token(source: str, name: str, tmp_path: Path) -> None:
+    """At a label behind the first; at a token that is no label it says nothing."""
+    places = {}
+
+    def at(label: bool) -> Change:
+        def change(record: dict[str, Any], index: int) -> None:
+            mask = record["loss_mask"]
+            record[name] = [0.5] * len(mask) if isinstance(record[name], float) else record[name]
+            place = places[index] = [i for i, own in enumerate(mask) if bool(own) == label][-1]
+            if index == 7:
+                record[name][place] = math.nan
+
+        return change
+
+    rollouts = sample(World(longest=60))
+    assert len(rollouts[7].drawn) > 1
+    found = audit(WRITERS[source](rollouts, tmp_path / "prompt", at(label=False))).findings
+    assert "reward-invalid" not in [one.name for one in found]
+    finding = audit(WRITERS[source](rollouts, tmp_path / "label", at(label=True))).findings[0]
+    assert (finding.name, finding.position, finding.count) == ("reward-invalid", places[7], 1)
+    assert finding.evidence.startswith("an advantage that is no number, in 1 of ")
 
 
 def test_every_format_and_every_finding_is_planted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -167,3 +168,21 @@ def test_null_is_a_log_prob_that_is_missing(tmp_path: Path) -> None:
     path.write_text(json.dumps(RECORD | {"logprobs": [None, -1.0, None]}) + "\n", encoding="utf-8")
     (finding,) = audit([path]).findings
     assert (finding.name, finding.position, finding.token) == ("logprob-invalid", 2, 5)
+
+
+def test_compressed_lines_are_read_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = b"".join(json.dumps(RECORD | {"id": str(number)}).encode() + b"\n" for number in range(20))
+    path = tmp_path / "dump.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    assert [record["id"] for _, record in read_records(path)] == [str(number) for number in range(20)]
+    assert find_files([tmp_path]) == [path] and audit([path]).samples == 20
+    monkeypatch.setattr(opening, "_MOST_DECOMPRESSED", len(lines) - 1)
+    with pytest.raises(UnreadableError, match="decompressed, it has more than"):
+        list(read_records(path))
+    monkeypatch.undo()
+    for content in (gzip.compress(lines)[:-9], gzip.compress(lines)[:40] + b"\0" * 60, lines):
+        path.write_bytes(content)
+        with pytest.raises(UnreadableError, match="cannot be read"):
+            list(read_records(path))
+    with pytest.raises(UnreadableError, match="unknown suffix"):
+        list(read_records(tmp_path / "dump.parquet.gz"))

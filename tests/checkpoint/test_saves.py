@@ -247,7 +247,7 @@ def stopped_in_step(trainer: Trainer, step: int) -> None:
 def test_a_signal_saves_within_the_grace(config: Callable[..., Config], tmp_path: Path) -> None:
     trainer = quiet_trainer(config("run", grace=50.0))
     stopped_in_step(trainer, 4)
-    assert trainer.run() == "stopped by a signal after step 5; the same command goes on from here"
+    assert trainer.run() == "stopped by a signal (SIGTERM) after step 5; the same command goes on from here"
     assert latest(tmp_path / "run").name == "step-00000005"
 
 
@@ -272,8 +272,8 @@ def test_after_the_grace_the_last_complete_checkpoint_is_kept_and_named(
     ended = trainer.run()
     kept = tmp_path / "run" / "checkpoints" / "step-00000003"
     assert ended == (
-        "stopped by a signal after step 5; it could not be saved within checkpoint.grace: 0.4, so the same command "
-        f"goes on from {kept}"
+        "stopped by a signal (SIGTERM) after step 5; it could not be saved within checkpoint.grace: 0.4, so the same "
+        f"command goes on from {kept}"
     )
     assert not trainer.finished and latest(tmp_path / "run") == kept
     disk.free.set()

@@ -17,6 +17,7 @@ from truestep.config.describe import (
     ALL,
     Option,
     explain_unknown,
+    explain_wrong,
     list_options,
     locate,
     markdown_everyday,
@@ -95,7 +96,7 @@ def test_no_field_of_the_schema_is_left_out() -> None:
             "float > 1 | null",
             "null",
             "Dual clipping: the largest ratio, above 1, for labels with negative advantage. Their loss is at most "
-            "-dual_clip x advantage. null: none.",
+            "-dual_clip x advantage. `null`: none.",
             ("grpo", "gspo"),
         ),
     ],
@@ -322,3 +323,7 @@ def test_importing_the_configuration_does_not_import_torch() -> None:
     modules = "truestep.config.load, truestep.config.describe, truestep.config.schema, truestep.config.sections"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_value_with_two_letters_swapped_is_answered_with_the_one_that_was_meant() -> None:
+    assert explain_wrong("loss.type", "gpro").endswith("not 'gpro'; did you mean grpo?")

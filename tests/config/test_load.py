@@ -148,10 +148,10 @@ def test_an_override_can_make_a_section_that_the_file_leaves_out_or_null() -> No
 
 
 WRONG_OVERRIDES = """\
---seed 1 --seed=2                    => --seed is given twice
---loss.dual-clip=2 --loss.dual_clip 2 => --loss.dual_clip is given twice
---loss {} --loss.type gspo           => --loss and --loss.type are both given: one is a part of the other
---loss.type gspo --loss {}           => --loss.type and --loss are both given: one is a part of the other
+--seed 1 --seed=2                    => --seed is given twice: leave one of the two out
+--loss.dual-clip=2 --loss.dual_clip 2 => --loss.dual_clip is given twice: leave one of the two out
+--loss {} --loss.type gspo           => --loss and --loss.type are both given: one is a part of the other. Leave one out
+--loss.type gspo --loss {}           => --loss.type and --loss are both given: one is a part of the other. Leave one out
 x                                    => 'x' is not an override: write --section.option value
 --data.path a b                      => 'b' is not an override: write --section.option value
 --                                   => '--' is not an override: write --section.option value
@@ -212,7 +212,7 @@ FILE_ERRORS = [
     ("a: 'b\nc: 2\n", "run.yaml:3: not valid YAML: a quotation mark is not closed"),
     ("a: @b\n", "run.yaml:1: not valid YAML: text that begins with @ needs quotes"),
     ("a: *b\n", "run.yaml:1: not valid YAML: text that begins with * needs quotes"),
-    (MODEL + "\nloss {type: grpo}\n", "run.yaml:3: 'loss {type' is unknown: a colon is missing behind loss"),
+    (MODEL + "\nloss {type: grpo}\n", "run.yaml:3: 'loss {type' is unknown: a colon is missing after loss"),
     ("\x00", "run.yaml:1: not valid YAML: unacceptable character #x0000: special characters are not allowed"),
     ("[" * 2000, "run.yaml: not valid YAML: nested too deeply"),
     (MODEL + "\nmodel: {path: n}\n", "run.yaml:3: model is already given at run.yaml:1"),

@@ -40,6 +40,30 @@ def surprise(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     }
 
 
+def unsteady(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """How far log-ratios are apart."""
+    values = labels.log_ratio.double()
+    return {"ratio_spread": Spread(values.new_tensor(len(values)), values.sum(), values.square().sum())}
+
+
+@dataclass(frozen=True)
+class Largest:
+    """A maximum of a kind that is not built in."""
+
+    largest: float
+
+    def merge(self, other: Largest) -> Largest:
+        return Largest(max(self.largest, other.largest))
+
+    def value(self) -> float | None:
+        return self.largest
+
+
+def farthest(labels: Labels, step: StepFacts) -> dict[str, Metric]:
+    """The largest log-ratio."""
+    return {"farthest_label": Largest(max(map(float, labels.log_ratio.abs()), default=0.0))}
+
+
 def clash(labels: Labels, step: StepFacts) -> dict[str, Metric]:
     return {"loss": Sum(0.0)}
 

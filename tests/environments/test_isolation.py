@@ -56,7 +56,7 @@ def sampled(model: Path, folder: Path, **options: object) -> str:
 def test_a_run_says_that_its_rewards_are_isolated(model: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     text = sampled(model, tmp_path, reward_writable=[str(tmp_path)])
-    wanted = f"rewards: isolated: they read your files, write a /tmp in memory and {tmp_path} alone"
+    wanted = f"rewards: isolated: they can read your files, write only to a /tmp in memory and {tmp_path},"
     assert wanted in text.replace("\n", "")
 
 

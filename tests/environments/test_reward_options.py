@@ -53,5 +53,5 @@ def test_evaluation_shares_the_samplers_processes_where_nothing_differs() -> Non
 
 def test_a_variable_that_is_not_there_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRUESTEP_NO_SUCH", raising=False)
-    with pytest.raises(RewardError, match=r"sampler\.reward_environment: the environment has no variable TRUESTEP_NO_"):
+    with pytest.raises(RewardError, match=r"sampler\.reward_environment names TRUESTEP_NO_"):
         check_rewards(config(sampler={"reward_environment": ["TRUESTEP_NO_SUCH"]}), ALONE)

@@ -124,6 +124,24 @@ def test_limits_cut_an_episode_which_stays_a_document(policy: Policy, prompts: l
             assert document.num_tokens <= 14 and document.loss_mask[-1], "what was said last is left out"
 
 
+@pytest.mark.parametrize(
+    ("limits", "cause", "advice"),
+    [
+        ({"tokens": 2}, "sampler.max_episode_tokens: 2", "raise the limit, or shorten the prompts"),
+        ({"seconds": 1e-4}, "sampler.episode_timeout: 0.0001", "raise the limit"),
+    ],
+)
+def test_an_episode_without_a_turn_names_the_limit_and_what_to_do(
+    limits: dict[str, Any], cause: str, advice: str, policy: Policy, prompts: list[Prompt]
+) -> None:
+    with plays(policy, "Sorting", **limits) as play:
+        (first, *_) = played(policy, prompts[:1], play)
+    assert str(first.rating) == (
+        f"{cause} ended an episode before the policy drew a token, so there is nothing to learn from the episode: "
+        f"{advice}"
+    )
+
+
 def test_tokens_go_in_as_they_are(policy: Policy, prompts: list[Prompt]) -> None:
     with plays(policy, "Tokens") as play:
         for each in played(policy, prompts, play):

@@ -132,6 +132,7 @@ def test_episodes_of_several_turns_and_sequences(tmp_path: Path) -> None:
 SAMPLED: dict[str, dict[str, Any]] = {
     "exact": {"sampler": {"exact": True}, "model": {"dtype": "bfloat16", "head": {"fp32_lm_head": True}}},
     "LoRA": {"adapter": {"rank": 2}},
+    "a reference": {"loss": {"kl_reference": {"weight": 0.1}}},
     "exact, LoRA, recomputed activations": {
         "sampler": {"exact": True},
         "adapter": {"rank": 2},
@@ -145,7 +146,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", long_except(list(SAMPLED), "exact", "LoRA", "several updates, old log-probs of its own")
+    "kind", long_except(list(SAMPLED), "exact", "LoRA", "a reference", "several updates, old log-probs of its own")
 )
 def test_sampled_in_process(tmp_path: Path, kind: str) -> None:
     model = word_model(tmp_path / "model")

@@ -206,6 +206,7 @@ def page_of(*runs: Path, **options: str) -> Page:
 def test_page_of_a_healthy_run(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "first"))
     assert page.inside("h1") == ["first"]
+    assert not page.inside("p", "subject"), "nothing is known of it"
     facts = page.inside("dl", "facts")
     assert dict(zip(facts[::2], facts[1::2], strict=True)) == {
         "Steps": "20",
@@ -222,7 +223,7 @@ def test_page_of_a_healthy_run(tmp_path: Path) -> None:
         "Final training reward": "0.7000",
         "|ratio \N{MINUS SIGN} 1| at step 1": "0",
         "Last ratio new/old": "1.00012",
-        "Clipped fraction, last": "2.00 %",
+        "Clipped fraction, last": "2.00%",
         "Gradient norm, median": "0.310",
         "Rejected records": "0",
     }
@@ -762,3 +763,26 @@ def test_a_fall_of_the_held_out_rewards_is_mentioned(tmp_path: Path) -> None:
     assert list(told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5], spread=3.0)) == ["unchanged"]
     assert list(told([0.2, 0.5, 0.6], [0.2, 0.4, 0.5], spread=None)) == ["learned"]
     assert list(told([0.2, 0.2, 0.25], [0.2, 0.2, 0.2], spread=None)) == ["unchanged"]
+
+
+@pytest.mark.parametrize(
+    ("more", "rest"),
+    [
+        ({"sampler": {"prompts": "sums.jsonl", "reward": "r:score"}}, "on sums.jsonl, reward r:score"),
+        ({"sampler": {"prompts": {"dataset": "openai/gsm8k", "split": "train"}}}, "on openai/gsm8k"),
+        ({"sampler": {"prompts": {"a": "a.jsonl", "b": {"dataset": "b/b"}}}}, "on a.jsonl, b/b"),
+        ({"data": {"path": ["1.jsonl", "2.jsonl", "3.jsonl"]}}, "on 1.jsonl, 2.jsonl, 3.jsonl"),
+        ({"data": {"path": [f"{n}.jsonl" for n in range(9)]}}, "on 0.jsonl, 1.jsonl, 7 more"),
+        ({"sampler": {"environment": {"class": "games:Chess"}}}, ", environment games:Chess"),
+        ({"sampler": {"environment": {"type": "command", "run": ["play", "it"]}}}, ", environment play it"),
+        ({"sampler": {"environment": {"type": "reasoning_gym", "class": None}}}, ", environment reasoning_gym"),
+    ],
+)
+def test_the_page_says_what_is_trained_by_what_on_what(more: dict[str, object], rest: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    options = {"model": {"path": "models/smollm2"}, "loss": {"type": "gspo"}, **more}
+    (run / "config.yaml").write_text(json.dumps(options))
+    page = page_of(run)
+    subject = "smollm2 by gspo" + (rest if rest.startswith(",") else f" {rest}")
+    assert page.inside("p", "subject") == [subject]
+    assert page.inside("title") == [f"first: {subject}"]

@@ -159,7 +159,7 @@ def test_a_run_that_waits_ends_at_the_first_signal(model: Path, tmp_path: Path) 
     # Once the only step that can be made is made, and the run waits for the documents of the next.
     stop = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
     tell(trainer, updated=lambda *_: stop.start())
-    assert "stopped by a signal after step 1" in trainer.run()
+    assert "stopped by a signal (SIGTERM) after step 1" in trainer.run()
     assert trainer.stopped_by == signal.SIGTERM
     put(tmp_path / "sent", "b.jsonl", records[8:])
     (tmp_path / "sent" / "END").touch()

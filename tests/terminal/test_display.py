@@ -16,7 +16,7 @@ from rich.text import Text
 
 from small_runs import file_config, read_lines, write_rollouts
 from terminal.screen import PseudoTerminal
-from truestep.commands.cli import main
+from truestep.commands.cli import _print, main
 from truestep.config.load import dump_config
 from truestep.process import progress
 from truestep.ranks.forks import fork_context
@@ -92,11 +92,74 @@ def test_a_run_on_a_terminal_keeps_its_last_numbers(terminal: PseudoTerminal) ->
         sink.evaluation({"step": 3, "loss": 0.5, "num_labels": 12})
         assert terminal.wait_for(lambda text: "3/3" in text)
     terminal.read()
-    evaluation, bar, numbers, rest = terminal.screen.lines
+    *steps, evaluation, bar, trend, numbers, rest = terminal.screen.lines
+    assert steps == [f"step {step}/3  reward {0.25 * step:.3f}  loss +0.5000  ratio 1.0000" for step in (1, 2, 3)]
+    assert trend == "reward  ▁▅█  0.250 → 0.750"
     assert evaluation == "held-out after step 3: loss 0.5000 over 12 labels"
     assert bar.startswith("training  ━") and "3/3" in bar and "╌" not in bar
     assert numbers.startswith("reward 0.750")
     assert not rest
+
+
+def test_a_message_is_broken_between_words_on_a_terminal_alone(terminal: PseudoTerminal) -> None:
+    message = "each word of this message stays whole [red], " * 5
+    with Display(console_on(terminal)) as display:
+        display.say(message)
+        assert terminal.wait_for(lambda text: "whole" in text)
+    terminal.read()
+    lines = terminal.screen.lines[:-1]
+    assert len(lines) == 3 and all(len(line) <= 80 for line in lines)
+    assert " ".join(lines).split() == message.split()
+    assert all(line.split()[-1] in message.split() for line in lines)
+    written = io.StringIO()
+    with Display(Console(file=written, width=80)) as display:
+        display.say(message)
+    assert written.getvalue().startswith(message + "\n"), "a line of a log stays one line"
+
+
+def test_a_long_word_of_a_message_stays_whole(terminal: PseudoTerminal) -> None:
+    path = "/tmp/" + "directory/" * 12
+    with Display(console_on(terminal)) as display:
+        display.say(f"the run is in {path} now")
+        assert terminal.wait_for(lambda text: "now" in text)
+    terminal.read()
+    assert path in terminal.sent
+
+
+def test_a_command_to_copy_is_not_broken(terminal: PseudoTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "next: cd a/directory/with/a/long/name && truestep train config.yaml --checkpoint.directory another"
+    with console_on(terminal).file as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        monkeypatch.setenv("COLUMNS", "40")
+        _print(text)
+        monkeypatch.undo()
+    assert terminal.wait_for(lambda _: text in terminal.sent)
+
+
+def test_a_file_stays_plain_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    message, written = "each word of this message stays whole, " * 5, io.StringIO()
+    with Display(Console(file=written, width=40)) as display:
+        display.say(message)
+        assert not display.live
+    assert written.getvalue() == message + "\n"
+
+
+def test_stopping_says_how_long_the_step_takes_where_that_is_known() -> None:
+    now = [time.monotonic()]
+    display = Display(Console(file=io.StringIO()), clock=lambda: now[0])
+    sink = ConsoleSink(display, steps=9)
+    progress.phase("computing step 3")
+    assert display._ends_in() == ""
+    for step, seconds in enumerate((40.0, 40.0, 42.0), 1):
+        sink.step({"step": step, "step_time": seconds + 10, "data_wait_time": 10.0})
+    began = progress.current_phase()[1]
+    now[0] = began + 15
+    assert display._ends_in() == " (about 0:25 by the last steps)"
+    now[0] = began + 100
+    assert display._ends_in() == "", "the step takes longer than the last ones"
+    progress.phase("waiting for the documents of step 4")
+    assert display._ends_in() == "", "sampling is interrupted"
 
 
 def test_no_fault_of_a_terminal_reaches_the_run(terminal: PseudoTerminal) -> None:
@@ -180,6 +243,8 @@ def test_a_run_at_a_terminal_is_shown_stopped_and_gone_on_with(tiny_model, tmp_p
         terminal.close()
     assert process.exitcode == 130
     steps = [line["step"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")]
-    assert f"stopped by a signal after step {steps[-1]}; the same command goes on from here" in terminal.screen.text
+    assert (
+        f"stopped by Ctrl-C (SIGINT) after step {steps[-1]}; the same command goes on from here" in terminal.screen.text
+    )
     assert f"go on from here:               truestep train {tmp_path / 'run.yaml'}" in terminal.screen.text
     assert (tmp_path / "run/checkpoints" / f"step-{steps[-1]:08d}").is_dir()

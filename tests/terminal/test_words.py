@@ -39,6 +39,17 @@ def test_work_says_how_far_it_has_come() -> None:
         progress.made("completions", 112)
         (work,) = progress.works()
         assert work_in_words(work, 900.4) == "sampling 112/256 completions, 900 tok/s"
+        progress.made("tokens", 3180)
+        assert work_in_words(work, 900.4) == "sampling 112/256 completions, 3,180 tokens, 900 tok/s"
+        with progress.working("rating", "rewards"):
+            progress.made("rewards")
+            assert work_in_words(progress.works()[-1]) == "rating 1 reward"
+        with progress.working("scoring", "micro-batches"):
+            progress.made("micro-batches")
+            assert work_in_words(progress.works()[-1]) == "scoring 1 micro-batch"
+        with progress.working("tried", "causes"):
+            progress.made("causes")
+            assert work_in_words(progress.works()[-1]) == "tried 1 cause"
         with progress.working("training", "micro-batches", 8):
             progress.made("micro-batches", 2)
             assert work_in_words(progress.works()[-1], 900) == "training micro-batch 3/8"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -23,4 +22,4 @@ def house(shared: House) -> Iterator[House]:
     yield house
     house.get(f"sessions/{house.session}/finish", "POST")
     house.work()
-    shutil.rmtree(house.tinker.directory, ignore_errors=True)
+    house.clear()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ from starlette.testclient import TestClient
 from small_runs import tokenised_model
 from truestep.commands.tinker import wire
 from truestep.commands.tinker.serving import Tinker
+from truestep.commands.tinker.tenants import Tenants
 from truestep.config.schema import Config
 from truestep.run.assemble.policy import join_ranks, make_policy
 
 RECORDED: Mapping[str, Any] = json.loads((Path(__file__).parent / "recorded.json").read_text(encoding="utf-8"))
 PROTOBUF = {"content-type": "application/x-protobuf"}
+
+
+def tenant_of(key: str) -> str:
+    """The name of a tenant where no file names them."""
+    return Tenants(None).of(key)
 
 
 def config_of(directory: Path) -> Config:
@@ -98,6 +105,19 @@ class House:
         """Compute all jobs that are ready."""
         while self.tinker.turn():
             pass
+
+    def started_again(self, directory: Path) -> House:
+        """A new server on the same checkpoints; this one computes no more."""
+        assert self.tinker.state.journal is not None
+        self.tinker.state.journal.close()
+        made = served_in(directory, self.tinker.directory, self.tinker.keys)
+        return replace(made, key=self.key, session=self.session)
+
+    def clear(self) -> None:
+        """Remove all checkpoints."""
+        for folder in self.tinker.directory.iterdir():
+            if folder.name != "live":
+                shutil.rmtree(folder, ignore_errors=True)
 
     def result(self, promise: Mapping[str, Any]) -> Any:
         """The result of a future: JSON, or the fields of a message."""

@@ -12,6 +12,21 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+# An environment of the package verifiers, which rates how many letters are in the first half of the alphabet.
+ENVIRONMENT = """
+import verifiers as vf
+from datasets import Dataset
+
+
+def load_environment():
+    rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": str(n)} for n in range(96)]
+
+    def early(completion, **_):
+        text = completion[-1]["content"]
+        return sum(letter < "N" for letter in text) / max(len(text), 1)
+
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[early]))
+"""
 NAME = "Qwen/Qwen3-8B"  # whose chat format the cookbook knows
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
@@ -37,6 +52,7 @@ def make_folder(folder: Path) -> Path:
     ]
     write_rows(folder / "Anthropic/hh-rlhf", {"train": pairs, "test": pairs[:8]})
     write_rows(folder / "zwhe99/DeepMath-103K", {"train": sums[:32]})
+    (folder / "early_letters.py").write_text(ENVIRONMENT)
     sections = {
         "model": {"path": NAME, "dtype": "float32", "device": "cpu"},
         "data": {"path": "none.jsonl", "tokens_per_microbatch": 4096},

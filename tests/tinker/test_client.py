@@ -16,6 +16,7 @@ import torch
 
 from checkpoints import read_weights
 from generate.endpoint.test_serve import serving
+from tinker.house import tenant_of
 from tinker.oracle import Adapted, loss_of
 from tinker.stand_ins import NAME, make_folder
 from truestep.commands.tinker.checkpoints import Checkpoints
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(not PYTHON, reason="TRUESTEP_TINKER names no Python: `make tinker` makes one"),
 ]
+VERIFIERS = os.environ.get("TRUESTEP_TINKER_VERIFIERS", "")
 KEY = "tml-nightly"
 IDS, NEXT = [3, 4, 5, 6, 7], [4, 5, 6, 7, 8]
 RL: dict[str, Any] = {"logprobs": [-4, -5, -4.5, -4, -3.5], "advantages": [0, 1, -1, 0.5, 2]}
@@ -86,12 +88,12 @@ def address(folder: Path) -> Iterator[str]:
         os.chdir(before)
 
 
-def run(folder: Path, address: str, *command: str) -> str:
+def run(folder: Path, address: str, *command: str, python: str = PYTHON) -> str:
     """Run a program with the client's packages, in the folder."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TINKER_API_KEY": KEY, "TINKER_BASE_URL": address}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | offline
     done = subprocess.run(
-        [PYTHON, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+        [python, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout
@@ -106,7 +108,7 @@ def seen(folder: Path, address: str) -> dict[str, Any]:
 
 
 def matrices(folder: Path, path: str) -> dict[str, torch.Tensor]:
-    found = read_weights(Checkpoints(folder / "checkpoints").find(f"key {KEY}", path)[1])
+    found = read_weights(Checkpoints(folder / "checkpoints").find(tenant_of(KEY), path)[1])
     return {name: one for name, one in found.items() if ".lora_" in name}
 
 
@@ -158,3 +160,16 @@ def test_recipes_of_the_cookbook_run_unmodified(recipe: str, folder: Path, addre
     if recipe == "sl_loop":
         losses = [line["train_mean_nll"] for line in lines if "train_mean_nll" in line]
         assert losses[-1] < 0.95 * losses[0], losses
+
+
+@pytest.mark.skipif(not VERIFIERS, reason="TRUESTEP_TINKER_VERIFIERS names no Python: `make tinker` makes one")
+def test_the_recipe_of_verifiers_runs_but_for_one_argument(folder: Path, address: str) -> None:
+    log = folder / "logs" / "verifiers"
+    given = [f"model_name={NAME}", f"log_path={log}", "renderer_name=qwen3_disable_thinking", "vf_env_id=early_letters"]
+    sizes = ["group_size=8", "groups_per_batch=8", "max_tokens=6", "max_steps=3", "learning_rate=0.03", "lora_rank=8"]
+    program = shutil.copy(Path(__file__).with_name("verifiers_program.py"), folder / "verifiers_program.py")
+    run(folder, address, str(program), *given, *sizes, python=VERIFIERS)
+    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "optim/kl_sample_train_v1" in line]
+    assert len(steps) == 3 and all(0 < line["env/all/reward/total"] < 1 for line in steps)
+    assert all(abs(line["optim/kl_sample_train_v1"]) < 1e-5 for line in steps), "trained as they were sampled"

@@ -6,14 +6,14 @@ import contextlib
 import json
 import random
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tinker.house import RECORDED, House, metrics_of, request_of, served_in
+from tinker.house import RECORDED, House, metrics_of, request_of, served_in, tenant_of
 from truestep.commands.tinker import wire
 
 ODD: list[Any] = [None, True, -1, 0, 2**40, 2**70, 1.5, 1e308, "", "x" * 300, "../../etc", [], [[]], {}, {"a": {}}]
@@ -58,10 +58,61 @@ def with_odd(value: Any, draw: random.Random) -> Any:
     return draw.choice(ODD)
 
 
-def attack(house: House, cases: int, seed: int) -> None:
+def of_another(house: House, victim: House, draw: random.Random) -> Any:
+    """A request for what is another tenant's."""
+    theirs = f"{victim.session}:train:0"
+    ways: list[Callable[[], Any]] = [
+        lambda: house.send("optim_step", model_id=theirs),
+        lambda: house.send("load", model_id=theirs, path=f"tinker://{theirs}/weights/one"),
+        lambda: house.send("load", model_seq_id=draw.randrange(99), path=f"tinker://{theirs}/weights/one"),
+        lambda: house.send("base_sampler", model_path=f"tinker://{theirs}/weights/one"),
+        lambda: house.send("sample", sampling_session_id=f"{victim.session}:sample:0"),
+        lambda: house.send("heartbeat", session_id=victim.session),
+        lambda: house.send("model", session_id=victim.session, model_seq_id=draw.randrange(9)),
+        lambda: house.post("retrieve_future", {"request_id": f"{theirs}:{draw.randrange(1, 4)}"}),
+        lambda: house.post("cancel_future", {"request_id": f"{theirs}:2"}),
+        lambda: house.post("forward_backward", content=house.message("cross_entropy", seq=4, model=theirs)),
+        lambda: house.get(f"sessions/{victim.session}/finish", "POST"),
+        lambda: house.get(f"training_runs/{theirs}/checkpoints/weights/one", "DELETE"),
+        lambda: house.get(f"training_runs/{theirs}"),
+        lambda: house.post("weights_info", {"tinker_path": f"tinker://{theirs}/weights/one"}),
+    ]
+    return draw.choice(ways)()
+
+
+def misshapen(house: House, seq: int, draw: random.Random) -> bytes:
+    """A whole message whose tensors are of other shapes than its tokens, too large, or out of the vocabulary."""
+    tokens, targets = draw.randrange(1, 40), draw.randrange(1, 40)
+    ids = [3] * (tokens + (tokens == targets))
+    wrong = draw.choice([[4] * targets, [[4] * 2] * targets, [-1] * len(ids), [10**9] * len(ids), np.zeros((2, 3, 4))])
+    given: list[tuple[Any, dict[str, Any]]] = draw.choice(
+        [
+            [(ids, {"target_tokens": wrong})],
+            [([3] * 5000, {"target_tokens": [4] * 5000})],
+            [([3, 4], {"target_tokens": [4, 5], "weights": np.zeros((300, 300))})],
+            [([3, 4], {"target_tokens": [4, 5], "weights": [float("nan"), 1.0]})],
+            [([3, 4], {"target_tokens": np.full((2, 2000), 4)})],
+            [([3], {"target_tokens": [4]})] * 2000,
+            [([], {"target_tokens": []})],
+            [([2**31 - 1], {"target_tokens": [4]})],
+        ]
+    )
+    return request_of(f"{house.session}:train:0", seq, given, "cross_entropy")
+
+
+def attack(house: House, victim: House, cases: int, seed: int) -> None:
     draw, model = random.Random(seed), house.tinker.state.models[f"{house.session}:train:0"]
     for _ in range(cases):
-        if draw.random() < 0.5:
+        kind = draw.random()
+        if kind < 0.1:
+            name, answer = "another's", of_another(house, victim, draw)
+            assert answer.status_code == 404, answer.text
+        elif kind < 0.2:
+            name = "shapes"
+            answer = house.post("forward_backward", content=misshapen(house, model.next_seq, draw))
+            found = house.result(answer.json())
+            assert isinstance(found, dict) and found["category"] == "user", found
+        elif kind < 0.6:
             name = draw.choice(PROTOS)
             body = mutated(house.message(name, seq=model.next_seq), draw)
             answer = house.post("forward_backward", content=body)
@@ -76,7 +127,7 @@ def attack(house: House, cases: int, seed: int) -> None:
         assert answer.status_code in (200, 400, 404, 409, 410, 413, 415, 429), (name, answer.status_code, answer.text)
         if answer.status_code == 200 and "request_id" in answer.json():
             house.work()
-            job = house.tinker.state.known(f"key {house.key}", answer.json()["request_id"])
+            job = house.tinker.state.known(tenant_of(house.key), answer.json()["request_id"])
             error = None if job is None or not job.future.done() else job.future.exception()
             assert error is None or type(error).__name__ == "JobError", (name, error)
 
@@ -96,12 +147,19 @@ def alive(house: House) -> float:
 
 @pytest.mark.parametrize("cases", [60, pytest.param(10_000, marks=pytest.mark.release)])
 def test_mutated_bodies(cases: int, house: House) -> None:
-    before = alive(house)
-    attack(house, cases, seed=1)
+    before, victim = alive(house), house.of("tml-victim")
+    victim.make()
+    victim.result(victim.post("forward_backward", content=victim.message("cross_entropy", seq=1)).json())
+    victim.result(victim.recorded("optim_step", seq_id=2))
+    victim.result(victim.recorded("save", seq_id=3, path="one"))
+    victim.recorded("base_sampler", sampling_session_seq_id=0)
+    attack(house, victim, cases, seed=1)
     assert alive(house) == before
+    seen = victim.result(victim.post("forward_backward", content=victim.message("forward", seq=4)).json())
+    assert metrics_of(seen) and victim.get("checkpoints").json()["checkpoints"], "all of another tenant's is there"
     if cases > 1000:
         tracemalloc.start()
-        attack(house, 1000, seed=2)
+        attack(house, victim, 1000, seed=2)
         grown = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert grown < 2**26

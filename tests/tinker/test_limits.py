@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinker.house import House, request_of
+from tinker.house import House, request_of, tenant_of
 from tinker.test_state import submitted
 from truestep.commands.tinker import requests, serving, wire
 from truestep.commands.tinker import state as states
@@ -51,7 +51,7 @@ def test_few_bytes_make_no_large_request(house: House, monkeypatch: pytest.Monke
 
 def test_a_job_that_ended_keeps_no_request(house: House) -> None:
     promise = house.post("forward_backward", content=house.message("cross_entropy", seq=1)).json()
-    job = house.tinker.state.future("key tml-alice", promise["request_id"])
+    job = house.tinker.state.future(tenant_of("tml-alice"), promise["request_id"])
     assert job.work is not None and job.size > 100
     house.work()
     assert job.work is None and job.future.done()
@@ -89,7 +89,7 @@ def test_a_model_that_is_asked_for_again_is_not_made_anew(house: House) -> None:
     house.result(house.post("forward_backward", content=house.message("cross_entropy", seq=1)).json())
     house.result(house.recorded("optim_step", seq_id=2))
     forward = [house.result(house.post("forward_backward", content=house.message("forward", seq=3)).json())]
-    own = house.tinker.state._of_tenant("key tml-alice")
+    own = house.tinker.state._of_tenant(tenant_of("tml-alice"))
     del own.jobs[f"{house.session}:train:0:0"]  # as if its result were kept no longer
     assert house.result(house.recorded("model"))["model_id"] == f"{house.session}:train:0"
     forward.append(house.result(house.post("forward_backward", content=house.message("forward", seq=4)).json()))
@@ -124,7 +124,9 @@ def test_a_session_frees_what_is_there(house: House, monkeypatch: pytest.MonkeyP
 
 def test_snapshots_without_names_are_the_last_ones(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truestep.commands.tinker.jobs._MOST_HIDDEN", 3)
-    run = house.tinker._jobs._checkpoints.place("key tml-alice", f"{house.session}:train:0", "sampler_weights", "x")
+    run = house.tinker._jobs._checkpoints.place(
+        tenant_of("tml-alice"), f"{house.session}:train:0", "sampler_weights", "x"
+    )
     for number in range(4):
         house.result(house.recorded("sampler", seq_id=1 + number, sampling_session_seq_id=number))
         last = range(max(1, number - 1), number + 2)
@@ -137,7 +139,7 @@ def test_a_server_that_was_killed_leaves_nothing_hidden(house: House) -> None:
     house.result(house.recorded("save", seq_id=2, path="two"))
     house.result(house.recorded("sampler", seq_id=3))
     store = house.tinker._jobs._checkpoints
-    place = store.place("key tml-alice", f"{house.session}:train:0", "weights", "one")
+    place = store.place(tenant_of("tml-alice"), f"{house.session}:train:0", "weights", "one")
     (place.parent / ".half").mkdir()
     (place.parent / ".half" / "file").write_text("x")
     (place.parent / "two").rename(place.parent / ".written")  # and not moved to its place yet
@@ -150,7 +152,7 @@ def test_expired_checkpoints_go_and_silent_sessions_end_by_the_clock(house: Hous
     """Sessions also while there are jobs to compute."""
     house.result(house.recorded("save", seq_id=1, ttl_seconds=3600))
     tinker, state, store = house.tinker, house.tinker.state, house.tinker._jobs._checkpoints
-    place = store.place("key tml-alice", f"{house.session}:train:0", "weights", "one")
+    place = store.place(tenant_of("tml-alice"), f"{house.session}:train:0", "weights", "one")
     other = house.of("tml-bob")
     other.make()
     clock, seen, now = tinker.now, state._now, store.now
@@ -175,9 +177,9 @@ def test_a_session_that_finishes_meanwhile_takes_no_request() -> None:
     session = state.begin("a", None, None)
     model = state.add_model(Model("m", "a", session.id, "base", Adapted(1, 0, [])))
     state.finish(session)  # after a request has looked for its model
-    for given in ((model, 1), (None, None)):
+    for given in (model, None):
         with pytest.raises(ApiError) as error:
-            state.submit(Job(f"m:{given[1]}", "a", session.id, None), *given)
+            state.submit(Job("m:1", "a", session.id, None, seq=1), given)
         assert error.value.status == 410
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints import read_weights
-from tinker.house import House, arrays_of, metrics_of, request_of, served_in
+from tinker.house import House, arrays_of, metrics_of, request_of, tenant_of
 from tinker.oracle import Adapted, loss_of
 from truestep.commands.tinker import wire
 
@@ -47,11 +46,11 @@ def house(shared: House) -> Iterator[House]:
     if house.session:
         house.get(f"sessions/{house.session}/finish", "POST")
         house.work()
-    shutil.rmtree(house.tinker.directory, ignore_errors=True)
+    house.clear()
 
 
 def weights_at(house: House, path: str) -> dict[str, torch.Tensor]:
-    _, directory = house.tinker._jobs._checkpoints.find(house.key and f"key {house.key}", path)
+    _, directory = house.tinker._jobs._checkpoints.find(tenant_of(house.key), path)
     return {name: values for name, values in read_weights(directory).items() if ".lora_" in name}
 
 
@@ -187,7 +186,7 @@ def test_requests_of_a_model_are_computed_in_their_order(house: House) -> None:
     house.make()
     later = house.recorded("optim_step", seq_id=2)
     house.work()
-    assert not house.tinker.state.future("key tml-alice", later["request_id"]).future.done()
+    assert not house.tinker.state.future(tenant_of("tml-alice"), later["request_id"]).future.done()
     first = house.post("forward_backward", content=house.message("cross_entropy", seq=1)).json()
     again = house.post("forward_backward", content=house.message("cross_entropy", seq=1)).json()
     assert again == first, "a retry of a lost answer has the same future"
@@ -269,8 +268,8 @@ def test_a_server_that_begins_anew_has_the_checkpoints(house: House, tmp_path: P
     house.result(house.recorded("optim_step", seq_id=2))
     path = house.result(house.recorded("save"))["path"]
     expected = house.result(house.post("forward_backward", content=house.message("forward", seq=4)).json())
-    store = house.tinker._jobs._checkpoints
-    again = served_in(model_directory(house).parent, store._directory)
+    house.get(f"sessions/{house.session}/finish", "POST")
+    again = house.started_again(model_directory(house).parent)
     again.begin()
     (run,) = again.get("training_runs").json()["training_runs"]
     assert run["training_run_id"] == model and run["last_checkpoint"]["tinker_path"] == path
@@ -320,7 +319,7 @@ def test_a_session_that_ends_frees_its_models(house: House) -> None:
     assert not house.tinker._jobs._sessions and not house.tinker.state.models
     assert house.post("session_heartbeat", {"session_id": house.session}).status_code == 410
     assert house.post("retrieve_future", {"request_id": waiting["request_id"]}).status_code == 404
-    folder = house.tinker._jobs._checkpoints._of("key tml-alice")
+    folder = house.tinker._jobs._checkpoints._of(tenant_of("tml-alice"))
     assert not list(folder.rglob("unnamed-*")), "samplers without names end with their session"
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tinker.house import House
+from tinker.house import House, tenant_of
 from truestep.commands.tinker import jobs, wire
 from truestep.commands.tinker.jobs import Jobs
 from truestep.generate.engine.service import EngineGenerator
@@ -23,7 +22,7 @@ def house(shared: House) -> Iterator[House]:
     yield house
     house.get(f"sessions/{house.session}/finish", "POST")
     house.work()
-    shutil.rmtree(house.tinker.directory, ignore_errors=True)
+    house.clear()
 
 
 def asked(house: House, ids: list[int], seq: int = 0, **changed: Any) -> Any:
@@ -111,7 +110,7 @@ def test_a_job_ends_when_its_own_samples_are_there(house: House, monkeypatch: py
     long = asked(house, [3, 4], 1, sampling_params={"max_tokens": 40, "stop": []}, **plain)
     order: list[str] = []
     for promise in (long, short):
-        job = house.tinker.state.future("key tml-alice", promise["request_id"])
+        job = house.tinker.state.future(tenant_of("tml-alice"), promise["request_id"])
         job.future.add_done_callback(lambda _, name=promise["request_id"]: order.append(name))
     whole = EngineGenerator.map
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from truestep.commands.tinker import state as states
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError
-from truestep.commands.tinker.state import ClientSession, Job, Model, Result, State
+from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
+from truestep.commands.tinker.usage import Quota
 
 
 def submitted(state: State, tenant: str, name: str, together: str | None = None) -> Job:
@@ -56,6 +59,65 @@ def test_a_tenant_may_have_so_many_requests_waiting(monkeypatch: pytest.MonkeyPa
     submitted(state, "b", "j2")
     first.end(Result())
     submitted(state, "a", "j2")
+
+
+def of_model(state: State, quota: Quota) -> Callable[[int, int], Job]:
+    """Submits requests of one model, of so many bytes."""
+    state.quota = lambda tenant: quota
+    session = state.begin("a", None, None)
+    model = state.add_model(Model("m", "a", session.id, "base", Adapted(1, 0, [])))
+    return lambda seq, size: state.submit(Job(f"m:{seq}", "a", session.id, None, seq=seq, size=size), model)
+
+
+def test_the_request_that_others_wait_for_is_accepted() -> None:
+    """The client sends the first part of a pass last, when all the others are accepted."""
+    state = State()
+    send = of_model(state, Quota(requests=1))
+    for seq in (3, 4, 2, 1):
+        send(seq, 0)
+    with pytest.raises(ApiError) as error:
+        send(5, 0)
+    assert error.value.status == 429
+    for _ in range(4):
+        (job,) = state.take()
+        job.end(Result())
+    assert send(5, 0).id == "m:5"
+
+
+def test_bytes_that_wait_for_an_earlier_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "_MOST_WAITING_BYTES", 100)
+    state = State()
+    send = of_model(state, Quota())
+    send(2, 60)
+    with pytest.raises(ApiError) as error:
+        send(3, 60)
+    assert error.value.status == 413, "it would be refused for ever"
+    send(1, 60)
+    with pytest.raises(ApiError) as error:
+        send(3, 60)
+    assert error.value.status == 429
+
+
+def test_samplers_and_clients_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "_MOST_SAMPLERS", 2)
+    monkeypatch.setattr(states, "_MOST_CLONES", 3)
+    state = State()
+    session = state.begin("a", None, None)
+    samplers = [Sampler(f"s{number}", "a", session.id, "base", f"path {number}") for number in range(3)]
+    state.add_sampler(samplers[0])
+    state.add_sampler(samplers[1])
+    with pytest.raises(ApiError) as error:
+        state.add_sampler(samplers[2])
+    assert error.value.status == 429
+    state.remove_samplers("b", "path 0")
+    assert "s0" in state.samplers, "another tenant's checkpoint"
+    state.remove_samplers("a", "path 0")
+    state.add_sampler(samplers[2])
+    assert session.samplers == ["s1", "s2"] == list(state.samplers)
+    assert [state.add_clone(session) for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(ApiError) as error:
+        state.add_clone(session)
+    assert error.value.status == 429
 
 
 def test_a_silent_session_ends() -> None:

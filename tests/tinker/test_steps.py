@@ -9,7 +9,7 @@ import pytest
 
 from tinker.house import House, metrics_of, request_of
 from truestep.commands.session import Session
-from truestep.commands.tinker import app, bodies, wire
+from truestep.commands.tinker import bodies, orders, wire
 from truestep.step.learner import Learner
 
 DATUM: tuple[list[int], dict[str, Any]] = ([3, 4, 5], {"target_tokens": [4, 5, 6]})
@@ -92,7 +92,7 @@ def test_a_request_that_cannot_be_read_keeps_its_place(house: House, monkeypatch
     assert "more than 100 bytes" in passed(house, seq, [DATUM] * 20)["error"]
     monkeypatch.undo()
     with monkeypatch.context() as fault:
-        fault.setattr(app, "batch_of", failing)
+        fault.setattr(orders, "batch_of", failing)
         assert passed(house, seq + 1) == {"category": "server", "error": "an internal error (RuntimeError)"}
     assert loss(house, seq + 2) > 0
 

@@ -64,7 +64,7 @@ def test_rejected_completions_are_said_with_reason_and_file(tmp_path: Path) -> N
     text = said(small(tmp_path, "plain_rewards:failing_for_some", 2))
     (line,) = [line for line in text.splitlines() if line.startswith("warning: after")]
     assert re.match(
-        r"warning: after step 1: Rejected completions are not trained on\. \d+ \(\d\d\.\d %\) were rejected", line
+        r"warning: after step 1: Rejected completions are not trained on\. \d+ \(\d\d\.\d%\) were rejected", line
     )
     assert "KeyError" in line and str(tmp_path / "run" / "rejected.jsonl") in line
 

@@ -251,7 +251,7 @@ def test_rejected_completions_are_counted_by_reason() -> None:
     told.watching.rejected(["the reward raised KeyError: 'answer'"] * 30 + ["the reward took longer than 60 s"] * 2)
     told.watching.step(line_of(1))
     (said,) = told.said
-    assert "32 (20.0 %) were rejected" in said and "KeyError: 'answer'" in said and "run/rejected.jsonl" in said
+    assert "32 (20.0%) were rejected" in said and "KeyError: 'answer'" in said and "run/rejected.jsonl" in said
     told.watching.step(line_of(2))
     assert len(told.said) == 1
     few = Told()
@@ -300,7 +300,7 @@ def test_anything_may_be_missing_or_of_any_size() -> None:
 
 def test_slow_rewards_are_said_after_three_steps_of_any_size() -> None:
     told = played_without_a_look(lines_of(3, num_documents=lambda step: 8, **MADE_UP["rewards are waited for"][1]))
-    assert told.kinds == ["slow rewards"] and "80.0 % of a step's time, 8.0 s" in told.said[0]
+    assert told.kinds == ["slow rewards"] and "80.0% of a step's time, 8.0 s" in told.said[0]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_the_limit_that_cuts_most_episodes_is_named(limit: str, advice: str) -> 
     }
     told = played(lines_of(5, truncated_fraction=lambda step: 0.55, **shares))
     assert told.kinds == ["cut off"], "once, and not as completions too"
-    assert f"limits cut 55.0 %: 40.0 % by {limit}, 5.00 % by" in told.said[0] and advice in told.said[0]
+    assert f"limits cut 55.0%: 40.0% by {limit}, 5.00% by" in told.said[0] and advice in told.said[0]
 
 
 def test_prompts_that_were_easy_from_the_start_are_no_success_though_the_last_mistakes_go() -> None:

@@ -3,9 +3,9 @@
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import click
 from rich.console import Console
@@ -16,7 +16,7 @@ from truestep.errors import TruestepError
 from truestep.files.disks import no_file, refusal
 from truestep.text import printable, shown
 
-if TYPE_CHECKING:  # commands import what they run themselves, so that help does not wait for torch
+if TYPE_CHECKING:  # each command imports what it runs, so that `--help` does not load torch
     from rich.console import RenderableType
 
     from truestep.config.schema import Config
@@ -89,15 +89,18 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:
-    from rich.markup import escape
+    from rich.text import Text
 
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(shown(message))}", highlight=False, soft_wrap=True)
+    from truestep.run.terminal.display import print_plain
+
+    print_plain(Console(stderr=True), Text.assemble(("error:", "bold red"), " ", shown(message)))
     sys.exit(code)
 
 
 def _print(text: str) -> None:
-    """Print text without rich's markup, which paths and names might look like."""
-    Console().print(shown(text), highlight=False, markup=False, soft_wrap=True)
+    """Print text without rich's markup, which paths and names might look like. It is not wrapped: it may have a command
+    to copy."""
+    Console().print(shown(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _as_typed() -> list[str]:
@@ -115,7 +118,37 @@ def _display() -> "Display":
     return Display(Console(stderr=True, quiet=bool(int(os.environ.get("RANK", "0")))))
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(click.Group):
+    """The group of all commands. Its help lists them by what they are for, and an unknown one is answered with its
+    nearest."""
+
+    groups: ClassVar = {
+        "Begin": ("demo", "init", "convert"),
+        "Train": ("plan", "train", "elastic-command", "export", "serve"),
+        "Look at a run": ("report", "compare", "replay", "bisect"),
+        "Check": ("data", "audit", "score", "verify", "parity"),
+    }
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        room = formatter.width - width - 4
+        for title, names in self.groups.items():
+            rows = [(f"{name:<{width}}", self.commands[name].get_short_help_str(room)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        import difflib
+
+        near = difflib.get_close_matches(args[0], self.commands, 1) if args[0] not in self.commands else []
+        if near and not ctx.resilient_parsing:  # the shell completes a line that may have a mistake
+            ctx.fail(f"no command {printable(args[0])!r}: did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, package_name="truestep")
 def main() -> None:
     """RL fine-tuning of language models in which every step is exactly the step you asked for."""
@@ -132,7 +165,7 @@ def _left_out(command: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for name in NOTHING_IS_DRAWN for word in (f"--{name}", "null"))
 
 
-def _config_command(command: Callable[..., None]) -> click.Command:
+def _config_command(command: Callable[..., None], short_help: str | None = None) -> click.Command:
     """Make a command of a function that takes a configuration, given on the command line as CONFIG and overrides."""
 
     @wraps(command)
@@ -143,7 +176,7 @@ def _config_command(command: Callable[..., None]) -> click.Command:
             loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
             check_secrets(loaded, config)
         except Exception:
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher would start it again and again
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise the launcher would restart it again and again
                 from truestep.ranks.elastic import leave_after_error
 
                 leave_after_error()
@@ -153,7 +186,7 @@ def _config_command(command: Callable[..., None]) -> click.Command:
     words = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
     file = click.argument("config", type=click.Path(path_type=Path))
     name = command.__name__.replace("_", "-")
-    made = main.command(name=name, cls=ConfigCommand, context_settings=_FREE_OPTIONS)
+    made = main.command(name=name, cls=ConfigCommand, context_settings=_FREE_OPTIONS, short_help=short_help)
     return made(file(words(_guarded(with_config))))
 
 
@@ -162,10 +195,11 @@ _output = click.option("--output", required=True, type=click.Path(path_type=Path
 
 @_config_command
 def train(config: "Config") -> None:
-    """Train as CONFIG says. A run with checkpoints continues from the last one."""
+    """Train as CONFIG says, or go on with its run. A run with checkpoints continues from the last one."""
     with _display():
         from truestep.ranks.group import leave
         from truestep.run.notes import longer_by, what_next
+        from truestep.run.terminal.display import is_terminal
         from truestep.run.train import train as run
 
     trainer = run(config, Console())
@@ -174,13 +208,16 @@ def train(config: "Config") -> None:
     if config.logging.console and trainer.ranks.first:
         longer = longer_by(config, trainer.step)
         best = trainer.checkpoints.best()
-        for line in what_next(trainer.directory.path, trainer.finished, longer, _as_typed(), best):
-            _print(line)
+        console = Console()
+        width = console.width if is_terminal(console) else None
+        path, made = trainer.directory.path, trainer.step > 0
+        for line in what_next(path, trainer.finished, longer, _as_typed(), best, width, made):
+            click.echo(shown(line))  # not wrapped: commands are copied
     if stopped_by is not None:
         sys.exit(128 + stopped_by)
 
 
-@_config_command
+@partial(_config_command, short_help="Print the memory and time that a step needs.")
 @click.option(
     "--ranks", "--gpus", type=click.IntRange(1), help="Number of GPUs. Default: as started by torchrun, or 1."
 )
@@ -200,7 +237,7 @@ def plan(
     length: float | None,
     output: Path | None,
 ) -> None:
-    """Print the memory and the time of a step that CONFIG needs. It needs no GPU and reads no weights."""
+    """Print the memory that CONFIG needs, and the time of a step. It needs no GPU and reads no weights."""
     from truestep.plan.rates import named_rates, rates_of_plan
     from truestep.plan.report import hosts_of, make_plan_report
 
@@ -222,13 +259,14 @@ def plan(
         sys.exit(1)
 
 
-@_config_command
+@partial(_config_command, short_help="Print each machine's command for an elastic run.")
 @click.option("--hosts", required=True, help="The machines, with commas between them. The first has the rendezvous.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of each machine.")
 @click.option("--least", type=click.IntRange(1), help="The fewest agents to go on with. Default: half of them.")
 @click.option("--port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="A port of the first.")
 def elastic_command(config: "Config", hosts: str, gpus: int, least: int | None, port: int) -> None:
-    """Print a command for each machine. They start a run that goes on when GPUs are lost or join (docs/machines.md)."""
+    """Print a command for each machine. The commands start a run that goes on when GPUs are lost or join
+    (docs/machines.md)."""
     from truestep.tools.elastic_command import elastic_commands
 
     names = [name for name in hosts.split(",") if name]
@@ -241,7 +279,7 @@ def elastic_command(config: "Config", hosts: str, gpus: int, least: int | None, 
 @_output
 @click.option("--gradients", is_flag=True, help="Run the backward pass too: gradients.safetensors and grad_norm.")
 def score(config: "Config", output: Path, gradients: bool) -> None:
-    """Run all of data.path as one step without an update. Log-probs, ratios and metrics are written to files."""
+    """Write log-probs, ratios and metrics of rollouts. All of data.path is one step, without an update."""
     with _display():
         from truestep.metrics.tables import step_table
         from truestep.ranks.group import leave
@@ -263,7 +301,7 @@ def score(config: "Config", output: Path, gradients: bool) -> None:
     "--documents", type=click.IntRange(min=4), default=14, show_default=True, help="The number of rollouts to use."
 )
 def verify(config: "Config", output: Path, full: bool, ranks: int, documents: int) -> None:
-    """Run the steps of CONFIG under many layouts. Compare each with a float64 reference of the same steps."""
+    """Compare layouts with a float64 reference. The steps of CONFIG are run under each of them."""
     from truestep.ranks import forks
 
     forks.begin()
@@ -316,7 +354,7 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
     )
 
 
-@_config_command
+@partial(_config_command, short_help="Serve the policy to OpenAI's clients.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Other than loopback: with --key-env alone.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: one that is free.")
 @click.option("--key-env", help="The environment variable with the secret that keys begin with: SECRET or SECRET:NAME.")
@@ -338,7 +376,8 @@ def parity(config: "Config", output: Path, documents: int, older: tuple[Path, ..
 @click.option(
     "--tinker-keys",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="With --tinker: the file with a line NAME KEY for each tenant. Without it any key is a tenant of its own.",
+    help="With --tinker: the file with a line NAME KEY [QUOTA=NUMBER ...] for each tenant. Without it any key is a "
+    "tenant of its own.",
 )
 @click.option("--tinker-name", help="With --tinker: the base model's name, such as Qwen/Qwen3-8B.")
 def serve(
@@ -352,8 +391,8 @@ def serve(
     tinker_keys: Path | None,
     tinker_name: str | None,
 ) -> None:
-    """Serve the policy to OpenAI's clients (a key names a document: docs/agents.md), and with --tinker to clients that
-    train adapters over it (docs/tinker.md)."""
+    """Serve the policy to OpenAI's clients (a key names a document: docs/agents.md). With --tinker, also serve clients
+    that train adapters of it (docs/tinker.md)."""
 
     def ready(url: str) -> None:
         _print(f"{config.model.path} is served at {url}; Ctrl-C ends it")
@@ -364,7 +403,7 @@ def serve(
     if tinker is not None:
         from truestep.commands.tinker.serving import Tinker
 
-        beside = Tinker(tinker, tinker_keys, tinker_name)
+        beside = Tinker(tinker, tinker_keys, tinker_name, say=_print)
     elif tinker_keys is not None or tinker_name is not None:
         raise click.UsageError("--tinker-keys and --tinker-name go with --tinker")
     keys = {"key_env": key_env, "documents": documents, "weights": weights}
@@ -407,13 +446,13 @@ def export(
         _print(better)
 
 
-@main.command()
+@main.command(short_help="Convert another trainer's configuration.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write. Default: standard output.")
 @_guarded
 def convert(file: Path, output: Path | None) -> None:
     """Convert a configuration of verl, prime-rl, NeMo-RL, slime, OpenRLHF or TRL. FILE is YAML, TOML, or a script with
-    --name value. Each option that has no equal here is a comment."""
+    --name value. Options without an equivalent become comments."""
     from truestep.config.convert import convert as run
 
     text, converted = run(file)
@@ -428,7 +467,7 @@ def convert(file: Path, output: Path | None) -> None:
 
 @main.group()
 def data() -> None:
-    """Inspect rollout files."""
+    """Check rollout files before training (data check)."""
 
 
 @data.command()
@@ -457,7 +496,7 @@ def check(
     group_size: int | None,
     fields: str | None,
 ) -> None:
-    """Show the contents of rollout FILES. Counts, lengths and groups, and which records are rejected and why."""
+    """Show the contents of rollout FILES. It prints counts, lengths, groups, and the rejected records with reasons."""
     with _display():
         from truestep.rollouts.check import check_files, render
 
@@ -518,7 +557,7 @@ def _vocabulary_size(model: Path) -> int:
     return size
 
 
-@main.command()
+@main.command(short_help="Find wrong tokens in any trainer's rollout dumps.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), help=_AUDIT_MODEL)
 @click.option(
@@ -532,8 +571,8 @@ def _vocabulary_size(model: Path) -> int:
 @click.option("--output", type=click.Path(path_type=Path), help="Write the findings to this HTML page.")
 @_guarded
 def audit(files: tuple[Path, ...], model: Path | None, source: str, output: Path | None) -> None:
-    """Say what is wrong with which token in dumps of rollouts, whoever trained. FILES: dumps, or directories of them.
-    Exit code 1: a finding of high confidence; 2: input that cannot be read."""
+    """Find wrong tokens in dumps of rollouts, and say what is wrong with each. FILES are dumps of this or another
+    trainer, or directories of dumps. Exit code 1: a finding of high confidence; 2: input that cannot be read."""
     with _display():
         from truestep.files.whole import write_text_whole
         from truestep.tools.audit.opening import UnreadableError
@@ -556,7 +595,7 @@ def audit(files: tuple[Path, ...], model: Path | None, source: str, output: Path
 @click.option("--output", type=click.Path(path_type=Path), help="The page; by default report.html in the first run.")
 @_guarded
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
-    """Write a self-contained HTML page about one run, or a comparison of several."""
+    """Write a run's page, or a comparison of several. The page is one self-contained HTML file."""
     from truestep.report import write_report
 
     for run in runs:
@@ -565,15 +604,15 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     _print(str(write_report(list(runs), output or runs[0] / "report.html")))
 
 
-@main.command(context_settings=_FREE_OPTIONS)
+@main.command(context_settings=_FREE_OPTIONS, short_help="Make a step of RUN again, and compare the two.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
 @click.option("--step", type=click.IntRange(min=1), required=True, help="The step to make again.")
 @click.option("--output", type=click.Path(path_type=Path), help="A new directory for the replay's own files.")
 @_guarded
 def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None) -> None:
-    """Make a step of RUN again, and compare it with the original. From the checkpoint before it and the records that
-    logging.rollouts.documents: all keeps. Changed options answer "what if"."""
+    """Repeat a step of RUN, and compare it with the original. It starts from the checkpoint before the step, and trains
+    on the records that `logging.rollouts.documents: all` kept. Changed options show their effect on the step."""
     with _display():
         from truestep.ranks.group import leave
         from truestep.tools.replay.replay import replay as again
@@ -587,7 +626,7 @@ def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None
         sys.exit(1)
 
 
-@main.command(context_settings=_FREE_OPTIONS)
+@main.command(context_settings=_FREE_OPTIONS, short_help="Find what made a metric of RUN jump.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[--section.option VALUE]...")
 @click.option("--metric", required=True, help="A metric of metrics.jsonl, such as grad_norm or loss.")
@@ -595,8 +634,8 @@ def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None
 @click.option("--output", type=click.Path(path_type=Path), help="A new directory for what is found.")
 @_guarded
 def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None, output: Path | None) -> None:
-    """Find the documents and labels of RUN that made a metric jump. By replays of the step with parts of its documents
-    left out, while denominators and advantages stay the whole step's."""
+    """Find the documents and labels of RUN that made a metric jump. It repeats the step without parts of its documents,
+    with the denominators and advantages of the whole step."""
     with _display():
         from truestep.ranks.group import leave
         from truestep.tools.replay.bisect import bisect as find
@@ -610,13 +649,13 @@ def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None,
         sys.exit(1)
 
 
-@main.command()
+@main.command(short_help="Name the first difference between two runs.")
 @click.argument("first", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @_guarded
 def compare(first: Path, second: Path) -> None:
-    """Name the first difference between two runs, or a run and its replay. And its cause: the order of documents, the
-    data, an option, or numerics. Exit code 1 if there is one."""
+    """Name the first difference between two runs, or a run and its replay. It also names the cause: the order of
+    documents, the data, an option, or numerics. Exit code 1 if there is a difference."""
     from truestep.tools.replay.compare import compare as run
 
     found = run(first, second)
@@ -656,8 +695,8 @@ def demo(output: Path, seed: int) -> None:
 )
 @_guarded
 def init(directory: Path, model: Path | None, seed: int, template: str) -> None:
-    """Write a complete example task to DIRECTORY. It has data, a configuration, a README of its commands, and where
-    there is a reward, a test of it."""
+    """Write a complete example task to DIRECTORY. The task has data, a configuration, a README with the commands, and a
+    test of the reward if it has one."""
     from truestep.tools.init.make import init as run
 
     if model is None:

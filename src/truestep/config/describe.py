@@ -253,7 +253,7 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
     """
     section, leaf = ".".join(name[:-1]), name[-1]
     if (opened := re.match(r"(\w+)\s*[{\[]", leaf)) is not None:
-        return f"a colon is missing behind {opened[1]}"
+        return f"a colon is missing after {opened[1]}"
     split = {item.name: item.name.rpartition(".") for item in _walk_schema()}
     if "." in leaf and leaf in split:
         return f"in a file it is {split[leaf][2]} under {split[leaf][0]}"
@@ -274,13 +274,19 @@ _OF_TYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "torch.b
 _OF_OTHERS = _OF_TYPES | LOSSES_OF_OTHERS
 
 
+def _near_choice(value: str, choices: Sequence[str]) -> list[str]:
+    """Return the choice nearest to a value. One with the same letters in another order comes first."""
+    same = [choice for choice in choices if sorted(choice) == sorted(value)]
+    return same[:1] or get_close_matches(value, choices, n=1)
+
+
 def explain_wrong(name: str, value: Any) -> str:
     """Return a message about a wrong value of an option or a section, with the values that are allowed."""
     option = options().get(name)
     if option is None:
         null = " or null" if name in sections() and sections()[name].optional else ""
         return f"{name} must be a section of options{null}, not {show(value)}"
-    near = get_close_matches(value, option.choices, n=1) if isinstance(value, str) else []
+    near = _near_choice(value, option.choices) if isinstance(value, str) else []
     if isinstance(value, str) and _OF_OTHERS.get(value) in option.choices:
         near = [_OF_OTHERS[value]]
     quotes = option.takes_text and isinstance(value, (int, float))
@@ -300,7 +306,7 @@ def everyday() -> list[Option]:
 
 
 def in_short(option: Option) -> str:
-    """Return the first sentence of an option's meaning; of a `type`, what the section is and the types."""
+    """Return the first sentence of an option's meaning. For an option `type`: that of its section, and the types."""
     of_types = option.name.endswith(".type")
     text = sections()[option.section].meaning if of_types else option.meaning
     sentence = text.partition("\n")[0].partition(". ")[0].rstrip(".") + "."

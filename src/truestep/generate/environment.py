@@ -17,8 +17,6 @@ from truestep.generate.generator import Completion, Generate, Request
 from truestep.generate.play import Episode, EpisodeLimits, Played, played_of, turn_of
 from truestep.rollouts.episodes import OTHER_TOOL, TurnFacts, told_apart
 
-_NO_TURN = "an episode in which the policy drew nothing has nothing to learn from"
-
 
 @dataclass
 class _Progress:
@@ -111,10 +109,19 @@ class EnvironmentPlay:
         """Ask for the reward of an episode that is cut off. If the environment has not answered its last call, the
         reward is 0."""
         if not progress.completions:
-            raise RewardError(f"sampler.{progress.ended_by}: {_NO_TURN}")
+            raise RewardError(self._why_no_turn(progress.ended_by))
         progress.rating = Rating(0.0)
         if not progress.in_environment:
             progress.rating = await asyncio.wrap_future(self._service.cut(handle, progress.ended_by))
+
+    def _why_no_turn(self, ended_by: str) -> str:
+        value, advice = self._limits.seconds, "raise the limit"
+        if ended_by == "max_episode_tokens":
+            value, advice = self._limits.tokens, "raise the limit, or shorten the prompts"
+        return (
+            f"sampler.{ended_by}: {value:,.12g} ended an episode before the policy drew a token, so there is nothing "
+            f"to learn from the episode: {advice}"
+        )
 
     def _played(self, progress: _Progress) -> Played:
         assert progress.rating is not None

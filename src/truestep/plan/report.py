@@ -31,7 +31,7 @@ from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
 _FLOAT32 = 4
-_RECORD_BYTES = 4.0  # compressed bytes per token of a kept record: half of an id, and almost all of a log-prob
+_RECORD_BYTES = 4.0  # bytes per token of a kept record: compression halves ids, and hardly affects log-probs
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,13 @@ def _title(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]:
     trained = shape.part(0, 1, 1, 1, trained=True).all
     some = f", {trained / 1e6:,.1f} million of them trained" if trained < shape.total else ""
     return [
-        f"{config.model.path}: {shape.total / 1e9:.2f} billion weights{some}, {config.model.dtype}, {sizes}",
+        f"{config.model.path}: {_many(shape.total)} weights{some}, {config.model.dtype}, {sizes}",
         f"micro-batches of {config.data.tokens_per_microbatch:,} tokens",
     ]
+
+
+def _many(count: float) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 5e8 else f"{count / 1e6:,.2f} million"
 
 
 def _table(planned: Sequence[RankMemory]) -> list[str]:

@@ -31,11 +31,18 @@ class Work:
     before: float  # the process's amount of that kind when the work began
     since: float  # `time.monotonic` when the work began
     in_main_thread: bool
+    tokens_before: float = 0.0  # the process's sampled tokens when the work began
 
     @property
     def done(self) -> float:
         with _lock:
             return _amounts.get(self.kind, 0) - self.before
+
+    @property
+    def tokens(self) -> float:
+        """The tokens sampled since the work began."""
+        with _lock:
+            return _amounts.get("tokens", 0) - self.tokens_before
 
 
 _works: list[Work] = []
@@ -100,7 +107,7 @@ def working(name: str, kind: str, total: float | None = None) -> Iterator[None]:
     unknown."""
     with _lock:
         main = threading.current_thread() is threading.main_thread()
-        work = Work(name, kind, total, _amounts.get(kind, 0), time.monotonic(), main)
+        work = Work(name, kind, total, _amounts.get(kind, 0), time.monotonic(), main, _amounts.get("tokens", 0))
         _works.append(work)
     try:
         yield

@@ -94,11 +94,11 @@ GROUPS: dict[str, tuple[ChartSpec, ...]] = {
         ChartSpec(
             "Log-ratio of labels",
             {
-                "log_ratio_p99": "99 %",
-                "log_ratio_p95": "95 %",
+                "log_ratio_p99": "99%",
+                "log_ratio_p95": "95%",
                 "log_ratio_p50": "median",
-                "log_ratio_p5": "5 %",
-                "log_ratio_p1": "1 %",
+                "log_ratio_p5": "5%",
+                "log_ratio_p1": "1%",
             },
             unit="percentiles",
             reference=0.0,

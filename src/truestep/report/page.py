@@ -22,6 +22,7 @@ from truestep.report.style import COLOURS
 from truestep.report.verdicts import Verdict
 from truestep.text import printable
 
+_MOST_PLACES = 3  # files and datasets that the page's subject names
 MINUS = "\N{MINUS SIGN}"
 MARKS = {
     "bad": ("\N{MULTIPLICATION X}", "Wrong"),
@@ -55,8 +56,10 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
         "Numbers": numbers_html(runs),
         "Configuration": _configs(runs),
     }
+    subject = _subject(runs[0]) if len(runs) == 1 else ""
+    head = f"{title}: {subject}" if subject else title
     sections = [
-        _header(runs, title),
+        _header(runs, title, subject),
         _tiles(runs[0]) if len(runs) == 1 else _comparison(runs),
         _shows(runs),
         _bar(runs, groups, parts),
@@ -72,7 +75,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
             # A completion may contain anything. The policy forbids the page to load anything, and allows only its own
             # script.
             f'<meta http-equiv="Content-Security-Policy" content="{policy()}">\n'
-            f"<title>{escape(title)}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
+            f"<title>{escape(head)}</title>\n<style>\n{style()}</style>\n</head>\n<body>\n<main>\n",
             *sections,
             f'<script type="text/plain" data-part="charts">{packed(payload.value())}</script>\n</main>\n',
             f"<script>{script()}</script>\n</body>\n</html>\n",
@@ -106,12 +109,13 @@ def _anchor(title: str) -> str:
     return title.lower().replace(" ", "-").replace(",", "")
 
 
-def _header(runs: Sequence[Run], title: str) -> str:
+def _header(runs: Sequence[Run], title: str, subject: str) -> str:
     html = f"<header>\n<h1>{escape(title)}</h1>\n"
     if len(runs) == 1:
         items = "".join(
             f"<div><dt>{escape(fact.label)}</dt><dd>{_signed(fact.value)}</dd></div>" for fact in facts(runs[0])
         )
+        html += f'<p class="subject">{escape(subject)}</p>\n' if subject else ""
         html += f'<p class="path">{escape(str(runs[0].path))}</p>\n<dl class="facts">{items}</dl>\n'
     names_by_versions: dict[str, list[str]] = {}
     for run in runs:
@@ -123,6 +127,40 @@ def _header(runs: Sequence[Run], title: str) -> str:
         if versions:
             html += f'<p class="versions">{escape(prefix + versions)}</p>\n'
     return html + "</header>\n"
+
+
+def _subject(run: Run) -> str:
+    """Say what is trained, by what and on what: "smollm2 by grpo on prompts.jsonl, reward reward:score"."""
+    model, loss = run.option("model", "path"), run.option("loss", "type")
+    places = _places(run.option("sampler", "prompts") or run.option("data", "path"))
+    shown = (
+        places
+        if len(places) <= _MOST_PLACES
+        else [*places[: _MOST_PLACES - 1], f"{len(places) - _MOST_PLACES + 1} more"]
+    )
+    words = [
+        (Path(model).name or model) if isinstance(model, str) else "",
+        f"by {loss}" if isinstance(loss, str) else "",
+        f"on {', '.join(shown)}" if shown else "",
+    ]
+    said = " ".join(filter(None, words))
+    reward, environment = run.option("sampler", "reward"), run.option("sampler", "environment")
+    if said and isinstance(reward, str):
+        said += f", reward {reward}"
+    if said and isinstance(environment, dict):
+        named = environment.get("class") or environment.get("run") or environment.get("type")
+        said += f", environment {' '.join(map(str, named)) if isinstance(named, list) else named}"
+    return printable(said)
+
+
+def _places(given: object) -> list[str]:
+    """List the files and datasets of sampler.prompts or data.path: one, a list, a dataset, or several by name."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, dict):
+        one = given.get("dataset")
+        return [one] if isinstance(one, str) else _places(list(given.values()))
+    return [place for part in given for place in _places(part)] if isinstance(given, list) else []
 
 
 def _signed(text: str) -> str:

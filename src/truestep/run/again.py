@@ -1,6 +1,7 @@
 """Makes steps of a run again: its checkpoint, its ledger and its kept records become a trainer, whoever sampled."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from truestep.run.assemble.step import (
     make_queue,
     make_runner,
     needs_logprobs,
+    other_annotators,
 )
 from truestep.run.callbacks import Callbacks, Run
 from truestep.run.checkpoint.saves import SaveRule, Saves
@@ -199,8 +201,17 @@ def make_again(past: Past, original: Config, changed: Config, output: Path, rank
     """Make the trainer of the steps `past.steps`, which writes to `output`. `original` are the options of the step, and
     `changed` those that it is made again with. Every rank calls this."""
     damage = None if past.checkpoint is None else damage_of(past.checkpoint, ranks)
-    try:
+    with blaming(past, damage):
         return replace(_make_again(past, original, changed, output, ranks, watch), damage=damage)
+
+
+@contextmanager
+def blaming(past: Past, damage: str | None) -> Iterator[None]:
+    """Name the damage of the checkpoint, if there is any, where an error may follow from it."""
+    try:
+        yield
+    except ReplayError:
+        raise
     except (TruestepError, *ODD_CONTENT) as error:
         if damage is None:
             raise
@@ -296,10 +307,7 @@ def _adapted(document: Rollout, keeps_reference: bool, config: Config) -> Rollou
 def _annotators(config: Config, runner: StepRunner, past: Past, keeps_reference: bool) -> Annotators:
     if not keeps_reference:
         return annotators_of(config, runner, past.directory, past.checkpoint)
-    given = config.changed({"loss.kl_reference.path": "records"})
-    annotators = annotators_of(given, runner, past.directory, past.checkpoint)
-    annotators.all.insert(0, KeptReference())
-    return annotators
+    return Annotators([KeptReference(), *other_annotators(config)])
 
 
 def _rate(past: Past, original: Config, config: Config, callbacks: Callbacks) -> LearningRate:

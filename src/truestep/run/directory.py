@@ -86,7 +86,9 @@ class RunDirectory:
         except OSError as error:
             where = next(path for path in (self.path, *self.path.parents) if path.exists())
             why = f"{where} is a file" if where.is_file() else error.strerror
-            raise RunError(f"checkpoint.directory: {self.path} cannot be written to: {why}") from None
+            raise RunError(
+                f"checkpoint.directory: {self.path} cannot be written to: {why}; name a directory that you may write to"
+            ) from None
         finally:
             for path in missing:
                 with contextlib.suppress(OSError):

@@ -189,23 +189,36 @@ def longer_by(config: Config, steps_made: int) -> str | None:
 
 
 def what_next(
-    directory: Path, finished: bool, longer: str | None, command: Sequence[str], best: Path | None = None
+    directory: Path,
+    finished: bool,
+    longer: str | None,
+    command: Sequence[str],
+    best: Path | None = None,
+    width: int | None = None,
+    made: bool = True,
 ) -> list[str]:
     """List the commands that are useful after a run. `command` is the training command as a list of words, `longer` the
-    option that makes a finished run longer, `best` the checkpoint that was kept because it is the best."""
+    option that makes a finished run longer, `best` the checkpoint that was kept because it is the best. If a line would
+    be longer than `width`, each command gets a line of its own. `made`: a step was made; without one there is no page
+    and no model."""
     run = str(directory)
-    rows = {
-        "the page of this run": ["truestep", "report", run],
-        "its model, for other programs": ["truestep", "export", run, "--output", "DIRECTORY"],
-    }
+    rows = {}
+    if made:
+        rows["the page of this run"] = ["truestep", "report", run]
+        rows["its model, for other programs"] = ["truestep", "export", run, "--output", "DIRECTORY"]
     if best is not None:
         rows[f"its best one, of {best.name}"] = ["truestep", "export", run, "--best", "--output", "DIRECTORY"]
     if not finished:
         rows["go on from here"] = list(command)
     elif longer is not None:
         rows["train further"] = [*_without(f"--{longer}", command), f"--{longer}", "NUMBER"]
-    width = max(map(len, rows)) + 1
-    return ["next:", *(f"  {what + ':':<{width}} {shlex.join(typed)}" for what, typed in rows.items())]
+    if not rows:
+        return []
+    longest = max(map(len, rows)) + 1
+    lines = [f"  {what + ':':<{longest}} {shlex.join(typed)}" for what, typed in rows.items()]
+    if width is not None and max(map(len, lines)) > width:
+        lines = [line for what, typed in rows.items() for line in (f"  {what}:", f"    {shlex.join(typed)}")]
+    return ["next:", *lines]
 
 
 def _without(option: str, command: Sequence[str]) -> list[str]:

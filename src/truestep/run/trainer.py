@@ -175,7 +175,10 @@ class Trainer:
 
     def _stopped(self) -> str:
         reason = self.callbacks.run.stop_reason
-        by = "stopped by a signal" if self.stopped_by is not None else f"stopped by a callback ({printable(reason)})"
+        by = f"stopped by a callback ({printable(reason)})"
+        if self.stopped_by is not None:
+            by = "stopped by Ctrl-C" if self.stopped_by == signal.SIGINT else "stopped by a signal"
+            by += f" ({signal.Signals(self.stopped_by).name})"
         if not self.save_rule.never and self.state.saved != self.step:
             latest = self.ranks.share(self.checkpoints.latest)
             place = "starts again from the beginning" if latest is None else f"goes on from {latest}"

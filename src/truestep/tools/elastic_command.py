@@ -30,7 +30,8 @@ def elastic_commands(
     """Return a shell command for each host, which starts an agent for each GPU, or for each team of GPUs that a layout
     needs together. `train` is the command of a rank, and `least` the fewest agents that the run goes on with."""
     if len(set(hosts)) < len(hosts):
-        raise TruestepError(f"--hosts names a machine twice: {', '.join(hosts)}")
+        twice = next(host for host in hosts if hosts.count(host) > 1)
+        raise TruestepError(f"--hosts {','.join(hosts)} names a machine twice: name {twice} once")
     team = _team(config, gpus, len(hosts))
     each = gpus // team
     most = each * len(hosts)

@@ -43,7 +43,7 @@ class Score:
 def score(config: Config, output: Path, *, gradients: bool) -> Score:
     """Write scores.jsonl and step.json; with `gradients` also gradients.safetensors and the gradient norm."""
     if config.data.path is None:
-        raise TruestepError("score needs data.path: the rollouts of the step that is to be scored")
+        raise TruestepError("data.path is null: score needs the rollouts of a step: add --data.path FILE.jsonl")
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     ranks = join_ranks(config)

@@ -5,9 +5,13 @@ requests     converts request data: documents to score, and sampling options
 scoring      log-probs of prompt tokens and of alternative tokens
 checkpoints  saved weights on disk, with a time to live
 bodies       reads the bodies of requests
+orders       reads the requests that a model computes in their order
+journal      keeps sessions, models and requests on disk
+restart      goes on from the journal
 state        tenants' sessions, models, samplers and futures
 jobs         computes jobs, one after another
 app, rest    the routes: app for training and sampling, rest for listing and deleting
-tenants      tenants by their keys
+tenants      tenants by their keys, with their quotas
+usage        counters, quotas of tokens, and metrics for Prometheus
 serving      serves the protocol together with the endpoint of `truestep serve`
 """

@@ -3,44 +3,36 @@
 import asyncio
 import json
 import logging
-import re
-import sys
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from truestep.commands.tinker import rest, wire
 from truestep.commands.tinker.bodies import read_beginning, read_body, read_json
-from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, Adapted, Checkpoints, named, time_to_live
+from truestep.commands.tinker.checkpoints import Adapted, Checkpoints
 from truestep.commands.tinker.errors import ApiError, JobError, not_served
 from truestep.commands.tinker.jobs import (
-    GRADIENT,
-    UPDATE,
     Create,
-    ForwardBackwardJob,
-    Load,
-    OptimStep,
-    Refused,
     Sample,
-    Save,
     seed_of,
 )
+from truestep.commands.tinker.orders import JSON_PATHS, Orders, check_optimizer, check_own, metadata_of, whole_number
 from truestep.commands.tinker.requests import Model as Fits
-from truestep.commands.tinker.requests import asked, batch_of
+from truestep.commands.tinker.requests import asked
 from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
 from truestep.commands.tinker.tenants import Tenants
+from truestep.commands.tinker.usage import exposition
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 20.0  # how long a request for a result waits for it; the client's own limit is 45 s
 _MOST_RANK = 512
 _PROTOBUF = "application/x-protobuf"
-_LARGEST_FLOAT = sys.float_info.max
-_METADATA = 64  # most entries of metadata that a tenant may attach
 
 Body = dict[str, Any]
 Route_ = Callable[[str, Body], Awaitable[Any]]
@@ -54,6 +46,7 @@ class Served:
     names: tuple[str, ...]  # names that clients may use for the base model
     tokenizer: str | None  # where the client finds the tokenizer; None: nowhere
     fits: Fits
+    orders: Orders
     has_tokenizer: bool
     tenants: Tenants
     state: State
@@ -74,11 +67,8 @@ def routes(served: Served) -> list[Route]:
         "create_model": own.create_model,
         "get_info": own.get_info,
         "unload_model": own.unload_model,
-        "optim_step": own.optim_step,
+        **{path: own._ordered(path) for path in JSON_PATHS},
         "load_weights": own.load_weights,
-        "save_weights": own.save_weights,
-        "save_weights_for_sampler": own.save_for_sampler,
-        "save_weights_external": own.save_external,
         "asample": own.sample,
         "cancel_future": own.cancel,
         "telemetry": own.telemetry,
@@ -87,6 +77,7 @@ def routes(served: Served) -> list[Route]:
     made = [Route(f"/api/v1/{name}", own.json(route), methods=["POST"]) for name, route in posts.items()]
     made += [
         Route("/api/v1/healthz", own.health),
+        Route("/metrics", own.metrics),
         Route("/api/v1/get_server_capabilities", own.guarded(own.capabilities)),
         Route("/api/v1/forward_backward", own.guarded(own.forward_backward), methods=["POST"]),
         Route("/api/v1/retrieve_future", own.guarded(own.retrieve), methods=["POST"]),
@@ -113,7 +104,7 @@ def _refusing(what: str) -> Route_:
 
 class _Routes:
     def __init__(self, served: Served):
-        self._served, self._state = served, served.state
+        self._served, self._state, self._orders = served, served.state, served.orders
 
     # All requests
 
@@ -126,11 +117,15 @@ class _Routes:
             try:
                 return await handler(self._tenant(request), request)
             except ApiError as error:
-                return JSONResponse({"error": str(error), "detail": str(error)}, error.status)
+                wait = {} if error.wait is None else {"retry-after": f"{math.ceil(error.wait)}"}
+                return JSONResponse({"error": str(error), "detail": str(error)}, error.status, wait)
             except wire.WireError as error:
                 return JSONResponse({"error": str(error), "detail": str(error)}, 400)
             except ClientDisconnect:
                 return Response(status_code=499)
+            except OSError as error:  # the client sends the request again
+                log.exception("a request could not be kept")
+                return JSONResponse({"error": f"the request cannot be kept: {error.strerror}"}, 503)
 
         return handle
 
@@ -141,14 +136,20 @@ class _Routes:
         return self.guarded(handler)
 
     def _tenant(self, request: Request) -> str:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        bearer = key.strip() if scheme.lower() == "bearer" else None
-        return self._served.tenants.of(request.headers.get("x-api-key") or bearer)
+        return self._served.tenants.of(_key(request))
 
     # Server
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer with the metrics of all tenants, for Prometheus."""
+        try:
+            self._served.tenants.check_metrics(_key(request))
+        except ApiError as error:
+            return Response(str(error), error.status)
+        return PlainTextResponse(exposition(*self._state.used(), self._state.busy))
 
     async def capabilities(self, tenant: str, request: Request) -> Response:
         about = {"model_name": self._served.name, "max_context_length": self._served.fits.longest}
@@ -177,7 +178,7 @@ class _Routes:
         name = body.get("display_name")
         if name is not None and not isinstance(name, str):
             raise ApiError("display_name: a text is expected")
-        session = self._state.begin(tenant, _metadata(body.get("user_metadata")), name)
+        session = self._state.begin(tenant, metadata_of(body.get("user_metadata")), name)
         return {"type": "create_session", "session_id": session.id}
 
     async def heartbeat(self, tenant: str, body: Body) -> Any:
@@ -187,7 +188,7 @@ class _Routes:
     async def create_sampling_session(self, tenant: str, body: Body) -> Any:
         state = self._state
         session = state.session(tenant, body.get("session_id"))
-        name = f"{session.id}:sample:{_seq(body, 'sampling_session_seq_id')}"
+        name = f"{session.id}:sample:{whole_number(body, 'sampling_session_seq_id')}"
         path = body.get("model_path")
         if path is not None:
             self._served.checkpoints.find(tenant, path)
@@ -196,16 +197,13 @@ class _Routes:
         with state.lock:
             state.session(tenant, session.id)  # it may have finished in the meantime
             if name not in state.samplers:
-                state.samplers[name] = Sampler(name, tenant, session.id, self._served.name, path)
-                session.samplers.append(name)
+                state.add_sampler(Sampler(name, tenant, session.id, self._served.name, path))
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def join_sampling_session(self, tenant: str, body: Body) -> Any:
         sampler = self._state.sampler(tenant, body.get("sampling_session_id"))
         session = self._state.session(tenant, sampler.session)
-        with self._state.lock:
-            session.clones += 1
-            return {"type": "join_sampling_session", "client_counter": session.clones}
+        return {"type": "join_sampling_session", "client_counter": self._state.add_clone(session)}
 
     def _no_model(self, name: Any) -> ApiError:
         return ApiError(f"base_model is {name!r:.200}, and this server has {self._served.name}", 404)
@@ -215,7 +213,7 @@ class _Routes:
     async def create_model(self, tenant: str, body: Body) -> Any:
         if body.get("base_model") not in self._served.names:
             raise self._no_model(body.get("base_model"))
-        _check_optimizer(body.get("optimizer_config"))
+        check_optimizer(body.get("optimizer_config"))
         given = body.get("lora_config")
         if not isinstance(given, dict):
             raise not_served("a model without lora_config")
@@ -231,15 +229,15 @@ class _Routes:
         # Without a given seed, each model gets different initial values.
         seed = seed_of(name, 0, None) % 2**31 if seed is None else abs(seed)
         model = self._new(tenant, body, name, Adapted(rank, seed, [], mlp, attention))
-        return _promise(self._submit(Job(f"{name}:0", tenant, model.session, Create(model), model=name)))
+        return _promise(self._state.submit(Job(f"{name}:0", tenant, model.session, Create(model), model=name)))
 
     def _model_name(self, tenant: str, body: Body) -> str:
         session = self._state.session(tenant, body.get("session_id"))
-        return f"{session.id}:train:{_seq(body, 'model_seq_id')}"
+        return f"{session.id}:train:{whole_number(body, 'model_seq_id')}"
 
-    def _new(self, tenant: str, body: Body, name: str, adapted: Adapted) -> Model:
-        session, metadata = self._state.session(tenant, body.get("session_id")), _metadata(body.get("user_metadata"))
-        return self._state.add_model(Model(name, tenant, session.id, self._served.name, adapted, metadata))
+    def _new(self, tenant: str, body: Body, name: str, adapted: Adapted, **how: Any) -> Model:
+        session, metadata = self._state.session(tenant, body.get("session_id")), metadata_of(body.get("user_metadata"))
+        return self._state.add_model(Model(name, tenant, session.id, self._served.name, adapted, metadata), **how)
 
     async def get_info(self, tenant: str, body: Body) -> Any:
         model = self._state.model(tenant, body.get("model_id"))
@@ -268,89 +266,39 @@ class _Routes:
         if known is not None:
             return JSONResponse(_promise(known))
 
-        def make() -> ForwardBackwardJob:
-            if too_large is not None:
-                raise too_large
-            return ForwardBackwardJob(model, batch_of(wire.read_forward_backward(body), self._served.fits))
+        job = await asyncio.to_thread(self._order, model, head.seq_id, "forward_backward", body, too_large)
+        return JSONResponse(_promise(job))
 
-        part = None if head.forward_only else GRADIENT
-        return JSONResponse(_promise(await asyncio.to_thread(self._ordered, model, head.seq_id, make, part, len(body))))
+    def _ordered(self, path: str) -> Route_:
+        """Return the route of a request that a model computes in its turn."""
 
-    async def optim_step(self, tenant: str, body: Body) -> Any:
-        model = self._state.model(tenant, body.get("model_id"))
-        return _promise(self._ordered(model, _seq(body, "seq_id"), lambda: OptimStep(model, *_adamw(body)), UPDATE))
+        async def route(tenant: str, body: Body) -> Any:
+            model = self._state.model(tenant, body.get("model_id"))
+            seq = whole_number(body, "seq_id")
+            return _promise(self._order(model, seq, path, json.dumps(body).encode()))
 
-    def _ordered(self, model: Model, seq: int, make: Callable[[], Any], part: str | None = None, size: int = 0) -> Job:
-        """Submit a request to a model, which is computed in the order of its seq_id. An invalid request also gets a
-        job, which fails in its turn, because later requests of the model wait for it. `part`: the request's part in a
-        training step."""
-        try:
-            work = make()
-        except (ApiError, wire.WireError) as error:
-            work = Refused(model, JobError(str(error)), part)
-        except Exception as error:  # a bug in this server
-            log.exception("a request could not be read")
-            work = Refused(model, error, part)
-        job = Job(f"{model.id}:{seq}", model.tenant, model.session, work, model=model.id, size=size)
-        return self._submit(job, model, seq)
+        return route
 
-    async def save_external(self, tenant: str, body: Body) -> Any:
-        model = self._state.model(tenant, body.get("model_id"))
-
-        def make() -> Any:
-            raise not_served("an export by a client (`truestep export` makes one of a checkpoint)")
-
-        return _promise(self._ordered(model, _seq(body, "seq_id"), make))
-
-    def _submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
-        return self._state.submit(job, model, seq)
+    def _order(self, model: Model, seq: int, path: str, body: bytes, refused: ApiError | None = None) -> Job:
+        job = self._orders.job(model, seq, path, body, refused)
+        if (said := self._state.too_large(job)) is not None:
+            job = self._orders.job(model, seq, path, body, ApiError(said))
+        return self._state.submit(job, model)
 
     # Checkpoints
 
-    async def save_weights(self, tenant: str, body: Body) -> Any:
-        model = self._state.model(tenant, body.get("model_id"))
-        seq = _seq(body, "seq_id")
-
-        def make() -> Save:
-            name = f"{seq:06d}" if body.get("path") is None else named(body.get("path"))
-            return Save(model, WEIGHTS, name, *_kept(body), overwrite=body.get("overwrite") is True)
-
-        return _promise(self._ordered(model, seq, make))
-
-    async def save_for_sampler(self, tenant: str, body: Body) -> Any:
-        model = self._state.model(tenant, body.get("model_id"))
-        seq = _seq(body, "seq_id")
-
-        def make() -> Save:
-            if (kind := body.get("kind", "snapshot")) not in ("snapshot", "inflight"):
-                raise ApiError("kind: snapshot or inflight is expected")
-            if body.get("path") is not None:
-                return Save(model, SAMPLER, named(body.get("path")), *_kept(body))
-            sampler = f"{model.session}:sample:{_seq(body, 'sampling_session_seq_id')}"
-            name = f"unnamed-{seq:06d}"
-            return Save(model, SAMPLER, name, *_kept(body), True, sampler, kind == "inflight")
-
-        return _promise(self._ordered(model, seq, make))
-
     async def load_weights(self, tenant: str, body: Body) -> Any:
-        optimizer = body.get("optimizer") is True
         if body.get("model_id") is not None:
-            model = self._state.model(tenant, body.get("model_id"))
-
-            def load() -> Load:
-                _check_own(body)
-                return Load(model, str(body.get("path")), optimizer)
-
-            return _promise(self._ordered(model, _seq(body, "seq_id"), load))
-        _check_own(body)
-        _check_optimizer(body.get("optimizer_config"))
+            return await self._ordered("load_weights")(tenant, body)
+        check_own(body)
+        check_optimizer(body.get("optimizer_config"))
         saved, _ = self._served.checkpoints.find(tenant, body.get("path"))
         if body.get("base_model") is not None and body["base_model"] not in self._served.names:
             raise self._no_model(body.get("base_model"))
         name = self._model_name(tenant, body)
-        model = self._new(tenant, body, name, Adapted(**saved.adapted))
-        work = Create(model, saved.path, optimizer)
-        return _promise(self._submit(Job(f"{name}:0", tenant, model.session, work, model=name)))
+        how: Body = {"checkpoint": saved.path, "optimizer": body.get("optimizer") is True}
+        model = self._new(tenant, body, name, Adapted(**saved.adapted), **how)
+        return _promise(self._state.submit(Job(f"{name}:0", tenant, model.session, Create(model, **how), model=name)))
 
     # Samples
 
@@ -360,7 +308,7 @@ class _Routes:
         if given is None:
             raise not_served("a request for samples without a sampling session")
         sampler = state.sampler(tenant, given)
-        seq = _seq(body, "seq_id")
+        seq = whole_number(body, "seq_id")
         wanted = asked(body, self._served.fits)
         if wanted.draw.stop and not self._served.has_tokenizer:
             raise ApiError("sampling_params: stop: the model has no tokenizer: give tokens, and no texts")
@@ -368,7 +316,11 @@ class _Routes:
         together = ("sample", sampler.path, sampler.model, sampler.version, sampler.tenant if sampler.path else "")
         size = 32 * len(wanted.prompt) + (0 if wanted.targets is None else wanted.targets.nbytes)
         cost = wanted.count * wanted.draw.max_new_tokens
-        job = self._submit(Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, size=size, cost=cost))
+        sizes: Body = {"size": size, "cost": cost, "tokens": len(wanted.prompt)}
+        job = Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, **sizes)
+        if (said := state.too_large(job)) is not None:
+            raise ApiError(said)
+        job = state.submit(job)
         ids = [f"{job.id}:{number}" for number in range(wanted.count)]
         return {**_promise(job), "sample_sequence_ids": ids}
 
@@ -397,6 +349,11 @@ class _Routes:
         return _answer(waited.result())
 
 
+def _key(request: Request) -> str | None:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
+
+
 def _answer(result: Result) -> Response:
     if result.json is None:
         return Response(result.message, media_type=_PROTOBUF)
@@ -405,55 +362,3 @@ def _answer(result: Result) -> Response:
 
 def _promise(job: Job) -> dict[str, Any]:
     return {"request_id": job.id, "model_id": job.model}
-
-
-def _seq(body: Body, name: str) -> int:
-    value = body.get(name)
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ApiError(f"{name}: a whole number is expected")
-    return value
-
-
-def _kept(body: Body) -> tuple[float | None, dict[str, str] | None]:
-    """Read a checkpoint's time to live and its metadata."""
-    return time_to_live(body.get("ttl_seconds")), _metadata(body.get("user_metadata"))
-
-
-def _metadata(given: Any) -> dict[str, str] | None:
-    if given is None:
-        return None
-    if not isinstance(given, dict) or len(given) > _METADATA or len(json.dumps(given)) > 2**16:
-        raise ApiError(f"user_metadata: an object of up to {_METADATA} entries is expected")
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
-
-
-def _check_own(body: Body) -> None:
-    if body.get("weights_access_token") is not None:
-        raise not_served("a checkpoint of another account")
-
-
-def _check_optimizer(given: Any) -> None:
-    if given is not None and (not isinstance(given, dict) or given.get("type", "adamw") != "adamw"):
-        kind = re.sub(r"[^ -~]", "?", str(given.get("type") if isinstance(given, dict) else given))[:60]
-        raise not_served(f"an optimizer of type {kind} (only adamw is)")
-
-
-def _adamw(body: Body) -> tuple[float, dict[str, float | None]]:
-    """Read the parameters of an update: the learning rate, and the options for `Session.step`."""
-    given = body.get("adam_params")
-    if given is None and body.get("optimizer_params") is not None:
-        _check_optimizer(body.get("optimizer_params"))
-    if not isinstance(given, dict):
-        raise ApiError("adam_params: an object is expected")
-    own = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-    if odd := sorted(set(given) - set(own)):
-        raise ApiError(f"adam_params: {odd[0][:60]} is unknown: there are {', '.join(own)}")
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST_FLOAT:
-            raise ApiError(f"adam_params: {name} is {value!r:.60}: a finite number of 0 or more is expected")
-        if name in ("beta1", "beta2") and value >= 1:
-            raise ApiError(f"adam_params: {name} must be below 1")
-        own[name] = float(value)
-    clip = own["grad_clip_norm"] or None
-    names = {"beta1": "beta1", "beta2": "beta2", "eps": "epsilon", "weight_decay": "weight_decay"}
-    return own["learning_rate"], {**{to: own[of] for of, to in names.items()}, "gradient_clip": clip}

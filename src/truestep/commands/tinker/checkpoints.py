@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -53,6 +53,7 @@ class Saved:
     hidden: bool = False  # saved for a sampler without a name; it is not listed
     checkpoint: str = ""  # name of the subdirectory that `Session.save` wrote
     size: int = field(default=0)
+    request: str = ""  # the id of the request that it was saved by
 
     @property
     def path(self) -> str:
@@ -102,11 +103,24 @@ class Checkpoints:
     def place(self, tenant: str, run: str, kind: str, name: str) -> Path:
         return self._of(tenant) / run.replace(":", "_") / kind / name
 
-    def write(self, tenant: str, saved: Saved, save: Callable[[Path], Path], *, overwrite: bool) -> Saved:
-        """Write a checkpoint. `save` writes it into a given directory, and returns its path there."""
+    def write(
+        self,
+        tenant: str,
+        saved: Saved,
+        save: Callable[[Path], Path],
+        *,
+        overwrite: bool,
+        room: Callable[[], None] = lambda: None,
+    ) -> Saved:
+        """Write a checkpoint. `save` writes it into a given directory, and returns its path there. `room` raises if
+        there is none."""
         place = self.place(tenant, saved.run, saved.kind, saved.name)
-        if place.exists() and not overwrite and self.find_here(place) is not None:
+        there = self.find_here(place)
+        if there is not None and there.request and there.request == saved.request:
+            return there  # by the same request, before the server was started again
+        if there is not None and not overwrite:
             raise JobError(f"{saved.path} exists already: give another name, or overwrite it")
+        room()
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=place.parent, prefix="."))
         try:
@@ -121,9 +135,18 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         return saved
 
-    def recover(self) -> None:
-        """Clean up after a process that was killed: remove incomplete checkpoints and those of samplers without names.
-        A complete checkpoint that was not yet renamed is renamed."""
+    def check_room(self, tenant: str, most: int, live: int) -> None:
+        """Raise if a tenant has as many bytes as it may keep: of checkpoints, of samplers without names, and `live`."""
+        own = self._of(tenant)
+        hidden = [saved for run in (own.iterdir() if own.is_dir() else ()) for saved in self._all(run, hidden=True)]
+        there = [sum(saved.size for saved in some) for some in (self.of_tenant(tenant), hidden)]
+        if sum(there) + live >= most:
+            parts = f"{there[0]} bytes, samplers without names {there[1]} and models {live}"
+            raise JobError(f"your checkpoints have {parts}, and {most} is your quota: remove some, or finish sessions")
+
+    def recover(self, runs: Collection[str] = ()) -> None:
+        """Clean up after a process that was killed: remove incomplete checkpoints, and those of samplers without names
+        but of `runs`, which go on. A complete checkpoint that was not yet renamed is renamed."""
         for kind in self._kinds():
             for partial in sorted(kind.glob(".*")):
                 saved = self.find_here(partial)
@@ -132,7 +155,7 @@ class Checkpoints:
                 else:
                     shutil.rmtree(partial, ignore_errors=True)
             for place in sorted(kind.glob("[!.]*")):
-                if (saved := self.find_here(place)) is not None and saved.hidden:
+                if (saved := self.find_here(place)) is not None and saved.hidden and saved.run not in runs:
                     shutil.rmtree(place, ignore_errors=True)
 
     def sweep(self) -> None:

@@ -4,9 +4,10 @@
 class ApiError(Exception):
     """A request that is refused immediately, with an HTTP status."""
 
-    def __init__(self, message: str, status: int = 400):
+    def __init__(self, message: str, status: int = 400, wait: float | None = None):
+        """`wait`: seconds after which the client may send the request again."""
         super().__init__(message)
-        self.status = status
+        self.status, self.wait = status, wait
 
 
 class JobError(Exception):

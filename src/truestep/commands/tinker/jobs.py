@@ -5,7 +5,8 @@ it fails, changes nothing in other models.
 """
 
 import logging
-from collections import OrderedDict
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -41,6 +42,8 @@ _SUM = StepTotals(num_documents=1, num_labels=1, num_tokens=1)
 _MOST_SAMPLERS = 8  # most sessions for samplers whose weights are not those of a live model
 _MOST_HIDDEN = 16  # most samplers without names that are kept for each model
 _NO_TOP = -99999.0  # the client's log-prob for an entry without a token
+_STATE_SECONDS = 60.0  # after so many seconds of computing for a model its state is written anew
+_STATE_BYTES = 2**28  # or after so many bytes of its requests
 
 
 GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
@@ -60,12 +63,24 @@ class Create:
     model: Model
     checkpoint: str | None = None  # tinker path of a checkpoint to start from
     optimizer: bool = False
+    kept: Path | None = None  # its last state, where it goes on after a restart
+
+
+@dataclass(frozen=True)
+class Told:
+    """A request that was computed before a restart, and has changed no weights."""
+
+    model: Model
 
 
 @dataclass(frozen=True)
 class ForwardBackwardJob:
     model: Model
     batch: Batch
+
+    @property
+    def tokens(self) -> int:
+        return sum(document.num_tokens for document in self.batch.documents)
 
     @property
     def part(self) -> str | None:
@@ -75,6 +90,7 @@ class ForwardBackwardJob:
 @dataclass(frozen=True)
 class OptimStep:
     model: Model
+    seq: int
     learning_rate: float
     options: Mapping[str, float | None]
     part: ClassVar[str] = UPDATE
@@ -83,6 +99,7 @@ class OptimStep:
 @dataclass(frozen=True)
 class Save:
     model: Model
+    seq: int
     kind: str
     name: str
     expires_in: float | None
@@ -95,6 +112,7 @@ class Save:
 @dataclass(frozen=True)
 class Load:
     model: Model
+    seq: int
     checkpoint: str
     optimizer: bool
 
@@ -114,7 +132,11 @@ class Jobs:
         self._checkpoints, self._state = checkpoints, state
         self._sessions: dict[str, Session] = {}  # sessions of models, by model id
         self._samplers: OrderedDict[str, Session] = OrderedDict()  # sessions of samplers, by tenant and checkpoint path
+        self._open: set[str] = set()  # ids of models with a gradient, or with a part of one that failed
         self._linear: tuple[str, ...] | None = None
+        self._spent: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds of computing since a model's last state, by model id
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Compute jobs that were taken together. A failing job fails only its own client's future."""
@@ -129,14 +151,27 @@ class Jobs:
                 return
             do: Mapping[type, Callable[[Any], Result]] = {
                 Refused: self._refuse,
+                Told: lambda work: Result(),
                 Create: self._create,
                 ForwardBackwardJob: self._forward_backward,
                 OptimStep: self._optim_step,
                 Save: self._save,
                 Load: self._load,
             }
+            start = time.monotonic()
             with torch.enable_grad():
-                job.end(do[type(work)](work))
+                result = do[type(work)](work)
+            self._spent[work.model.id] += time.monotonic() - start
+            if isinstance(work, ForwardBackwardJob | OptimStep):
+                tokens = work.tokens if isinstance(work, ForwardBackwardJob) else 0
+                self._state.count(job.tenant, trained_tokens=tokens, steps=int(isinstance(work, OptimStep)))
+            if getattr(work, "part", None) == GRADIENT:
+                self._open.add(work.model.id)
+            elif isinstance(work, OptimStep | Load):
+                self._open.discard(work.model.id)
+            job.keep(result)
+            self._keep_state(job, work)
+            job.end(result)
         except Exception as error:
             for job, work in works:
                 self._fail(job, work, error)
@@ -147,15 +182,23 @@ class Jobs:
         part = getattr(work, "part", None)
         if part == GRADIENT:
             work.model.spoiled = True
+            self._open.add(work.model.id)
         elif part == UPDATE:
             work.model.spoiled = False
+            self._open.discard(work.model.id)
             if (session := self._sessions.get(work.model.id)) is not None:
                 session.drop()
+        if isinstance(job.told, Result) and not isinstance(work, Told):
+            work.model.lost = f"{job.id} could not be computed again after a restart: load a checkpoint"
         if isinstance(error, TruestepError | JobError | ApiError):
-            job.fail(JobError(str(error)))
-        else:
+            error = JobError(str(error))
+        elif not isinstance(error, ServerError):  # which was logged where it was met
             log.error("a job failed", exc_info=error)
-            job.fail(ServerError(type(error).__name__))
+            error = ServerError(type(error).__name__)
+        job.keep(error)
+        if not isinstance(work, Sample | Create):
+            self._keep_state(job, work)
+        job.fail(error)
 
     def _refuse(self, work: Refused) -> Result:
         raise work.error
@@ -164,8 +207,12 @@ class Jobs:
         """Free the models of a client's ended session, and remove their samplers without names."""
         for name in session.models:
             self._sessions.pop(name, None)
+            self._open.discard(name)
+            self._spent.pop(name, None)
         for name in session.models:
             self._forget_hidden(session.tenant, name, keep=0)
+        if self._state.journal is not None:
+            self._state.journal.clean(session.id)
 
     def _forget_hidden(self, tenant: str, run: str, keep: int) -> None:
         """Remove a model's samplers without names, except the last `keep`."""
@@ -174,8 +221,31 @@ class Jobs:
             for saved in found[: max(0, len(found) - keep)]:
                 self._samplers.pop(f"{tenant} {saved.path}", None)
                 self._checkpoints.discard(tenant, saved)
+                self._state.remove_samplers(tenant, saved.path)
         except Exception:  # log the error; the server continues
             log.exception("samplers without names were not removed")
+
+    def _keep_state(self, job: Job, work: Any) -> None:
+        """Write a model's state to the journal, if it is due and there is no gradient. Where weights come from a
+        checkpoint that may be removed, it is due at once."""
+        journal, state = self._state.journal, self._state
+        loaded = isinstance(work, Load) or (isinstance(work, Create) and work.checkpoint is not None and not work.kept)
+        model = work.model
+        session = self._sessions.get(model.id)
+        if isinstance(work, Create) and not loaded:
+            return
+        if journal is None or model.id in self._open or model.lost or session is None or not session.has_weights:
+            return
+        if not loaded and self._spent[model.id] < _STATE_SECONDS and journal.grown(model.id) < _STATE_BYTES:
+            return
+        try:
+            switch = journal.keep(model.id, job.seq + 1, model.version, session.save)
+            with state.lock:
+                if model.id in state.models:
+                    switch(lambda seq: state.carries(state.known(model.tenant, f"{model.id}:{seq}")))
+            self._spent[model.id] = 0
+        except Exception:  # the requests since the last state are there
+            log.exception("the state of %s was not written", model.id)
 
     def sweep(self) -> None:
         """Remove expired checkpoints."""
@@ -219,11 +289,11 @@ class Jobs:
             made = Result({"path": work.checkpoint, "model_id": model.id, "type": "load_weights"})
         if model.id in self._sessions:  # the client repeated a request whose result was already dropped
             return made
-        self._sessions[model.id] = Session(self._config_of(model.adapted), base=self._policy)
-        if work.checkpoint is None:
+        self._sessions[model.id] = Session(self._config_of(model.adapted), weights=work.kept, base=self._policy)
+        if work.checkpoint is None or work.kept is not None:
             return made
         try:
-            return self._load(Load(model, work.checkpoint, work.optimizer))
+            return self._load(Load(model, 0, work.checkpoint, work.optimizer))
         except BaseException:
             del self._sessions[model.id]
             raise
@@ -232,6 +302,8 @@ class Jobs:
         session = self._sessions.get(model.id)
         if session is None:
             raise JobError("the model was not created, or its session has finished")
+        if model.lost:
+            raise JobError(model.lost)
         return session
 
     def _forward_backward(self, work: ForwardBackwardJob) -> Result:
@@ -248,7 +320,7 @@ class Jobs:
         session = self._of(work.model)
         if work.model.spoiled:
             raise JobError("a forward_backward of this step failed: its gradient is dropped, and nothing was updated")
-        work.model.version += 1  # before the step, because a step that fails may have changed the weights
+        work.model.version = work.seq  # before the step, because a step that fails may have changed the weights
         made = session.step(work.learning_rate, **work.options)
         names = {"grad_norm": "grad_norm", "learning_rate": "learning_rate", "step": "step"}
         return Result({"metrics": {name: float(made[of]) for name, of in names.items()}, "type": "optim_step"})
@@ -270,32 +342,26 @@ class Jobs:
             expires,
             work.user_metadata,
             hidden,
+            request=f"{model.id}:{work.seq}",
         )
         keeps = work.kind == WEIGHTS
 
         def write(folder: Path) -> Path:
             return session.save(folder, optimizer=keeps, leave_open=True)
 
-        saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite)
+        def room() -> None:
+            if (most := self._state.quota(model.tenant).bytes) is not None:
+                self._checkpoints.check_room(model.tenant, most, self._state.live_bytes(model.tenant))
+
+        saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
         self._samplers.pop(f"{model.tenant} {saved.path}", None)
         if work.sampler is None:
             return Result(
                 {"path": saved.path, "type": f"save_{work.kind}".replace("sampler_weights", "weights_for_sampler")}
             )
         self._forget_hidden(model.tenant, model.id, keep=_MOST_HIDDEN)
-        with self._state.lock:
-            if (owner := self._state.sessions.get(model.session)) is not None and not owner.finished:
-                self._state.samplers[work.sampler] = Sampler(
-                    work.sampler,
-                    model.tenant,
-                    model.session,
-                    model.base,
-                    saved.path,
-                    model.id,
-                    model.version,
-                    work.inflight,
-                )
-                owner.samplers.append(work.sampler)
+        whose = (work.sampler, model.tenant, model.session, model.base)
+        self._state.add_sampler(Sampler(*whose, saved.path, model.id, model.version, work.inflight))
         return Result({"sampling_session_id": work.sampler, "type": "save_weights_for_sampler"})
 
     def _load(self, work: Load) -> Result:
@@ -305,10 +371,11 @@ class Jobs:
         own, theirs = asdict(work.model.adapted), {**saved.adapted}
         if (own["rank"], own["targets"]) != (theirs["rank"], theirs["targets"]):
             raise JobError(f"{saved.path} has an adapter of rank {theirs['rank']} on other layers than this model's")
+        lost, work.model.lost = work.model.lost, ""
         session = self._of(work.model)
-        work.model.version += 1
+        work.model.version, work.model.lost = work.seq, lost
         session.load(directory, optimizer=work.optimizer)
-        work.model.spoiled = False
+        work.model.spoiled, work.model.lost = False, ""
         return Result({"path": saved.path, "model_id": work.model.id, "type": "load_weights"})
 
     # Samples
@@ -345,6 +412,8 @@ class Jobs:
 
     def _answer(self, policy: Policy, job: Job, work: Sample, drawn: list[tuple[int, Completion]]) -> None:
         own = [completion for _, completion in sorted(drawn, key=lambda one: one[0])]
+        job.drawn = sum(len(one.token_ids) for one in own)
+        self._state.count(job.tenant, prompt_tokens=len(work.asked.prompt), sampled_tokens=job.drawn)
         try:
             job.end(Result(message=sample_response(_answer(policy, work, own))))
         except Exception as error:

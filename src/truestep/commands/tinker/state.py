@@ -1,9 +1,10 @@
 """The sessions, models, samplers and futures of tenants.
 
 Requests come from the server's thread; the compute thread takes jobs. Every lookup names the tenant, so other tenants'
-objects are reported as unknown.
+objects are reported as unknown. With a journal, all of them but samples are kept on disk.
 """
 
+import logging
 import threading
 import time
 import uuid
@@ -11,11 +12,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError, JobError, unknown
+from truestep.commands.tinker.journal import Journal
+from truestep.commands.tinker.usage import Budget, Counts, Quota
+
+log = logging.getLogger(__name__)
 
 _MOST_WAITING = 4096  # most unfinished requests per tenant
 _MOST_WAITING_BYTES = 2**29  # most bytes of such requests
@@ -26,6 +31,8 @@ _MOST_KEPT_BYTES = 2**29
 _MOST_REMEMBERED = 2**16  # most remembered ids of requests whose results were dropped
 _MOST_FINISHED = 1024  # most finished sessions that are remembered, per tenant
 _MOST_SESSIONS = 1024  # most open sessions per tenant
+_MOST_SAMPLERS = 4096  # most samplers of a session
+_MOST_CLONES = 2**16  # most clients that join a session
 _SILENT_SECONDS = 600.0  # a session without a request for so long has ended
 
 
@@ -35,6 +42,9 @@ class Result:
 
     json: Mapping[str, Any] | None = None
     message: bytes = b""
+
+
+Outcome = Result | Exception
 
 
 @dataclass(eq=False)
@@ -48,21 +58,42 @@ class Job:
     together: Hashable = None  # jobs with the same value may be computed together; None: alone
     model: str | None = None
     size: int = 0  # approximate bytes of the request
-    cost: int = 1  # most tokens that it may draw
+    cost: int = 0  # most tokens that it may draw
+    tokens: int = 0  # that it trains on, or reads as a prompt
+    drawn: int = 0  # tokens
+    charged: int = 0  # tokens that it may draw and that are taken from the budget
+    seq: int = 0  # its place among the requests of its model; 0: it has none
+    path: str = ""  # with `body`: the request as it is written to the journal
+    body: bytes = b""
+    told: Outcome | None = None  # how it ended before the server was started again
+    record: "Callable[[Job, Outcome], None] | None" = None  # writes how it ended, once
     future: "Future[Result]" = field(default_factory=Future)
     running: bool = False
     retrieved: bool = False
+    carried: bool = False  # its result was retrieved, and is in the journal nevertheless
 
     def fail(self, error: Exception) -> None:
         """End without a result, if the job has not ended already."""
-        with suppress(InvalidStateError):
-            self.future.set_exception(error)
-        self.work = None
+        self._end(error)
 
     def end(self, result: Result) -> None:
         """End with a result, if the job has not ended already."""
+        self._end(result)
+
+    def keep(self, outcome: Outcome) -> None:
+        """Write how the job ends to the journal, if it has one, before anyone is told."""
+        if self.record is not None and self.told is None and not self.future.done():
+            self.record(self, outcome)
+            self.record = None
+
+    def _end(self, outcome: Outcome) -> None:
+        self.keep(outcome)
+        outcome = outcome if self.told is None else self.told
         with suppress(InvalidStateError):
-            self.future.set_result(result)
+            if isinstance(outcome, Exception):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
         self.work = None
 
 
@@ -77,8 +108,9 @@ class Model:
     next_seq: int = 1
     early: dict[int, Job] = field(default_factory=dict)  # jobs that arrived before their predecessors, by seq_id
     last_request: float = field(default_factory=time.time)
-    version: int = 0  # number of changes of its weights
+    version: int = 0  # the number of the request that changed its weights last, or may have
     spoiled: bool = False  # a part of the current training step failed
+    lost: str = ""  # why its weights are not what its client was told
 
 
 @dataclass(frozen=True)
@@ -111,7 +143,10 @@ class ClientSession:
 class Own:
     """The requests and results of a tenant."""
 
+    quota: Quota
+    budget: Budget
     jobs: dict[str, Job] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
     waiting: int = 0
     waiting_bytes: int = 0
     done: deque[Job] = field(default_factory=deque)  # in the order in which they ended
@@ -147,6 +182,11 @@ class State:
         self._ready: OrderedDict[str, deque[Job]] = OrderedDict()  # waiting jobs by tenant; tenants take turns
         self.ended: deque[ClientSession] = deque()  # sessions whose memory must be freed
         self.wake: Callable[[], None] = lambda: None  # wakes the compute thread
+        self.journal: Journal | None = None
+        self.base = ""  # the path of the base model, for the journal
+        self.computes = ""  # a digest of its weights and of the options that change numbers
+        self.quota: Callable[[str], Quota] = lambda tenant: Quota()
+        self.busy = 0.0  # seconds of computing
 
     # Sessions
 
@@ -158,10 +198,21 @@ class State:
             finished = [one for one in self.sessions.values() if one.finished and one.tenant == tenant]
             for old in finished[:-_MOST_FINISHED]:
                 del self.sessions[old.id]
-            now = self._now()
-            session = ClientSession(str(uuid.uuid4()), tenant, time.time(), now, metadata, name)
+            session = ClientSession(str(uuid.uuid4()), tenant, time.time(), self._now(), metadata, name)
+            about = {"tenant": tenant, "base": self.base, "computes": self.computes, "created": session.created}
+            self._note(session.id, "session", {**about, "user_metadata": metadata, "display_name": name})
             self.sessions[session.id] = session
             return session
+
+    def begin_again(self, name: str, about: Mapping[str, Any]) -> ClientSession:
+        """Begin a session of the journal, after a restart."""
+        given = (about["tenant"], about["created"], self._now(), about["user_metadata"], about["display_name"])
+        session = self.sessions[name] = ClientSession(name, *given)
+        return session
+
+    def _note(self, session: str, kind: str, event: Mapping[str, Any]) -> None:
+        if self.journal is not None:
+            self.journal.note(session, {"kind": kind, **event})
 
     def session(self, tenant: str, name: Any) -> ClientSession:
         """Return a tenant's session, and record that its client is alive."""
@@ -177,6 +228,8 @@ class State:
                 return
             session.finished = True
             self.ended.append(session)
+            if self.journal is not None:
+                self.journal.forget(session.id)
             for name in session.models:
                 self.models.pop(name, None)
             for name in session.samplers:
@@ -215,16 +268,55 @@ class State:
         model.last_request = time.time()
         return model
 
-    def add_model(self, model: Model) -> Model:
-        """Add a model, and return it. If the request is a repetition, return the model from the first one."""
+    def add_model(self, model: Model, **how: Any) -> Model:
+        """Add a model, and return it. If the request is a repetition, return the model from the first one. `how` it is
+        created, for the journal."""
         with self.lock:
             if model.id not in self.models:
                 session = self.session(model.tenant, model.session)
-                if sum(one.tenant == model.tenant for one in self.models.values()) >= _MOST_MODELS:
-                    raise ApiError(f"there are {_MOST_MODELS} models of yours: finish a session, which frees its own")
+                most = min(_MOST_MODELS, self._of_tenant(model.tenant).quota.models or _MOST_MODELS)
+                if sum(one.tenant == model.tenant for one in self.models.values()) >= most:
+                    raise ApiError(f"there are {most} models of yours: finish a session, which frees its own")
+                about = {"base": model.base, "adapted": asdict(model.adapted), "user_metadata": model.user_metadata}
+                self._note(session.id, "model", {"id": model.id, "how": how, **about})
+                if self.journal is not None:
+                    self.journal.begin(model.id)
                 self.models[model.id] = model
                 session.models.append(model.id)
             return self.models[model.id]
+
+    def add_sampler(self, sampler: Sampler) -> None:
+        """Add a sampler, if its session goes on."""
+        with self.lock:
+            session = self.sessions.get(sampler.session)
+            if session is None or session.finished or self.samplers.get(sampler.id) == sampler:
+                return
+            if len(session.samplers) >= _MOST_SAMPLERS and sampler.id not in self.samplers:
+                raise ApiError(f"there are {_MOST_SAMPLERS} samplers of this session: finish it and begin another", 429)
+            self._note(session.id, "sampler", asdict(sampler))
+            self.samplers[sampler.id] = sampler
+            if sampler.id not in session.samplers:
+                session.samplers.append(sampler.id)
+
+    def remove_samplers(self, tenant: str, path: str) -> None:
+        """Forget the samplers of a checkpoint that is removed."""
+        with self.lock:
+            for sampler in [one for one in self.samplers.values() if (one.tenant, one.path) == (tenant, path)]:
+                session = self.sessions.get(sampler.session)
+                if session is None or session.finished:
+                    continue
+                self._note(session.id, "gone", {"id": sampler.id})
+                del self.samplers[sampler.id]
+                session.samplers.remove(sampler.id)
+
+    def add_clone(self, session: ClientSession) -> int:
+        """Count one more client of a session."""
+        with self.lock:
+            if session.clones >= _MOST_CLONES:
+                raise ApiError(f"{_MOST_CLONES} clients have joined this session: begin another", 429)
+            self._note(session.id, "clones", {"count": session.clones + 1})
+            session.clones += 1
+            return session.clones
 
     def sampler(self, tenant: str, name: Any) -> Sampler:
         sampler: Sampler = self._of(self.samplers, tenant, name, "sampling session")
@@ -240,6 +332,9 @@ class State:
             job = own.jobs.get(name) if isinstance(name, str) else None
             if job is None and isinstance(name, str) and name in own.forgotten:
                 raise ApiError("the result of this request is kept no longer", 410)
+            sampler = self.samplers.get(str(name).rpartition(":")[0]) if job is None else None
+            if sampler is not None and sampler.tenant == tenant:  # the client then asks anew
+                raise ApiError("the server has started again, and has not kept this request for samples", 410)
         if job is None:
             raise unknown("request")
         if (session := self.sessions.get(job.session)) is not None:
@@ -252,11 +347,31 @@ class State:
             return self._of_tenant(tenant).jobs.get(name)
 
     def _of_tenant(self, tenant: str) -> Own:
-        return self._own.setdefault(tenant, Own())
+        if tenant not in self._own:
+            quota = self.quota(tenant)
+            self._own[tenant] = Own(quota, Budget(quota.tokens_per_minute, self._now))
+        return self._own[tenant]
 
-    def submit(self, job: Job, model: Model | None = None, seq: int | None = None) -> Job:
-        """Submit a request. If a request with the same id was submitted before, return its future. With `seq`, a
-        model's jobs are computed in this order, whatever the order of arrival."""
+    def count(self, tenant: str, **used: int) -> None:
+        """Count what a tenant has used."""
+        with self.lock:
+            own = self._of_tenant(tenant)
+            for name, number in used.items():
+                setattr(own.counts, name, getattr(own.counts, name) + number)
+
+    def used(self) -> tuple[dict[str, float], dict[str, Counts], dict[str, int]]:
+        """Return what the server has, the counters of tenants, and how many of their requests wait."""
+        with self.lock:
+            going = sum(not one.finished for one in self.sessions.values())
+            waiting = {tenant: own.waiting for tenant, own in self._own.items()}
+            has = {"sessions": going, "models": len(self.models), "samplers": len(self.samplers)}
+            counts = {tenant: replace(own.counts) for tenant, own in self._own.items()}
+            return {**has, "queue": sum(waiting.values())}, counts, waiting
+
+    def submit(self, job: Job, model: Model | None = None, *, again: bool = False) -> Job:
+        """Submit a request. If a request with the same id was submitted before, return its future. With `model`, its
+        jobs are computed in the order of `job.seq`, whatever the order of arrival. `again`: a request of the journal,
+        after a restart."""
         with self.lock:
             own = self._of_tenant(job.tenant)
             if job.id in own.jobs:
@@ -264,19 +379,28 @@ class State:
             session = self.sessions.get(job.session)
             if session is None or session.finished:
                 raise ApiError("the session has finished", 410)
-            if own.waiting >= _MOST_WAITING or (own.waiting and own.waiting_bytes + job.size > _MOST_WAITING_BYTES):
-                raise ApiError(f"{own.waiting} requests of yours are waiting, with {own.waiting_bytes} bytes", 429)
-            if model is None or seq is None:
+            if not again:
+                self._check_limits(own, job, model)
+            if model is None:
                 ready = [job]
             else:
-                if not model.next_seq <= seq < model.next_seq + _MOST_WAITING:
-                    raise ApiError(f"seq_id is {seq}, and the next request of this model is {model.next_seq}", 409)
-                model.early[seq] = job
+                if not model.next_seq <= job.seq < model.next_seq + _MOST_WAITING:
+                    raise ApiError(f"seq_id is {job.seq}, and the next request of this model is {model.next_seq}", 409)
+                if self.journal is not None:
+                    if not again:
+                        self.journal.request(model.id, job.seq, job.path, job.body)
+                    job.record = self._record
+                job.body = b""
+                model.early[job.seq] = job
                 ready = []
                 while model.next_seq in model.early:
                     ready.append(model.early.pop(model.next_seq))
                     model.next_seq += 1
             own.jobs[job.id] = job
+            own.counts.requests += 1
+            if not again:
+                job.charged = job.cost
+                own.budget.use(job.tokens + job.charged)
             own.waiting += 1
             own.waiting_bytes += job.size
             job.future.add_done_callback(lambda _: self._ended(own, job))
@@ -284,9 +408,76 @@ class State:
             self.wake()
             return job
 
+    def live_bytes(self, tenant: str) -> int:
+        """Return the bytes of a tenant's models in the journal."""
+        return 0 if self.journal is None else sum(self.journal.bytes(one.id) for one in self.all_sessions(tenant))
+
+    def _check_limits(self, own: Own, job: Job, model: Model | None) -> None:
+        """Raise if a tenant has too many requests, or has used its tokens. The client sends the request again.
+
+        Requests that arrived before their predecessors end when those have come. So they are not counted where that is
+        all that the tenant's others wait for, and the next request of a model is then accepted whatever there is."""
+        early = sum(len(one.early) for one in self.models.values() if one.tenant == job.tenant)
+        going = own.waiting - early
+        many = going >= (own.quota.requests or _MOST_WAITING) or own.waiting >= _MOST_WAITING
+        large = own.waiting_bytes + job.size > _MOST_WAITING_BYTES
+        if (many or large) and going:
+            own.counts.refused += 1
+            raise ApiError(f"{own.waiting} requests of yours are waiting, with {own.waiting_bytes} bytes", 429, 1.0)
+        if (many or large) and early and (model is None or job.seq != model.next_seq):
+            said = f"{early} requests of yours, with {own.waiting_bytes} bytes, wait for earlier ones of their models"
+            raise ApiError(f"{said}, and this one too, which is more than are kept: send less at once", 413)
+        wait = own.budget.wait() if job.tokens else 0.0
+        if wait:
+            own.counts.refused += 1
+            quota = f"your {own.quota.tokens_per_minute} tokens of this minute are used"
+            raise ApiError(f"{quota}: send the request again in {wait:.0f} s", 429, wait)
+
+    def too_large(self, job: Job) -> str | None:
+        """Say why a job is never accepted: it may use so many tokens that others would wait longer than clients do."""
+        with self.lock:
+            most = self._of_tenant(job.tenant).budget.most
+        if most is None or job.tokens + job.cost <= most:
+            return None
+        return f"the request may use {job.tokens + job.cost} tokens, and your quota allows {most} for one: send less"
+
+    def _record(self, job: Job, outcome: Outcome) -> None:
+        """Write how a job of a model ended."""
+        told: dict[str, Any] = {}
+        if isinstance(outcome, Result):
+            told, body = ({}, outcome.message) if outcome.json is None else ({"json": dict(outcome.json)}, b"")
+        else:
+            told, body = {"error": str(outcome)[:4000], "user": isinstance(outcome, JobError)}, b""
+        with self.lock:
+            if self.journal is None or job.model not in self.models:
+                return
+            try:
+                self.journal.result(job.model, job.seq, told, body)
+            except OSError:  # the request is in the journal: after a restart it is computed again
+                log.exception("the result of %s was not written to the journal", job.id)
+
+    def ended_before(self, job: Job) -> None:
+        """Add a job that ended before the server was started again."""
+        with self.lock:
+            own = self._of_tenant(job.tenant)
+            own.jobs[job.id] = job
+            own.waiting += 1
+            job.future.add_done_callback(lambda _: self._ended(own, job))
+            job.end(Result())
+
+    def carries(self, job: Job | None) -> bool:
+        """Return whether a result goes into the next state's journal: one that was not retrieved, and once one that
+        was, as its client may not have it yet."""
+        if job is None or job.carried:
+            return False
+        job.carried = job.retrieved
+        return True
+
     def _ended(self, own: Own, job: Job) -> None:
         with self.lock:
             own.ended(job)
+            own.budget.use(job.drawn - job.charged)
+            own.counts.failed += job.future.exception() is not None
 
     def retrieved(self, job: Job) -> None:
         job.retrieved = True

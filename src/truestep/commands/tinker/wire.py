@@ -167,7 +167,7 @@ def _datum(message: bytes, left: int) -> Datum:
 def _chunk(message: bytes) -> np.ndarray:
     for number, value in fields_of(message):
         if number != 1:
-            raise WireError("images and audio are not served here: a model input has chunks of tokens alone")
+            raise WireError("a model input has a chunk of images or audio: only chunks of tokens are served")
         return _array(dict(fields_of(_bytes(value))).get(1, b""), np.dtype("<i4")).astype(np.int64)
     return np.zeros(0, np.int64)
 
@@ -205,7 +205,7 @@ def read_tensor(message: bytes, most: int = _MOST_NUMBERS) -> np.ndarray:
     if values.size > most:
         raise WireError(f"the tensors of a request have more than {_MOST_NUMBERS} numbers")
     if shape and values.size != size:
-        raise WireError(f"a tensor of shape {shape[:4]} has {values.size} numbers")
+        raise WireError(f"a tensor of shape {shape[:4]} needs {size} numbers and has {values.size}")
     return values.reshape(shape) if shape else values
 
 

@@ -108,7 +108,10 @@ class Verifiers(Environment):
     async def _play(self, record: Mapping[str, Any], url: str) -> dict[str, float]:
         task = self.loaded.tasks[record["number"]]
         if task.key != record["key"]:
-            raise EpisodeFailedError(f"the taskset makes another task of number {record['number']} than before")
+            raise EpisodeFailedError(
+                f"the taskset makes another task of number {record['number']} in this process than when the run began: "
+                "make its tasks from their numbers alone, without unseeded random draws"
+            )
         policy = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=url, api_key_var=_KEY))
         async with self.loaded.env.serving():
             episode = await self.loaded.env.run_episode(task, policy, on_trace=lambda trace: self._begun(trace, url))
@@ -225,7 +228,7 @@ def _rating(trace: Any) -> dict[str, float]:
     if unknown:
         raise EpisodeFailedError(f"the environment did not give the reward {unknown[0]!r}: {trace.stop_condition}")
     if not math.isfinite(trace.reward):
-        raise EpisodeFailedError(f"the environment gave the reward {trace.reward}")
+        raise EpisodeFailedError(f"the environment gave the reward {trace.reward}: a reward must be a finite number")
     parts = {name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)}
     return {**parts, **{name: reward.value for name, reward in trace.rewards.items()}, "reward": float(trace.reward)}
 
@@ -290,7 +293,10 @@ async def _run_background(runtime: Any, command: Sequence[str], env: Mapping[str
     """Run `python -m MODULE`, a tool server, in a fork of this process, which has imported the package already. The
     server is ready when it has written its port to a file."""
     if command[:2] != [sys.executable, "-m"]:
-        raise EpisodeFailedError(f"the environment runs {command[0]!r}, which is not possible here")
+        raise EpisodeFailedError(
+            f"the environment starts the program {command[0]!r}: only its own Python modules (python -m MODULE) can be "
+            "started here"
+        )
     pid = os.fork()
     if pid == 0:
         _become_module(command[2], runtime.process_env(dict(env)), runtime.workdir, log)

@@ -151,7 +151,10 @@ def stages_of(model: Any, pipeline: Pipeline, run: Callable[[], object]) -> Stag
     name, layers = layers_of(model)
     if not name:
         count = model.config.get_text_config().num_hidden_layers
-        raise ModelError(f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages")
+        raise ModelError(
+            f"{type(model).__name__} has no list of its {count} layers: it cannot be cut into stages. Leave out "
+            "parallel.pipeline"
+        )
     check_layers(len(layers), pipeline)
     behind = _behind_the_layers(model, layers, run)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -48,7 +48,10 @@ def _check(
 ) -> None:
     missing = sorted(set(shapes) - set(weights))
     if missing:
-        raise ModelError(f"model.path: {directory} lacks weights of {type(model).__name__}: {', '.join(missing[:5])}")
+        raise ModelError(
+            f"model.path: {directory} lacks {len(missing)} of the {len(shapes)} weights of {type(model).__name__}, "
+            f"such as {', '.join(missing[:5])}: name a directory that has them all, or copy their files into this one"
+        )
     for name, shape in shapes.items():
         if stored.shape(weights[name]) != shape:
             raise ModelError(

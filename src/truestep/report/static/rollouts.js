@@ -2,7 +2,7 @@
 (async () => {
   const root = document.querySelector('.rollouts');
   if (!root) return;
-  const PAGE = 20, BINS = 30;
+  const PAGE = 20, BINS = 30, CUT = 600;  // CUT: characters of a text that its line is made from
   const say = text => { root.querySelector('.empty').textContent = text; };
   const read = name => unpack(root.querySelector('[data-part=' + name + ']'));
   await new Promise(done => setTimeout(done));
@@ -197,7 +197,7 @@
       values = tokens[0].map(() => scale * columns.advantage[row]);
     if (!values) return {
       paint: (box, text) => { box.textContent = text || '(empty)'; },
-      note: by && !tokens ? 'The values of its tokens are not in this page.' : '',
+      note: by && !tokens ? 'The values of its tokens were not kept: raise logging.rollouts.with_tokens to keep those of more.' : '',
     };
     const most = Math.max(1, ...values.filter(one => one !== null).map(Math.abs));
     const token = (box, at) => {
@@ -215,7 +215,8 @@
         if (from + count > tokens[0].length) box.textContent = text;  // the values of these were not kept
         else for (let at = from; at < from + count; at++) token(box, at);
       },
-      note: 'Blue is above 0, orange below; the strongest is ' + short(most / scale) + '.',
+      note: 'Colour of a token: blue above 0, orange below, full at ' + short(most / scale) + '.' +
+        (values.some(one => one) ? '' : ' All of these round to 0.'),
     };
   };
 
@@ -278,7 +279,21 @@
     if (index.rejected[row]) cell('', 'rejected', ' flag');
     else cell('|log-ratio|', short(columns.largest_log_ratio[row]));
     const at = textAt[row];
-    make('span', 'excerpt', button, at < 0 ? '' : plain((texts.rows[at][3] || '').slice(0, 300).replace(/\s+/g, ' ')));
+    const excerpt = make('span', 'excerpt', button);
+    if (at >= 0) {
+      const line = text => plain(text.replace(/\s+/g, ' ').trim());
+      const whole = text => text.replace(/^[\udc00-\udfff]|[\ud800-\udbff]$/g, '');  // no half of a pair at a cut
+      const prompt = texts.prompts[texts.rows[at][2]] || '', completion = texts.rows[at][3] || '';
+      const asked = line(whole(prompt.slice(-CUT)));
+      const isCut = asked.length > 60 || prompt.length > CUT;
+      excerpt.append((isCut ? '\u2026' + whole(asked.slice(-59)) : asked) + ' \u2192 ');
+      make('b', '', excerpt, whole(line(whole(completion.slice(0, CUT))).slice(0, 300)) || '(empty)');
+      const parts = texts.rows[at][4].map(([name, part]) => name + ' ' + short(part)).join(' \u00b7 ');
+      if (parts) {
+        make('br', '', excerpt);
+        make('span', 'parts', excerpt, parts);
+      }
+    }
     const show = () => {
       button.setAttribute('aria-expanded', open.has(row));
       const there = item.querySelector('.body');

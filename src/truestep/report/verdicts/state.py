@@ -292,7 +292,7 @@ def _highest(evidence: Evidence) -> Verdict | None:
         "too easy",
         "warning",
         "Hardly anything is left to learn: nearly every completion earns the most that any has earned",
-        f"in {evidence.since()} {format_percent(empty)} of the groups have no difference; their mean reward is "
+        f"{format_percent(empty)} of the groups of {evidence.since()} have no difference; their mean reward is "
         f"{short(mean)}, {short(trend.first)} at the start, and the largest reward seen is {short(largest)}.",
         "If more cannot be earned, the prompts are too easy: take harder ones. If it can, no completion has shown how.",
     )
@@ -311,7 +311,7 @@ def _rare(evidence: Evidence) -> Verdict | None:
         "too hard",
         "warning",
         "Next to nothing is learnt: hardly any completion earns more than the others",
-        f"in {evidence.since()} {format_percent(empty)} of the groups have no difference, and the mean reward is "
+        f"{format_percent(empty)} of the groups of {evidence.since()} have no difference, and the mean reward is "
         f"{short(mean)}, while up to {short(largest)} was earned.",
         "The prompts are too hard for this model: take easier ones, more completions of each (data.group_size), or pay "
         "for steps on the way.",

@@ -214,7 +214,10 @@ def check_rewards(config: Config, ranks: Ranks) -> None:
     for (options, _), checked in found.items():
         for name in options.environment:
             if name not in os.environ:
-                raise RewardError(f"{options.section}.reward_environment: the environment has no variable {name}")
+                raise RewardError(
+                    f"{options.section}.reward_environment names {name}, and there is no such environment variable: "
+                    "export it before the start, or take it from the list"
+                )
         _check_isolation(options)
         ranks.share(partial(_check_calls, options, checked, str(config.seed)))
 
@@ -231,7 +234,7 @@ def _check_isolation(options: WorkerOptions) -> None:
         return
     for place in options.writable:
         if not os.path.isdir(place):
-            raise RewardError(f"{options.section}.reward_writable: {place} is not a directory")
+            raise RewardError(f"{options.section}.reward_writable: {place} is not a directory: make it first")
     why = "it is switched off" if options.isolation == "off" else isolation_refused()
     if why is None:
         return
@@ -251,8 +254,10 @@ def _isolation_note(options: WorkerOptions) -> str:
         why = f"{options.section}.reward_isolation: off" if options.isolation == "off" else isolation_refused()
         return f"rewards: not isolated ({why}): code that they run can do what you can, to this run as well"
     own = " and ".join(["a /tmp in memory", *options.writable])
-    network = "the network, and none of your processes" if options.network else "no network and no process of yours"
-    return f"rewards: isolated: they read your files, write {own} alone, and reach {network}"
+    network = "can use the network" if options.network else "have no network"
+    return (
+        f"rewards: isolated: they can read your files, write only to {own}, {network}, and see none of your processes"
+    )
 
 
 def ranks_of_machine(ranks: Ranks) -> int:

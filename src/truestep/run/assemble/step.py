@@ -130,14 +130,18 @@ def _kl_reference(config: Config) -> KlReference | None:
 def make_annotators(config: Config, runner: StepRunner, make_reference: Callable[[str | None], Policy]) -> Annotators:
     """Make the annotators, which add reference log-probs, own log-probs and chosen labels to a step's plan.
     `make_reference` loads the policy of `loss.kl_reference.path`."""
+    reference = _reference_logprobs(config, runner, make_reference)
+    return Annotators([*([] if reference is None else [reference]), *other_annotators(config)])
+
+
+def other_annotators(config: Config) -> list[Annotator]:
+    """Make the annotators besides that of the reference."""
     annotators: list[Annotator] = []
-    if (reference := _reference_logprobs(config, runner, make_reference)) is not None:
-        annotators.append(reference)
     if recomputes(config) and config.schedule.updates_per_batch > 1:
         annotators.append(OwnLogprobs())
     if (rule := _choice(config)) is not None:
         annotators.append(ChosenLabels(Chooser(rule, config.seed)))
-    return Annotators(annotators)
+    return annotators
 
 
 def _reference_logprobs(

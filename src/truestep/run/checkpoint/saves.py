@@ -118,9 +118,13 @@ class Saves:
         def write() -> Written:
             staged.copy()
             if staged.not_finite:
+                latest = self._store.latest()
+                begin = "No checkpoint is written yet: begin the run again"
+                if latest is not None:
+                    begin = f"The last checkpoint is {latest}; begin again from there"
                 raise SaveError(
                     f"step {progress.step} is not saved: its checkpoint would have {some(staged.not_finite)} with "
-                    f"values that are not finite. The last checkpoint is {self._store.latest() or 'not written yet'}"
+                    f"values that are not finite. {begin} with a lower optimizer.learning_rate"
                 )
             sync()
             return self._store.write_part(progress.step, ranks.rank, staged, random)

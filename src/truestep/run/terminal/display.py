@@ -13,14 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from truestep.process import progress
-from truestep.run.terminal.words import doing_in_words
+from truestep.run.terminal.words import doing_in_words, duration
 
 _EVERY = 0.2  # seconds between two draws
 _RATE_OVER = 4.0  # seconds over which the token rate is measured
@@ -29,13 +30,42 @@ _SPARE = 5
 _PLAIN_WIDTH = 160  # columns of a line in a file
 _PATIENCE = 2.0  # seconds to wait at the end for a terminal that blocks
 
+_FIRST = 0.5  # seconds after which a file gets its first line: a command that ends at once does not need one
 _NEW = 2.0  # seconds after which a file gets a line about a kind of work that it was not told of before
 _QUIET = 10.0  # seconds of silence after which a file gets a line that says what the run does
 _LONGEST_QUIET = 600.0
 
 Message = str | Text
 Lines = Callable[[int], list[Text]]  # width in columns -> lines
-_AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+
+
+def print_plain(console: Console, message: Message) -> None:
+    """Print a message without markup. A terminal gets it wrapped between words, and a file in one line. A word that is
+    longer than the line stays whole: it may be a path to copy."""
+    if is_terminal(console):
+        message = _wrapped(Text(message) if isinstance(message, str) else message, console.width)
+    console.print(message, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def _wrapped(message: Text, width: int) -> Text:
+    """Break a message between words. Rich would also break a word that is longer than the line."""
+    pieces: list[Text] = []
+    for line in message.split("\n", allow_blank=True):
+        begin, breaks = 0, list[int]()
+        for word in re.finditer(r"\S+", line.plain):
+            has_words = line.plain[begin : word.start()].strip()
+            if has_words and cell_len(line.plain[begin : word.end()]) > width:
+                begin = word.start()
+                breaks.append(begin)
+        pieces += line.divide(breaks)
+    for piece in pieces:
+        piece.rstrip()
+    return Text("\n").join(pieces)
+
+
+def is_terminal(console: Console) -> bool:
+    """Tell whether the output is a terminal. Rich also says so of a file if FORCE_COLOR is set."""
+    return console.is_terminal and console.file.isatty()
 
 
 def _no_lines(width: int) -> list[Text]:
@@ -76,7 +106,8 @@ class Display:
         self._said = {self._kind()} if self._seconds() > _NEW else set()
         self.lines: Lines = _no_lines  # the run's lines: the first is drawn above the line of the phase, the rest below
         self.asked_to_stop: Callable[[], int | None] = lambda: None  # returns the number of the stop signal
-        self._live = console.is_interactive and not console.quiet
+        self.computing_takes: Callable[[], float | None] = lambda: None  # seconds from documents to updated weights
+        self._live = console.is_interactive and is_terminal(console) and not console.quiet
         self._messages: deque[Message] = deque()
         # Live also prints what `print` writes, in any thread, above the lines.
         self._screen = Live(console=console, auto_refresh=False, vertical_overflow="crop")
@@ -102,7 +133,7 @@ class Display:
 
     def _print(self, message: Message) -> None:
         try:
-            self.console.print(message, **_AS_IT_IS)
+            print_plain(self.console, message)
         except (OSError, ValueError):  # the terminal or the pipe is gone
             self._broken = True
 
@@ -150,13 +181,17 @@ class Display:
             self._answer(number)
         if self._live:
             self._draw(self._frame(self._width))
-        elif (self._is_new() or self._silence.due(self._clock())) and (doing := self._doing(_PLAIN_WIDTH)):
+        elif (
+            not self._closing.is_set()
+            and (self._is_new() or self._silence.due(self._clock()))
+            and (doing := self._doing(_PLAIN_WIDTH))
+        ):
             self._print(doing)
 
     def _is_new(self) -> bool:
-        """Tell whether the current work gets a line: the first at once, another kind of work after `_NEW` seconds."""
+        """Tell whether the current work gets a line: the first after `_FIRST` seconds, another kind after `_NEW`."""
         kind = self._kind()
-        if not kind or kind in self._said or (self._said and self._seconds() < _NEW):
+        if not kind or kind in self._said or self._seconds() < (_NEW if self._said else _FIRST):
             return False
         self._said.add(kind)
         return True
@@ -170,12 +205,23 @@ class Display:
     def _answer(self, number: int) -> None:
         how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         again = how if number == signal.SIGINT else "signal"
-        text = f"stopping ({how}): the work in hand ends first, then the run is saved. A second {again} ends it at once"
+        text = (
+            f"stopping ({how}): the work in hand ends first{self._ends_in()}, then the run is saved. A second {again} "
+            "ends it at once, and what is not saved is made again"
+        )
         message = Text(text, style="bold yellow")
         if self._live:
             self._messages.append(message)
         else:
             self._print(message)
+
+    def _ends_in(self) -> str:
+        """Say how long the step that is being computed takes, if earlier steps tell it."""
+        takes = self.computing_takes()
+        if takes is None or not progress.current_phase()[0].startswith("computing step"):
+            return ""  # sampling and evaluations are interrupted
+        left = takes - (self._clock() - progress.current_phase()[1])
+        return f" (about {duration(left + 0.5)} by the last steps)" if left > 0 else ""
 
     def _draw(self, lines: list[Text]) -> None:
         """Print the messages, and draw the lines below them."""
@@ -184,7 +230,7 @@ class Display:
             self.console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
         self._screen.update(Group(*lines), refresh=not self._messages)
         while self._messages:
-            self.console.print(self._messages.popleft(), **_AS_IT_IS)
+            print_plain(self.console, self._messages.popleft())
 
     def _frame(self, width: int) -> list[Text]:
         lines = self.lines(width)

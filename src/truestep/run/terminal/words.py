@@ -26,7 +26,7 @@ def size(count: float) -> str:
 
 
 def work_in_words(work: Work, tokens_per_second: float = 0.0) -> str:
-    """Format the progress of a piece of work: sampling 112/256 completions, 900 tok/s."""
+    """Format the progress of a piece of work: sampling 112/256 completions, 20,000 tokens, 900 tok/s."""
     done, total = work.done, work.total
     if work.kind.startswith("bytes"):
         amount = size(done) if total is None else f"{size(min(done, total))} of {size(total)}"
@@ -34,10 +34,19 @@ def work_in_words(work: Work, tokens_per_second: float = 0.0) -> str:
     elif work.kind == "micro-batches" and total is not None:  # few and long: name the current one
         text = f"{work.name} micro-batch {min(done + 1, total):,.0f}/{total:,.0f}"
     elif total is None:
-        text = f"{work.name} {done:,.0f} {work.kind}" if done else work.name
+        text = f"{work.name} {done:,.0f} {_one_or_more(work.kind, done)}" if done else work.name
     else:
         text = f"{work.name} {min(done, total):,.0f}/{total:,.0f} {work.kind}"
-    return f"{text}, {tokens_per_second:,.0f} tok/s" if work.kind == "completions" and tokens_per_second else text
+    if work.kind != "completions":
+        return text
+    tokens = f", {work.tokens:,.0f} {_one_or_more('tokens', work.tokens)}" if work.tokens else ""
+    return text + tokens + (f", {tokens_per_second:,.0f} tok/s" if tokens_per_second else "")
+
+
+def _one_or_more(kind: str, count: float) -> str:
+    if count != 1:
+        return kind
+    return kind.removesuffix("es") if kind.endswith("ches") else kind.removesuffix("s")
 
 
 def doing_in_words(

@@ -38,8 +38,8 @@ class StepRule:
 
     @property
     def least_saved(self) -> int:
-        """Fewest tokens that a shared segment must save. `auto` needs more, so that documents are not cut into very
-        short segments."""
+        """The smallest number of tokens that a shared segment must save. It is larger for `auto`, so that documents are
+        not cut into very short segments."""
         return 64 if self.share == "auto" else 1
 
     @property
@@ -109,7 +109,7 @@ def _packed(sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None)
 
 
 def _busy(alone: Packables, rule: StepRule) -> bool:
-    """Tell whether micro-batches without shared prefixes keep the device busy. Only then do fewer tokens save time."""
+    """Tell whether micro-batches without shared prefixes keep the device busy. Else fewer tokens save no time."""
     return alone.cost >= rule.busy * max(rule.multiple, sum(alone.tokens) / rule.tokens_per_microbatch)
 
 

@@ -1,12 +1,14 @@
 """Opens untrusted files and yields their records. Every decoder has a size limit, and no pickle can run code."""
 
+import gzip
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +22,7 @@ from truestep.rollouts.pages import batches, checked_groups
 from truestep.text import printable
 
 _MOST_FILES = 10_000
+_MOST_DECOMPRESSED = 8192 * bounded.MIB  # bytes of compressed JSON lines, once they are decompressed
 _MOST_JSON = 1024 * bounded.MIB  # bytes of a JSON file that is a single value
 
 
@@ -33,7 +36,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     found: dict[str, Path] = {}
     for path in paths:
         if path.is_dir():
-            inside = [file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file()]
+            inside = [file for file in path.rglob("*") if _suffix(file) in READERS and file.is_file()]
             if not inside:
                 raise UnreadableError(f"{path} holds no file that ends with {', '.join(READERS)}")
             files = sorted(inside, key=lambda file: _by_numbers(str(file)))
@@ -54,25 +57,51 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 def read_records(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line or row from 1, record). A file with a single JSON value gives one record, or if it is a list, its
     items."""
-    reader = READERS.get(path.suffix.lower())
+    reader = READERS.get(_suffix(path))
     if reader is None:
         raise UnreadableError(f"{path} has an unknown suffix: expected {', '.join(READERS)}")
     try:
         yield from reader(path)
-    except (OSError, ValueError, pa.ArrowException) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        pa.ArrowException,
+    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise UnreadableError(f"{path} cannot be read: {printable(error)}") from error
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix of a file; of a compressed one with that before it."""
+    end = path.suffix.lower()
+    return f"{path.with_suffix('').suffix.lower()}{end}" if end == ".gz" else end
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open("rb") as file:
-        for number, (line, _) in enumerate(bounded.read_lines(file), start=1):
-            if line is None:
-                raise ValueError(f"line {number}: {bounded.too_long()}")
-            if (content := line_content(line, first=number == 1)) is not None:
-                try:
-                    yield number, bounded.load_json(content)
-                except ValueError as error:
-                    raise ValueError(f"line {number} is no JSON: {error}") from None
+        yield from _lines(file)
+
+
+def _read_compressed_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    with gzip.open(path, "rb") as file:
+        yield from _lines(cast(BinaryIO, file), _MOST_DECOMPRESSED)
+
+
+def _lines(file: BinaryIO, most: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield the records of JSON lines, of at most `most` bytes in all."""
+    total = 0
+    for number, (line, length) in enumerate(bounded.read_lines(file), start=1):
+        total += length
+        if line is None:
+            raise ValueError(f"line {number}: {bounded.too_long()}")
+        if most is not None and total > most:
+            raise ValueError(f"decompressed, {bounded.too_long(most)}")
+        if (content := line_content(line, first=number == 1)) is not None:
+            try:
+                yield number, bounded.load_json(content)
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON: {error}") from None
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -129,6 +158,7 @@ def _numpy_globals() -> list[Any]:
 
 READERS = {
     ".jsonl": _read_lines,
+    ".jsonl.gz": _read_compressed_lines,
     ".json": _read_json,
     ".parquet": _read_parquet,
     ".pt": _read_torch,

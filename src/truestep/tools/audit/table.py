@@ -44,6 +44,11 @@ TABLE: tuple[Check, ...] = (
         ("advantages", "groups-incomplete", "advantages-other-group"),
     ),
     Check(
+        "begins-twice", "Sequences begin with the same token twice", "the first three tokens of all samples",
+        "the first two equal and the third another, in 95% of at least 8 samples",
+        "a template that has the begin token is tokenised with add_special_tokens=False", tokens.begins_twice,
+    ),
+    Check(
         "labels-not-drawn", "Labels that the policy did not draw",
         "labels with log-probs", "8 labels in a row without a log-prob (or exactly 0), beside others that have one",
         "mask what tools, users and templates wrote", tokens.not_drawn,
@@ -66,7 +71,8 @@ TABLE: tuple[Check, ...] = (
     ),
     Check(
         "logprob-invalid", "Log-probs that no distribution gives", "log-probs at labels with 0",
-        "any above 1e-3, infinite, or missing beside others", "look at how they are gathered: logits, padding, dtype",
+        "any above 1e-3, infinite, or missing beside others; all whole numbers, of 200",
+        "look at how they are gathered: logits, padding, dtype",
         logprobs.invalid,
     ),
     Check(
@@ -126,8 +132,9 @@ TABLE: tuple[Check, ...] = (
     ),
     Check(
         "duplicated-groups", "Groups are copies of others", "all completions of each group with other groups'",
-        "all equal, and less than one in a million by their log-probs (texts: three different ones, of 128 characters)",
-        "a batch was written, or trained on, twice", groups.copied_groups,
+        "all equal, and less than one in a million by their log-probs (texts: three different ones, of 128 characters; "
+        "medium: each completion twice for 80% of at least 4 prompts, with one of 64 characters)",
+        "a batch was written, or trained on, twice", groups.copies_of_groups, ("duplicated-completions",),
     ),
     Check(
         "duplicated-completions", "Completions are copies of others in their group",
@@ -140,6 +147,11 @@ TABLE: tuple[Check, ...] = (
         "groups-incomplete", "Groups lack members", "sizes of groups with the usual one",
         "5% of the groups, at least 3",
         "find what dropped them: where slow or failed ones are left out, short answers win", groups.incomplete,
+    ),
+    Check(
+        "reward-invalid", "Rewards or advantages that are no numbers", "rewards and advantages with NaN and infinity",
+        "any", "give a number, or leave the sample out: one NaN makes all advantages of its group NaN",
+        groups.no_numbers, ("advantages",),
     ),
     Check(
         "rewards-mispaired", "Rewards or advantages are those of other samples",

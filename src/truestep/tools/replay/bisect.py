@@ -13,7 +13,7 @@ import numpy as np
 from truestep.config.schema import Config
 from truestep.losses.labels import Labels
 from truestep.metrics.observers import Computed, Observer
-from truestep.metrics.types import Max, Metric
+from truestep.metrics.types import Max, Metric, Sum
 from truestep.run.again import ReplayError
 from truestep.run.trainer import Trainer
 from truestep.step.compute.runner import StepRunner
@@ -23,7 +23,16 @@ from truestep.tools.replay.found import Found, FoundDocument, describe, wrapped,
 from truestep.tools.replay.gradient_parts import Direction, GradientParts
 from truestep.tools.replay.jumps import FAR, Jump, farthest, find_jump, jump_at, number, values_of
 from truestep.tools.replay.outliers import Typical
-from truestep.tools.replay.parts import Scale, document_metrics, label_metric, labels_of, merged, places_of
+from truestep.tools.replay.parts import (
+    Scale,
+    document_metrics,
+    far_together,
+    label_metric,
+    labels_of,
+    left_out,
+    merged,
+    places_of,
+)
 from truestep.tools.replay.replay import Replay, making_again
 from truestep.tools.replay.search import MOST_MEASURED, Part, Searched, search, search_extreme
 from truestep.types import Rollout, StepPlan
@@ -142,7 +151,7 @@ class _Finder(Observer):
                 )
             return {}
         known = document_metrics(runner, plan, metric)
-        if not known or not Scale.known(next(iter(known.values()))):
+        if not known:
             raise ReplayError(f"{metric} is not made of single documents, so none of them can be left out of it")
         self.replays, self.computed = self.replays + 1, self.computed + 1
         whole = merged(known.values()).value()
@@ -246,7 +255,10 @@ class _Finder(Observer):
 
     def _of_labels(self, plan: StepPlan, known: Mapping[int, Metric]) -> None:
         runner, metric = self.trainer.runner, self.jump.metric
-        whole = merged(known.values())
+        own_type = not Scale.known(next(iter(known.values())))
+        measured, whole = known, merged(known.values())
+        if own_type:
+            known, whole = left_out(known), Sum(whole.value() or 0.0)
         scale = Scale(whole, whole.value() or 0.0, self._usual)
         if scale.falls_short:
             kind = "maximum fell" if isinstance(whole, Max) else "minimum rose"
@@ -264,19 +276,38 @@ class _Finder(Observer):
             found = [one for one in parts if one.part >= scale.least]
         else:
             found = self._choose(parts, (), typical, 1.0)
+        if own_type and not (found or self.together):
+            found = self._by_own_values(parts, measured)
         named = [*(one.members[0] for one in found), *self.together]
-        if named and scale.extreme:
-            rest = [one for number, one in known.items() if number not in set(named)]
+        if named and (scale.extreme or own_type):
+            rest = [one for number, one in measured.items() if number not in set(named)]
             self.without = merged(rest).value() if rest else None
         elif named:
             self.without = scale.without(merged(known[number] for number in named))
         labels = labels_of(runner, only(plan, [one.members[0] for one in found])) if found else {}
         for place, one in enumerate(found):
             number, of_it = one.members[0], NOTHING
-            if place < MOST_NAMED:
+            if place < MOST_NAMED and not own_type:
                 of_it = self._labels_by_metric(runner, plan, labels[place], scale, known[number])
             share = one.part if scale.extreme else typical.excess(one)
             self._add(number, scale.amount(known[number]), share, labels[place], of_it)
+
+    def _by_own_values(self, parts: Sequence[Part], measured: Mapping[int, Metric]) -> list[Part]:
+        """Look for the documents of a user's own metric that hide each other: left out one by one they change little,
+        as two that have the same maximum. Return one that makes it alone; put several aside."""
+        if self._usual is None:
+            return []
+        chosen = far_together(measured, self._usual, self.value)
+        if len(chosen) == 1:
+            return [one for one in parts if one.members[0] == chosen[0]]
+        self.together, share = sorted(chosen), sum(one.part for one in parts)
+        if not chosen and share < 0.5:
+            self.notes.append(
+                f"the type of {self.jump.metric} is your own: leaving documents out one by one explains {share:.0%} of "
+                "the jump, and leaving out the few with the farthest values less than half of it. Which of them make "
+                "it is not known"
+            )
+        return []
 
     def _labels_by_metric(
         self, runner: StepRunner, plan: StepPlan, labels: Sequence[Labels], scale: Scale, own: Metric

@@ -1,14 +1,18 @@
 """Finds the first difference between two runs, or a run and its replay, and says what made it."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from truestep.errors import TruestepError
 from truestep.rollouts.kept.records import RecordsError
+from truestep.run.weight_lines import WeightLine
 from truestep.text import printable
 from truestep.tools.replay.differences import (
+    BOUND,
+    HALF_BOUND,
     Difference,
     WeightDifferences,
     compare_documents,
@@ -17,9 +21,18 @@ from truestep.tools.replay.differences import (
     table,
 )
 from truestep.tools.replay.files import Changed, RunFiles
+from truestep.tools.replay.stage import Stage, find_stage
 
 Cause = Literal["nothing", "order", "data", "option", "numerics"]
 _MOST = 3  # documents or weights that are named
+_ENOUGH = 3  # steps that differ by rounding, from which others are compared with them
+_FAR = 30.0  # times the largest of these differences: then a step differs by more than rounding
+_NOISE = 3.0  # times the same: up to there a difference is rounding
+# Metrics that one label or document changes by far more than rounding: extremes, and shares of labels or documents.
+_OF_FEW = re.compile(
+    r"max_|min_|ratio_new_old_squared|ended_by/|source_|.*(fraction|disagreement)|.*_(completions?|groups|prompts|tokens"
+    r"|tool_calls|expert_share)(/|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,8 @@ class Comparison:
     """What made the difference: the order of documents, the data, an option, or the numerics of layout and machine."""
     lines: tuple[str, ...]
     """The difference in words."""
+    stage: Stage | None = None
+    """Where numbers part first: in the forward pass, the gradient or the update."""
 
     @property
     def text(self) -> str:
@@ -47,11 +62,21 @@ def compare(first: Path, second: Path) -> Comparison:
     steps = sorted(mine.ledger.keys() & theirs.ledger.keys())
     if not steps:
         raise TruestepError(f"{first} and {second} have no step in common")
+    rounded: list[_Numbers] = []  # steps that differ by rounding
     for step in steps:
-        found = _of_documents(mine, theirs, step) or _of_numbers(mine, theirs, step)
-        if found is not None:
-            cause, lines = found
-            return Comparison(step, cause, (f"step {step} is the first that differs: {lines[0]}", *lines[1:]))
+        if (documents := _of_documents(mine, theirs, step)) is not None:
+            if rounded and not all(run.reads_a_file(step) for run in runs):
+                return rounded[0].said([])  # a policy that rounds otherwise draws other documents
+            cause, lines = documents
+            return Comparison(
+                step, cause, (f"{_first_step(step, rounded)}: {lines[0]}", *lines[1:], *_earlier(rounded))
+            )
+        numbers = _Numbers.of(mine, theirs, step, carried=bool(rounded))
+        if numbers is not None and (not numbers.rounding or numbers.stands_out(rounded)):
+            return numbers.said(rounded)
+        rounded += [] if numbers is None else [numbers]
+    if rounded:
+        return rounded[0].said([])
     lines = [
         f"{len(steps)} steps, {steps[0]} to {steps[-1]}, are the same: {_what_is_compared(mine, theirs, steps[0])}"
     ]
@@ -130,21 +155,108 @@ def _which(first: RunFiles, second: RunFiles, step: int, place: int, digests: li
     )
 
 
-def _of_numbers(first: RunFiles, second: RunFiles, step: int) -> tuple[Cause, list[str]] | None:
-    metrics, _ = compare_metrics(first.metrics.get(step, {}), second.metrics.get(step, {}))
-    weights = compare_weights(first.weights.get(step), second.weights.get(step))
-    if not metrics and (weights is None or not weights.weights):
-        return None
-    changed = Changed.of(first.options(step), second.options(step))
-    lines = [_what_differs(metrics, weights), *table([*metrics, *_norms(weights)], ("first", "second"))]
-    first_weights = compare_weights(first.weights.get(0), second.weights.get(0))
-    if first_weights is not None and first_weights.weights:
-        odd = named_weights(first_weights)
-        return "option", [*lines, f"the runs began with other weights (model.path): the bits of {odd} differ"]
-    if changed.of_numbers:
-        return "option", [*lines, f"the documents are the same, and options differ: {changed.said(changed.of_numbers)}"]
-    made = [dict(line.made_by) if (line := run.weights.get(step)) else {} for run in (first, second)]
-    return "numerics", [*lines, f"documents and options are the same: {numerics(changed, *made)}"]
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers of a step that two runs have otherwise."""
+
+    step: int
+    cause: Cause
+    lines: list[str]
+    metrics: list[Difference]
+    made: tuple[WeightLine | None, WeightLine | None]
+    before_same: bool  # the weights before the step are known to be the same, to the last bit
+    size: float  # of the largest difference
+    bound: float  # of rounding
+    rounding: bool  # a reason is known for which the runs round otherwise
+
+    @staticmethod
+    def of(first: RunFiles, second: RunFiles, step: int, carried: bool) -> "_Numbers | None":
+        """`carried`: steps before this one differ by rounding, which later steps take on with the weights."""
+        metrics, _ = compare_metrics(first.metrics.get(step, {}), second.metrics.get(step, {}))
+        weights = compare_weights(first.weights.get(step), second.weights.get(step))
+        if not metrics and (weights is None or not (weights.weights or weights.norms)):
+            return None
+        options = first.options(step)
+        changed = Changed.of(options, second.options(step))
+        differences = [*metrics, *_norms(weights)]
+        lines = [_what_differs(metrics, weights), *table(differences, ("first", "second"))]
+        size = max((one.size for one in _steady(differences)), default=0.0)
+        made = first.weights.get(step), second.weights.get(step)
+        made_by = [dict(line.made_by) if line else {} for line in made]
+        why, rounding = numerics(changed, *made_by), rounds(changed, *made_by)
+        cause: Cause = "numerics"
+        first_weights = compare_weights(first.weights.get(0), second.weights.get(0))
+        if first_weights is not None and first_weights.weights:
+            odd = named_weights(first_weights)
+            cause, why = "option", f"the runs began with other weights (model.path): the bits of {odd} differ"
+        elif changed.of_numbers:
+            cause, why = "option", f"the documents are the same, and options differ: {changed.said(changed.of_numbers)}"
+        else:
+            why = f"documents and options are the same: {why}"
+        before_same = _same_weights(first.weights.get(step - 1), second.weights.get(step - 1))
+        bound = BOUND.get(str(options.get("model.dtype")), HALF_BOUND)
+        # The optimizer's states, which have no digests, carry rounding to an update from equal weights too.
+        rounding |= carried and not (before_same and metrics)
+        rounding &= cause == "numerics"
+        return _Numbers(step, cause, [*lines, why], metrics, made, before_same, size, bound, rounding)
+
+    def stands_out(self, before: Sequence["_Numbers"]) -> bool:
+        """Tell whether a step differs far more than those before it, which differ by rounding."""
+        if len(before) < _ENOUGH:
+            return False
+        return self.size > max(_FAR * max(one.size for one in before), self.bound)
+
+    def said(self, before: Sequence["_Numbers"]) -> Comparison:
+        lines, least, metrics, far = list(self.lines), 0.0, self.metrics, self.rounding and bool(before)
+        if far:
+            least, metrics = _NOISE * max(one.size for one in before), _steady(metrics)
+            lines[-1] = "this is another matter than rounding: code that was changed, or a faulty machine"
+        elif self.rounding and self.size > self.bound:
+            lines[-1] += f". But it is more than rounding makes ({self.bound:g})"
+        where = None
+        if self.cause == "numerics" and not (self.rounding and self.size <= self.bound):
+            where = find_stage(metrics, *self.made, self.before_same, least)
+        said = [] if where is None else [f"where: {where.text}"]
+        head = f"{_first_step(self.step, before, far)}: {lines[0]}"
+        stage = None if where is None else where.stage
+        return Comparison(self.step, self.cause, (head, *said, *lines[1:], *_earlier(before)), stage)
+
+
+def _first_step(step: int, rounded: Sequence[_Numbers], far: bool = False) -> str:
+    """Name the step of a difference. `far`: it is larger than those before it, which differ by rounding."""
+    if not rounded:
+        return f"step {step} is the first that differs"
+    return f"step {step} is the first that differs " + ("by more than rounding" if far else "for another reason too")
+
+
+def _earlier(rounded: Sequence[_Numbers]) -> list[str]:
+    """Say by how much the steps before differ, and why."""
+    if not rounded:
+        return []
+    most, why = max(one.size for one in rounded), rounded[0].lines[-1]
+    which = (
+        f"{len(rounded)} steps from {rounded[0].step} to {rounded[-1].step} differ"
+        if len(rounded) > 1
+        else (f"step {rounded[0].step} differs")
+    )
+    return [f"before it, {which} by at most {most:.1e}: {why.removeprefix('documents and options are the same: ')}"]
+
+
+def _steady(differences: Sequence[Difference]) -> list[Difference]:
+    """Leave out metrics that one label or document can change by much: extremes, shares, and counts."""
+
+    def of_few(one: Difference) -> bool:
+        return _OF_FEW.match(one.name) is not None or one.first % 1 == one.second % 1 == 0
+
+    return [one for one in differences if one.name.endswith("norm") or not of_few(one)]
+
+
+def _same_weights(first: WeightLine | None, second: WeightLine | None) -> bool:
+    """Tell whether two lines show that all weights are the same. Copies of weights do not show their masters."""
+    found = compare_weights(first, second)
+    if found is None or first is None or first.made_by.get("digests_of") == "copies":
+        return False
+    return found.compared > 0 and not found.weights
 
 
 def _norms(weights: WeightDifferences | None) -> list[Difference]:
@@ -157,10 +269,7 @@ def _what_differs(metrics: list[Difference], weights: WeightDifferences | None) 
         parts.append(f"{len(metrics)} metrics, by at most {metrics[0].size:.1e} ({metrics[0].name})")
     if weights is not None and weights.weights:
         parts.append(f"the bits of {named_weights(weights)}")
-    before = (
-        "" if metrics else ", while all metrics are the same, so the update or what came after it made the difference"
-    )
-    return " and ".join(parts) + before
+    return " and ".join(parts) + ("" if metrics else ", while all metrics are the same")
 
 
 def named_weights(weights: WeightDifferences) -> str:
@@ -170,6 +279,12 @@ def named_weights(weights: WeightDifferences) -> str:
         return f"all {len(odd)} weights"
     more = f" and {len(odd) - _MOST} more of {weights.compared} weights" if len(odd) > _MOST else ""
     return f"{', '.join(odd[:_MOST])}{more}"
+
+
+def rounds(changed: Changed, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Tell whether there is a known reason for which two makings of a step round otherwise."""
+    deterministic = first.get("deterministic") and second.get("deterministic")
+    return first != second or bool(changed.of_layout) or not deterministic
 
 
 def numerics(changed: Changed, first: Mapping[str, Any], second: Mapping[str, Any]) -> str:

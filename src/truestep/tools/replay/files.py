@@ -39,7 +39,10 @@ class RunFiles:
 
     def check(self) -> None:
         if not self.ledger:
-            raise TruestepError(f"{self.path} is not the directory of a run that made steps: it has no ledger of any")
+            raise TruestepError(
+                f"{self.path} has no step in its ledger.jsonl: name the directory of a run (its checkpoint.directory) "
+                "that made steps"
+            )
 
     @cached_property
     def directory(self) -> RunDirectory:
@@ -60,6 +63,10 @@ class RunFiles:
     @cached_property
     def records(self) -> dict[int, Block]:
         return {block.step: block for block in blocks_of(self.directory.records)}
+
+    def reads_a_file(self, step: int) -> bool:
+        """Tell whether a step's documents come from files that were there before the run, and from no policy of it."""
+        return self.options(step).get("data.path") is not None
 
     def options(self, step: int) -> dict[str, Any]:
         """Return the options that made a step, by dotted name; none if they cannot be read."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,34 @@ def label_metric(
 
 def merged(metrics: Iterable[Metric]) -> Metric:
     return reduce(lambda first, second: first.merge(second), metrics)
+
+
+def left_out(known: Mapping[int, Metric]) -> dict[int, Metric]:
+    """Return what leaving each document out takes away from a metric of a user's own type, as if it added up."""
+    numbers, metrics = list(known), list(known.values())
+    before = list(accumulate(metrics, lambda first, second: first.merge(second)))
+    behind = list(accumulate(reversed(metrics), lambda first, second: second.merge(first)))[::-1]
+    whole = before[-1].value() or 0.0
+    found: dict[int, Metric] = {}
+    for place, number in enumerate(numbers):
+        rest = [*before[place - 1 : place], *behind[place + 1 : place + 2]] if place else behind[1:2]
+        found[number] = Sum(whole - ((merged(rest).value() or 0.0) if rest else 0.0))
+    return found
+
+
+def far_together(known: Mapping[int, Metric], usual: float, value: float) -> list[int]:
+    """Return the fewest documents without which a metric of a user's own type is at most half as far from the usual
+    value. They are chosen by their own values, those farthest in the direction of the jump first. None if it takes
+    more than two and more than a tenth of all."""
+    own = {number: found for number, one in known.items() if (found := one.value()) is not None}
+    up = 1.0 if value > usual else -1.0
+    ranked = sorted(own, key=lambda number: -up * own[number])
+    rests = list(accumulate((known[number] for number in reversed(ranked)), lambda rest, one: one.merge(rest)))[::-1]
+    for count, rest in enumerate(rests[1 : max(2, len(known) // 10) + 1], 1):
+        left = rest.value()
+        if left is not None and abs(left - usual) <= 0.5 * abs(value - usual):
+            return ranked[:count]
+    return []
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from truestep.config.schema import Config
 from truestep.config.yaml_tree import dump
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
-from truestep.run.again import Made, Past, ReplayError, make_again
+from truestep.run.again import Made, Past, ReplayError, blaming, make_again
 from truestep.run.assemble.policy import join_ranks
 from truestep.tools.replay.compare import named_weights, numerics
 from truestep.tools.replay.differences import (
@@ -85,7 +85,8 @@ class Again:
     def run(self) -> Replay:
         """Make the step, and compare it with the original. Every rank calls this."""
         trainer = self.made.trainer
-        trainer.run()
+        with blaming(self.past, self.made.damage):
+            trainer.run()
         if not trainer.finished:
             raise KeyboardInterrupt
         return self.ranks.share(lambda: _judge(self.past, self.made, self.original, self.config, self.folder))

@@ -7,7 +7,7 @@ import numpy as np
 
 from truestep.tools.audit.checks.tokens import members_of
 from truestep.tools.audit.finding import Evidence, sure
-from truestep.tools.audit.samples import Dump
+from truestep.tools.audit.samples import Dump, Sample
 
 CHANCE = 1e-6  # probability below which equal completions are not accidents
 TIMES = 4.0  # required number of equal pairs, as a multiple of the predicted number
@@ -51,6 +51,46 @@ def copies(dump: Dump) -> Iterator[Evidence]:
         yield Evidence(first, text, len(equal), None, sure(with_logprobs))
 
 
+def _all_twice(dump: Dump) -> Iterator[Evidence]:
+    """Find dumps of texts in which each completion of a prompt is there twice, as where two ranks write one batch.
+    Short completions are equal by chance."""
+    if any(one.group is not None or one.ids is not None for one in dump.samples):
+        return
+    groups, found = 0, list[int]()
+    for members in members_of(dump.asked, dump.completions >= 0):
+        counts = np.unique(dump.completions[members], return_counts=True)[1]
+        groups += 1
+        long = any(_long(dump, int(i)) for i in members)
+        if long and len(counts) > 1 and counts.min() > 1 and len(set(counts.tolist())) == 1:
+            found.append(int(members[-1]))
+    if len(found) >= 4 and len(found) >= 0.8 * groups:
+        text = f"each completion of a prompt is there more than once, for {len(found):,} of {groups:,} prompts"
+        yield Evidence(found[0], text, len(found), None, "medium")
+
+
+def no_numbers(dump: Dump) -> Iterator[Evidence]:
+    """Find rewards and advantages that are NaN or infinite."""
+    rewards = [i for i, one in enumerate(dump.samples) if one.reward is not None and not np.isfinite(one.reward)]
+    places = {i: at for i, one in enumerate(dump.samples) if (at := _no_advantage(one)) is not None}
+    for what, found, at in (
+        ("a reward", rewards, None),
+        ("an advantage", [*places], next(iter(places.values()), None)),
+    ):
+        if found:
+            text = f"{what} that is no number, in {len(found):,} of {len(dump.samples):,} samples"
+            yield Evidence(found[0], text, len(found), at if dump.samples[found[0]].ids is not None else None)
+
+
+def _no_advantage(sample: Sample) -> int | None:
+    """Return the place of a sample's first label whose advantage is no number; 0 if it has one for all labels."""
+    if sample.advantages is None:
+        return None
+    bad = ~np.isfinite(sample.advantages)
+    if sample.mask is not None and len(sample.mask) == len(bad):
+        bad &= sample.mask
+    return int(bad.argmax()) if bad.any() else None
+
+
 def _long(dump: Dump, index: int) -> bool:
     return len(dump.samples[index].completion or "") >= LONG
 
@@ -64,7 +104,12 @@ def poisson_tail(count: int, mean: float) -> float:
     return sum(exp(k * log(mean) - mean - lgamma(k + 1)) for k in range(count, count + 200))
 
 
-def copied_groups(dump: Dump) -> Iterator[Evidence]:
+def copies_of_groups(dump: Dump) -> Iterator[Evidence]:
+    yield from _copied_groups(dump)
+    yield from _all_twice(dump)
+
+
+def _copied_groups(dump: Dump) -> Iterator[Evidence]:
     """Find groups with the same completions as an earlier group."""
     completions = dump.completions
     logs = np.bincount(dump.label_owner, np.nan_to_num(dump.logprobs[dump.labels]), len(dump.samples))
@@ -89,7 +134,7 @@ def copied_groups(dump: Dump) -> Iterator[Evidence]:
 def incomplete(dump: Dump) -> Iterator[Evidence]:
     """Find groups that are smaller than most, if the dump has group ids or texts."""
     named = np.array([one.group is not None or one.ids is None for one in dump.samples], np.bool_)
-    groups = dump.groups[(dump.groups >= 0) & named]
+    groups = dump.asked[(dump.asked >= 0) & named]
     if not len(groups):
         return
     sizes = np.bincount(groups)
@@ -97,7 +142,7 @@ def incomplete(dump: Dump) -> Iterator[Evidence]:
     usual = int(values[counts.argmax()])
     few = np.flatnonzero((sizes > 0) & (sizes < usual))
     if usual > 1 and counts.max() >= 0.5 * counts.sum() and len(few) >= max(3, 0.05 * counts.sum()):
-        index = int(np.flatnonzero(dump.groups == few[0])[0])
+        index = int(np.flatnonzero(dump.asked == few[0])[0])
         text = f"{len(few):,} of {counts.sum():,} groups have fewer than {usual} samples (this one {sizes[few[0]]})"
         yield Evidence(index, text, len(few), None, "medium")
 
@@ -204,6 +249,8 @@ def _elsewhere(
     if telling.sum() < 8:
         return
     own = _blocks(r, g, s, none)
+    if _best(own, a, telling)[2] >= 0.9:  # those that are not 0 follow; the others were left out on purpose
+        return
     for by in [*range(1, 2 * usual + 1), *range(-2 * usual, 0)]:
         moved = {name: np.roll(values, by) for name, values in own.items()}
         for what, rules in (("rewards", _blocks(np.roll(r, by), g, s, none)), ("advantages", moved)):

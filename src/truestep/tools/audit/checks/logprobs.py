@@ -16,11 +16,15 @@ SURPRISE = 0.1  # allowed difference between mean surprisal and mean entropy, re
 
 
 def invalid(dump: Dump) -> Iterator[Evidence]:
-    """Find impossible log-probs at labels: above 0, infinite, or missing in a sample that has others."""
+    """Find impossible log-probs at labels: above 0, infinite, missing in a sample that has others, or all integers."""
     values = dump.logprobs[dump.labels]
     has = np.bincount(dump.label_owner[np.isfinite(values)], minlength=len(dump.samples)) > 0
     bad = (values > 1e-3) | np.isinf(values) | (np.isnan(values) & has[dump.label_owner])
     yield from _first(dump, bad, "a log-prob of {value:g} at a label")
+    known = np.isfinite(values)
+    whole = known & (values == np.round(values)) & (values < 0)
+    if MANY <= known.sum() == int((whole | (known & (values == 0))).sum()) and len(np.unique(values[whole])) > 1:
+        yield from _first(dump, whole, "all log-probs are whole numbers: {value:g}")
 
 
 def _first(dump: Dump, bad: np.ndarray, text: str) -> Iterator[Evidence]:

@@ -11,6 +11,7 @@ from truestep.tools.audit.samples import Dump, Sample, span
 
 # if at most this share of samples has lists of other lengths, the tokens were probably encoded again from text
 FEW = 0.5
+STOPS = 0.1  # a last token of so many finished samples is a way to end: one of several end tokens or stop strings
 RUN = 8  # fewest consecutive labels without a log-prob that are reported
 
 
@@ -180,7 +181,10 @@ def ends(dump: Dump) -> Iterator[Evidence]:
     done = np.flatnonzero(usable & ~cut & ~(unknown & (counts >= longest)))
     if len(done) < 8:
         return
-    common = dump.end_tokens or {token for token, _ in Counter(finals[done].tolist()).most_common(2)}
+    counted = Counter(finals[done].tolist()).most_common()
+    common = dump.end_tokens or {
+        token for place, (token, count) in enumerate(counted) if place < 2 or count >= max(4, STOPS * len(done))
+    }
     whole = np.isin(finals[done], list(common))
     masked = done[whole & (last[done] == sizes[done] - 2)]
     if len(masked) >= 0.8 * len(done):
@@ -203,6 +207,20 @@ def ends(dump: Dump) -> Iterator[Evidence]:
         index = int(known[0])
         text = f"{len(known):,} of {len(done):,} samples that are not truncated lack the end token of the others"
         yield Evidence(index, text, len(known), int(sizes[index]) - 1)
+
+
+def begins_twice(dump: Dump) -> Iterator[Evidence]:
+    """Find dumps whose sequences begin with the same token twice, and not three times, which would be padding."""
+    known = [i for i, one in enumerate(dump.samples) if one.ids is not None and len(one.ids) > 2 and one.ids[0] >= 0]
+    known = [i for i in known if dump.alone[i]]
+    begins = np.array([dump.samples[i].ids[:3] for i in known]).reshape(-1, 3)  # type: ignore[index]
+    if len(begins) < 8 or len(set(begins[:, 2].tolist())) < 4:
+        return
+    token = begins[0, 0]
+    twice = (begins[:, 0] == token) & (begins[:, 1] == token) & (begins[:, 2] != token)
+    if twice.mean() >= 0.95:
+        text = f"{int(twice.sum()):,} of {len(begins):,} samples begin with token {token} twice"
+        yield Evidence(known[int(twice.argmax())], text, int(twice.sum()), 1, "medium")
 
 
 def vocabulary(dump: Dump) -> Iterator[Evidence]:

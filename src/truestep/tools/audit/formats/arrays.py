@@ -1,6 +1,7 @@
 """Converts lists in foreign records to arrays. Lists of a wrong length are noted as misfits; other invalid values raise
 `UnreadableError`."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,13 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool | int | float) and abs(value) < 1e300:
         return float(value)
     return None
+
+
+def score(value: Any) -> float | None:
+    """Return a number that may be NaN, which stands for infinity as well; None for anything else."""
+    if hasattr(value, "item"):
+        value = value.item() if getattr(value, "size", 1) == 1 or getattr(value, "ndim", 1) == 0 else None
+    return math.nan if isinstance(value, float) and not math.isfinite(value) else number(value)
 
 
 def whole(value: Any) -> int | None:

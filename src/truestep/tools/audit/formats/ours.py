@@ -8,7 +8,7 @@ import numpy as np
 from truestep.rollouts.fields import TABLE
 from truestep.rollouts.rows import read_rows
 from truestep.rollouts.values import BadRecord
-from truestep.tools.audit.formats.arrays import Fit, array, number, text, whole
+from truestep.tools.audit.formats.arrays import Fit, array, number, score, text, whole
 from truestep.tools.audit.opening import UnreadableError
 from truestep.tools.audit.samples import Sample
 from truestep.types import ROUTES
@@ -40,7 +40,7 @@ def samples_of_record(record: Mapping[str, Any], file: str, line: int) -> Iterat
         mask,
         logprobs,
         advantages=per_label(record.get("advantage"), mask, fit),
-        reward=number(record.get("reward")),
+        reward=score(record.get("reward")),
         parts=parts(record.get("rewards")),
         # Sequences of one document have different prompts, so they are not compared as a group.
         group=None if several else text(record.get("group_id")),
@@ -89,7 +89,7 @@ def samples_of_kept(row: Mapping[str, Any], file: str, line: int) -> Iterator[Sa
     ratios = fit.whole(ratios, "token_log_ratios")
     length = whole(row.get("length")) or 0
     advantage = array(row.get("token_advantages"), "token_advantages")
-    if advantage is None and (one := number(row.get("advantage"))) is not None:
+    if advantage is None and (one := score(row.get("advantage"))) is not None:
         advantage = np.full(kept, one)
     entropy = number(row.get("entropy"))
     yield Sample(
@@ -101,7 +101,7 @@ def samples_of_kept(row: Mapping[str, Any], file: str, line: int) -> Iterator[Sa
         logprobs=None if trainer is None or ratios is None else trainer - ratios,
         trainer=trainer,
         advantages=fit.whole(advantage, "token_advantages"),
-        reward=number(row.get("reward")),
+        reward=score(row.get("reward")),
         parts=parts(row.get("rewards")),
         group=text(row.get("group_id")),
         step=whole(row.get("step")),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep.tools.audit.formats.arrays import Fit, array, number, text, whole
+from truestep.tools.audit.formats.arrays import Fit, array, score, text, whole
 from truestep.tools.audit.formats.ours import routes
 from truestep.tools.audit.opening import UnreadableError
 from truestep.tools.audit.samples import Sample
@@ -57,7 +57,7 @@ def samples(record: Mapping[str, Any], file: str, line: int) -> Iterator[Sample]
             tail("rollout_log_probs"),
             trainer=tail("log_probs"),
             advantages=tail("advantages"),
-            reward=number(of("raw_reward" if raw else "rewards", index)),
+            reward=score(of("raw_reward" if raw else "rewards", index)),
             step=step,
             version=version,
             staleness=None if version is None or step is None else step - version,

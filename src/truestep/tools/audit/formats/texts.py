@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep.tools.audit.formats.arrays import number, text, whole
+from truestep.tools.audit.formats.arrays import number, score, text, whole
 from truestep.tools.audit.samples import Sample
 
 
@@ -20,7 +20,7 @@ def samples_of_verl(record: Mapping[str, Any], file: str, line: int) -> Iterator
     yield Sample(
         file,
         line,
-        reward=number(record["score"]),
+        reward=score(record["score"]),
         step=whole(record.get("step")),
         prompt=text(record["input"]),
         completion=text(record["output"]),
@@ -39,7 +39,7 @@ def samples_of_trl(record: Mapping[str, Any], file: str, line: int) -> Iterator[
     """Read a row. Its numeric columns are rewards by function. TRL sums them; their weights are assumed to be 1."""
     rewards = {name: value for name, value in record.items() if name not in _NOT_REWARDS}
     parts = {name: found for name, value in rewards.items() if (found := number(value)) is not None}
-    advantage = number(record["advantage"])
+    advantage = score(record["advantage"])
     yield Sample(
         file,
         line,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep.tools.audit.formats.arrays import Fit, array, number, text, whole
+from truestep.tools.audit.formats.arrays import Fit, array, number, score, text, whole
 from truestep.tools.audit.opening import UnreadableError
 from truestep.tools.audit.samples import Sample
 
@@ -99,7 +99,7 @@ def samples_of_openai(record: Mapping[str, Any], file: str, line: int) -> Iterat
             file=file,
             line=line,
             id=text(answer.get("id")) or "",
-            reward=number(record.get("reward")),
+            reward=score(record.get("reward")),
             group=text(record.get("group_id")),
             step=whole(record.get("step")),
             truncated=choice.get("finish_reason") == "length",
