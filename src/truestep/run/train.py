@@ -47,7 +47,9 @@ from truestep.run.assemble.step import (
 )
 from truestep.run.callbacks import Callback, Callbacks, Run
 from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.memory import MemoryStore
 from truestep.run.checkpoint.saves import SaveRule, Saves
+from truestep.run.checkpoint.staging import SharedStaging
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.run.directory import RunDirectory
 from truestep.run.elastic import JOIN_PATIENCE, Elastic, check_elastic
@@ -93,7 +95,16 @@ def train(
 def _elastic(config: Config) -> Elastic | None:
     """Return this rank's part in a run whose ranks come and go; None if their number is fixed."""
     agent = find_agent()
-    return None if agent is None else Elastic(agent, Path(config.checkpoint.directory or "."))
+    given = config.checkpoint
+    if agent is None:
+        if given.in_memory_every is not None:
+            raise TrainingError(
+                f"checkpoint.in_memory_every: {given.in_memory_every} keeps the state for ranks that come again, which "
+                "only torchrun with --nnodes MIN:MAX starts (truestep elastic-command): leave it out, or start so"
+            )
+        return None
+    limit = None if given.in_memory_gigabytes is None else int(given.in_memory_gigabytes * 1e9)
+    return Elastic(agent, Path(given.directory or "."), keeps=given.in_memory_every is not None, limit=limit)
 
 
 def _train(
@@ -177,6 +188,8 @@ def make_trainer(
         if config.schedule.preemption_file is not None:
             trainer.notice = Path(config.schedule.preemption_file)
         opened.pop_all()  # from here on they end with the run
+    if elastic is not None and elastic.recalled is not None:
+        elastic.recalled.close()
     return trainer
 
 
@@ -197,7 +210,8 @@ def _make_trainer(
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best), mark)
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
-    latest, damaged = _undamaged(store, directory, ranks)
+    recalled = None if elastic is None else elastic.recalled
+    latest, damaged = _undamaged(store, directory, ranks) if recalled is None else (recalled.path, [])
     started = _start_servers(config, ranks, latest, directory, say, opened)  # while the model is loaded
     policy = policy_of(config, ranks, latest, directory, rates)
     runner = make_runner(config, policy)
@@ -215,7 +229,7 @@ def _make_trainer(
         sinks = make_sinks(config, directory, display, title, progress.step)
         begun = _begin(directory, config, policy, supply.source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
-    if latest is not None:
+    if latest is not None and recalled is None:  # after a further loss the run may go on from the disk
         _tell_again(supply, latest, progress.step, queue.documents_seen)
     runner = runner.with_entropy_bonus(progress.entropy_bonus)
     trace = Trace(policy.weights) if keeps_records(config) else None
@@ -231,15 +245,23 @@ def _make_trainer(
         directory=directory,
         checkpoints=store,
         saves=Saves(store, ranks),
+        memory=None if elastic is None else _kept_in_memory(elastic, store, say),
         save_rule=_save_rule(config, elastic is not None),
         observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=_state(progress, queue, _evaluated_before(config, store, directory, ranks), latest),
+        state=_state(progress, queue, _evaluated_before(config, store, directory, ranks), None if recalled else latest),
         put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
     )
+
+
+def _kept_in_memory(elastic: Elastic, store: CheckpointStore, say: Callable[[str], None]) -> Saves | None:
+    if elastic.memory is None:
+        return None
+    elastic.memory.say, staging = say, SharedStaging()
+    return Saves(MemoryStore(elastic.memory, staging, store.latest), elastic.ranks, staging)
 
 
 def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> int | None:
@@ -359,7 +381,7 @@ def _save_rule(config: Config, elastic: bool) -> SaveRule:
     announced &= config.adapter is None  # a checkpoint of an adapter is in peft's format already
     nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
     grace = SECONDS_TO_STOP if elastic and given.grace is None else given.grace
-    return SaveRule(given.every, nth, grace)
+    return SaveRule(given.every, nth, grace, in_memory_every=given.in_memory_every or 0)
 
 
 def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:

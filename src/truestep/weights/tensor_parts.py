@@ -20,6 +20,7 @@ from truestep.files.tensors import TYPES_BY_NAME, tensor_places
 from truestep.files.whole import exact_object
 from truestep.process import progress
 from truestep.ranks.group import divide
+from truestep.weights.elsewhere import read_elsewhere
 from truestep.weights.lazy import Unread
 from truestep.weights.protocol import Weights
 
@@ -133,25 +134,29 @@ def part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-def describe_parts(file: Path, parts: Iterable[TensorPart]) -> dict[str, Any]:
-    """Return the JSON entries of a file of parts, for `write_index`."""
+def describe_parts(file: Path, parts: Iterable[TensorPart], name: str | None = None) -> dict[str, Any]:
+    """Return the JSON entries of a file of parts, for `write_index`. `name`: the file's name in the checkpoint."""
     places = tensor_places(file)
     return {
         part.key: {"type": places[part.key][0], "whole": list(part.whole), "start": list(part.start)}
-        | {"shape": list(part.values.shape), "file": file.name, "byte": places[part.key][1]}
+        | {"shape": list(part.values.shape), "file": name or file.name, "byte": places[part.key][1]}
         for part in parts
     }
 
 
 def write_index(folder: Path, described: Iterable[Mapping[str, Any]]) -> None:
-    """Write the index of all parts of all tensors. If several ranks wrote a scalar, the first entry is kept."""
+    (folder / INDEX).write_bytes(index_of(described))
+
+
+def index_of(described: Iterable[Mapping[str, Any]]) -> bytes:
+    """Make the index of all parts of all tensors. If several ranks wrote a scalar, the first entry is kept."""
     tensors: dict[str, dict[str, Any]] = {}
     for parts in described:
         for key, part in parts.items():
             entry = tensors.setdefault(key, {"type": part["type"], "shape": part["whole"], "parts": []})
             if part["whole"] or not entry["parts"]:
                 entry["parts"].append([part["file"], part["byte"], part["start"], part["shape"]])
-    (folder / INDEX).write_text(json.dumps({"tensors": tensors}), encoding="utf-8")
+    return json.dumps({"tensors": tensors}).encode()
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,7 @@ class StoredTensors(Tensors):
     def __init__(self, checkpoint: Path):
         self._folder = checkpoint / FOLDER
         self._entries = _read_index(self._folder / INDEX)
+        self._elsewhere = read_elsewhere(self._folder)
 
     @staticmethod
     def has_weights(directory: Path) -> bool:
@@ -200,12 +206,25 @@ class StoredTensors(Tensors):
         for place in entry.places:
             common = box.common(place.box)
             if common.numbers:
-                result[common.inside(box)].copy_(_mapped(place, entry.dtype)[common.inside(place.box)])
+                result[common.inside(box)].copy_(self._values(place, common, entry.dtype))
                 found += common.numbers
                 progress.made("bytes read", common.numbers * entry.dtype.itemsize)
         if found != box.numbers:
             raise ValueError(f"{key} has {found:,} of the {box.numbers:,} numbers that are asked for")
         return result
+
+    def _values(self, place: _Place, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of a box of a place, from its file or from another machine."""
+        far = self._elsewhere.get(place.file.name)
+        if far is None:
+            return _mapped(place, dtype)[box.inside(place.box)]
+        outer, start = place.box, 0
+        if outer.shape:  # whole rows
+            rows = math.prod(outer.shape[1:]) * dtype.itemsize
+            start = (box.start[0] - outer.start[0]) * rows
+            outer = Box((box.start[0], *outer.start[1:]), (box.shape[0], *outer.shape[1:]))
+        content = far.read(place.byte + start, outer.numbers * dtype.itemsize)
+        return torch.frombuffer(content, dtype=dtype).view(outer.shape)[box.inside(outer)]
 
     def read_whole(self, key: str) -> torch.Tensor:
         shape = self.shape(key)

@@ -5,8 +5,9 @@ file in parallel, and so that the message names the damaged bytes. zlib-ng compu
 as fast.
 """
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +73,31 @@ def write_checksums(checkpoint: Path, known: Mapping[str, Mapping[str, Any]] | N
     with ThreadPoolExecutor(_threads()) as pool:
         for stretch, found in zip(stretches, pool.map(lambda one: _checksum(checkpoint, one), stretches), strict=True):
             files[stretch.name]["crc32"].append(found)
-    write_json(checkpoint / MANIFEST, {"bytes_per_checksum": STRETCH, "files": files})
+    write_json(checkpoint / MANIFEST, _manifest(files))
 
 
-def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
+def _manifest(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {"bytes_per_checksum": STRETCH, "files": files}
+
+
+def manifest_of(files: Mapping[str, bytes], known: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Make the manifest of a checkpoint in memory. `known` has the entries of its other files."""
+    entries = dict(known)
+    for name, content in files.items():
+        checksums = RunningChecksums()
+        checksums.add(memoryview(content))
+        entries[name] = checksums.entry()
+    return json.dumps(_manifest(entries)).encode()
+
+
+def names_in(manifest: bytes) -> list[str]:
+    """Return the names of the files that a manifest lists."""
+    return list(exact_object(manifest)["files"])
+
+
+def find_damage(checkpoint: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
     """Compare the files with their checksums; describe the first damage found, or return None. With several ranks, each
-    checks part `part` of `parts`.
+    checks part `part` of `parts`. `only`: the names of the files to compare, if not all.
 
     A directory without checksums is not checked.
     """
@@ -86,7 +106,7 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
         return None
     try:
         content = exact_object(manifest.read_bytes())
-        stretches = list(_stretches(checkpoint, content))[part::parts]
+        stretches = list(_stretches(checkpoint, content, only))[part::parts]
         size = sum(stretch.length for stretch in stretches)
         reading = progress.working("comparing the checkpoint with its checksums", "bytes read", size)
         with reading, ThreadPoolExecutor(_threads()) as pool:
@@ -108,7 +128,7 @@ class _Mismatch(Exception):  # noqa: N818 - it carries a finding
     """A file is missing or has another size."""
 
 
-def _stretches(checkpoint: Path, content: dict[str, Any]) -> Iterator[_Stretch]:
+def _stretches(checkpoint: Path, content: dict[str, Any], only: Collection[str] | None) -> Iterator[_Stretch]:
     length = content["bytes_per_checksum"]
     if content.keys() != {"bytes_per_checksum", "files"} or type(length) is not int or length < _READ:
         raise ValueError("it lacks its fields, or has others")
@@ -117,6 +137,8 @@ def _stretches(checkpoint: Path, content: dict[str, Any]) -> Iterator[_Stretch]:
         if type(size) is not int or size < 0 or len(checksums) != -(-size // length):
             raise ValueError(f"the size of {name} or its number of checksums is malformed")
         file = checkpoint / name
+        if only is not None and name not in only:
+            continue
         if not file.is_file():
             raise _Mismatch(f"{name} is missing")
         if (there := file.stat().st_size) != size:
