@@ -177,7 +177,6 @@ class Elastic:
 
     def _begin(self, lines: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
         """Write the line of this generation, which goes on after `step`; return it. Called on the first rank."""
-        assert self.directory is not None
         note = self._read_note([line.get("id", "") for line in lines])
         agents, before = list(dict.fromkeys(self.agents)), set(lines[-1]["agents"]) if lines else set()
         failed = note.get("failed", [])
@@ -198,7 +197,7 @@ class Elastic:
         if self.keeps and step:
             line["from"] = "disk" if self.recalled is None else "memory"
         if before & set(agents):  # else all launchers were started anew
-            line |= _lost(self.directory, step, lines[-1]["time"])
+            line |= _lost(RunDirectory(self.path), step, lines[-1]["time"])
         append_json_line(self.path / GENERATIONS, line)
         self._remove_notes()
         return line

@@ -47,7 +47,7 @@ from truestep.run.assemble.step import (
 )
 from truestep.run.callbacks import Callback, Callbacks, Run
 from truestep.run.checkpoint.checksums import find_damage
-from truestep.run.checkpoint.memory import MemoryStore
+from truestep.run.checkpoint.memory import MemoryStore, Recalled, in_memory
 from truestep.run.checkpoint.saves import SaveRule, Saves
 from truestep.run.checkpoint.staging import SharedStaging
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
@@ -206,12 +206,10 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks, elastic)
-    mark = "" if elastic is None else elastic.mark
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best), mark)
+    store = _store(config, directory, elastic)
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
-    recalled = None if elastic is None else elastic.recalled
-    latest, damaged = _undamaged(store, directory, ranks) if recalled is None else (recalled.path, [])
+    latest, damaged = _undamaged(store, directory, ranks, None if elastic is None else elastic.recalled)
     started = _start_servers(config, ranks, latest, directory, say, opened)  # while the model is loaded
     policy = policy_of(config, ranks, latest, directory, rates)
     runner = make_runner(config, policy)
@@ -229,7 +227,7 @@ def _make_trainer(
         sinks = make_sinks(config, directory, display, title, progress.step)
         begun = _begin(directory, config, policy, supply.source, latest, aside.rejected, progress, damaged)
         _say_notes(display, config, [*begun, *raters.notes])
-    if latest is not None and recalled is None:  # after a further loss the run may go on from the disk
+    if latest is not None:
         _tell_again(supply, latest, progress.step, queue.documents_seen)
     runner = runner.with_entropy_bonus(progress.entropy_bonus)
     trace = Trace(policy.weights) if keeps_records(config) else None
@@ -251,10 +249,15 @@ def _make_trainer(
         steps=config.schedule.steps,
         evaluator=evaluator,
         evaluate_every=config.evaluation.every if config.evaluation else 0,
-        state=_state(progress, queue, _evaluated_before(config, store, directory, ranks), None if recalled else latest),
+        state=_state(progress, queue, _evaluated_before(config, store, directory, ranks), latest),
         put_aside=directory.not_in_ledger(aside.put_aside),
         callbacks=told,
     )
+
+
+def _store(config: Config, directory: RunDirectory, elastic: Elastic | None) -> CheckpointStore:
+    mark, given = "" if elastic is None else elastic.mark, config.checkpoint
+    return CheckpointStore(directory.checkpoints, given.keep, Best(given.keep_best), mark)
 
 
 def _kept_in_memory(elastic: Elastic, store: CheckpointStore, say: Callable[[str], None]) -> Saves | None:
@@ -273,7 +276,10 @@ def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDire
 
 
 def _tell_again(supply: Supply, checkpoint: Path, step: int, documents_seen: int) -> None:
-    """Tell the source of a checkpoint: the run may have been killed before it did."""
+    """Tell the source of a checkpoint: the run may have been killed before it did. It does not hear of one in memory:
+    after a further loss the run may go on from the disk."""
+    if in_memory(checkpoint):
+        return
     supply.source.checkpointed(documents_seen)
     if supply.publication is not None:
         supply.publication.saved(checkpoint, step, documents_seen)
@@ -317,7 +323,8 @@ def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], Non
 
 
 def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:
-    return RunState(progress.step, queue.documents_seen, last_evaluated, progress.step if latest else None)
+    saved = progress.step if latest and not in_memory(latest) else None
+    return RunState(progress.step, queue.documents_seen, last_evaluated, saved)
 
 
 def _say_one(display: Display, config: Config, ranks: Ranks, note: str) -> None:
@@ -384,9 +391,14 @@ def _save_rule(config: Config, elastic: bool) -> SaveRule:
     return SaveRule(given.every, nth, grace, in_memory_every=given.in_memory_every or 0)
 
 
-def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """Find the newest undamaged checkpoint. Rename newer, damaged checkpoints and return a warning for each. A run does
-    not go on by itself from a checkpoint that was kept only as the best, which may be thousands of steps older."""
+def _undamaged(
+    store: CheckpointStore, directory: RunDirectory, ranks: Ranks, recalled: Recalled | None
+) -> tuple[Path | None, list[str]]:
+    """Find the newest undamaged checkpoint, in memory or on the disk. Rename newer, damaged checkpoints and return a
+    warning for each. A run does not go on by itself from a checkpoint that was kept only as the best, which may be
+    thousands of steps older."""
+    if recalled is not None:
+        return recalled.path, []
     ranks.share(lambda: directory.lock() if directory.path.exists() else None)
     said: list[str] = []
     newest = ranks.share(store.newest)

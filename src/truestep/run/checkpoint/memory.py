@@ -35,7 +35,7 @@ _SILENT = "a keeper did not answer, and is left out from then on"
 
 
 def in_memory(checkpoint: Path) -> bool:
-    """Tell whether a checkpoint that the run resumes from is one that keepers hold."""
+    """Tell whether keepers held the checkpoint that the run resumes from."""
     return checkpoint.name.startswith(".")
 
 

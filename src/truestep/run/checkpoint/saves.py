@@ -71,7 +71,7 @@ class _UnderWay:
 
 
 class Store(Protocol):
-    """Where checkpoints are kept: on the disk, or in memory."""
+    """The checkpoints of a run, on the disk or in memory."""
 
     def final(self, step: int) -> Path: ...
 
