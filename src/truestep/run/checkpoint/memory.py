@@ -24,7 +24,7 @@ from truestep.ranks.elastic import Agent
 from truestep.ranks.group import Ranks
 from truestep.ranks.keeper import Key
 from truestep.ranks.keeper_client import Elsewhere, Here, Keeper, KeeperError, default_limit, place
-from truestep.run.checkpoint.checksums import MANIFEST, RunningChecksums, find_damage, manifest_of, names_in
+from truestep.run.checkpoint.checksums import MANIFEST, entry_of, find_damage, manifest_of, names_in
 from truestep.run.checkpoint.staging import SharedStaging, Staged
 from truestep.run.checkpoint.store import ModelFiles, Progress, Written, progress_files, random_name
 from truestep.text import printable
@@ -59,12 +59,9 @@ class MemoryStore:
     def write_part(self, step: int, rank: int, staged: Staged, random: dict[str, Any]) -> Written:
         """Hand a rank's part and its random state over to two keepers."""
         name, content = f"{FOLDER}/{part_name(rank)}", bytes_of(staged.image)
-        checksums, others = RunningChecksums(), {f"{FOLDER}/{random_name(rank)}": json.dumps(random).encode()}
-        checksums.add(content)
-        entries = {name: checksums.entry()}
-        for other, small in others.items():
-            (of_small := RunningChecksums()).add(memoryview(small))
-            entries[other] = of_small.entry()
+        others = {f"{FOLDER}/{random_name(rank)}": json.dumps(random).encode()}
+        entries = {name: entry_of(content)}
+        entries |= {other: entry_of(memoryview(small)) for other, small in others.items()}
         problems = self._memory.hand_over(step, others, {name: (content, self._staging.handle)})
         described = describe_parts(Path(f"/proc/self/fd/{self._staging.handle}"), staged.parts, part_name(rank))
         missing = len(problems) == len(self._memory.own)
