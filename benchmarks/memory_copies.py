@@ -52,12 +52,13 @@ def keep(trainer: Trainer, folder: Path) -> tuple[Memory, Saves]:
 
 def memory_files() -> int:
     """Count the bytes of the memory that this rank has copied its state to, and that keepers may hold."""
-    total = 0
+    found = {}
     for handle in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{handle}").startswith("/memfd:truestep"):
-                total += os.stat(f"/proc/self/fd/{handle}").st_blocks * 512
-    return total
+                facts = os.stat(f"/proc/self/fd/{handle}")
+                found[facts.st_ino] = facts.st_blocks * 512
+    return sum(found.values())
 
 
 def measure(trainer: Trainer, saves: Saves, every: int, warm_up: int, device: str) -> dict[str, Any]:
@@ -112,9 +113,8 @@ def main() -> None:
     if ranks.first:
         weights = sum(piece.shape.numel() for piece in trainer.policy.weights.pieces.values())
         print(f"{weights / 1e9:.3f} billion weights, {ranks.size} ranks, a copy every {given.every} steps")
-        print(
-            f"steps are longer by {100 * told[0]['longer']:.2f}%: {told[0]['with']:.4f} s, {told[0]['without']:.4f} s"
-        )
+        seconds, plain, longer = (told[0][name] for name in ("with", "without", "longer"))
+        print(f"steps are longer by {100 * longer:.2f}%: {seconds:.4f} s, {plain:.4f} s without copies")
         off = held / planned - 1
         print(f"copies take {held / GIB:.3f} GiB, and the plan says {planned / GIB:.3f}: {100 * off:+.1f}%")
         for number, rank in enumerate(told):
