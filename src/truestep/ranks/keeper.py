@@ -328,14 +328,19 @@ def _skip(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def main(name: str, limit: str, *processes: str) -> int:
+    reads, writes = os.pipe()
+    if os.fork():  # who started it need not wait for its end
+        os.close(writes)
+        return 0 if os.read(reads, 1) else 1
+    os.close(reads)
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(f"\0{name}")
     except OSError:
         return 1  # another keeper has the name
     listener.listen(64)
-    if os.fork():  # who started it need not wait for its end
-        return 0
+    os.write(writes, b"1")
+    os.close(writes)
     os.chdir("/")
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

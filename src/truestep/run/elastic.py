@@ -11,8 +11,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,17 +163,11 @@ class Elastic:
     def _recall(self, lines: Sequence[dict[str, Any]], on_disk: int) -> list[str]:
         """Look for a state in memory that is not older than the last checkpoint on the disk. Return a sentence for each
         that cannot be used. Every rank calls this."""
-        began = {line["generation"]: line["time"] for line in lines}
-
-        def valid(key: Key) -> bool:
-            """Tell whether a generation of this run kept it, and no later one went on from before it."""
-            later = [line["step"] for line in lines if line["generation"] > key[0]]
-            return began.get(key[0]) == key[1] and all(step >= key[2] for step in later)
-
         number = lines[-1]["generation"] + 1 if lines else 1
         self.memory = Memory.open(self.ranks, self.path, self.agent, self.limit, number)
         assert self.directory is not None
-        self.recalled, notes = self.memory.recall(valid, max(1, on_disk), self.directory.checkpoints)
+        stands = partial(still_stands, lines=lines)
+        self.recalled, notes = self.memory.recall(stands, max(1, on_disk), self.directory.checkpoints)
         return notes
 
     def _begin(self, lines: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
@@ -275,6 +270,13 @@ class Elastic:
     def _remove_notes(self) -> None:
         for file in self.path.glob(f"{_NOTE}*"):
             file.unlink(missing_ok=True)
+
+
+def still_stands(key: Key, lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether a generation of this run kept a state, and no later one went on from before it."""
+    generation, began, step = key
+    its_own = any(line["generation"] == generation and line["time"] == began for line in lines)
+    return its_own and all(line["step"] >= step for line in lines if line["generation"] > generation)
 
 
 def _lost(directory: RunDirectory, step: int, began: float) -> dict[str, Any]:
