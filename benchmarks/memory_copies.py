@@ -64,10 +64,11 @@ def memory_files() -> int:
 def measure(trainer: Trainer, saves: Saves, every: int, warm_up: int, device: str) -> dict[str, Any]:
     """Make the steps; return the seconds of those with and without copies."""
     began: list[float] = []
+    block = every * -(-5 // every)  # steps
     trainer.save_rule = replace(trainer.save_rule, in_memory_every=every)
 
     def copies(step: int) -> bool:
-        return step < warm_up or step // every % 2 == 1
+        return step < warm_up or step // block % 2 == 1
 
     class Looks(Observer):
         def gradient(self, *_: object) -> None:
@@ -81,7 +82,7 @@ def measure(trainer: Trainer, saves: Saves, every: int, warm_up: int, device: st
     trainer.observers.add(Looks())
     trainer.run()
     found: dict[bool, list[float]] = {True: [], False: []}
-    for step in range(-(-warm_up // every) * every + every, len(began)):  # whole blocks
+    for step in range(-(-warm_up // block) * block + block, len(began)):  # whole blocks
         found[copies(step)].append(began[step] - began[step - 1])
     means = {kind: statistics.fmean(seconds) for kind, seconds in found.items()}
     return {

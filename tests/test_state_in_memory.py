@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agents import Agents
 from test_elastic import compare, make_config, nothing_left, undisturbed
+from truestep.ranks import keeper
+from truestep.ranks.keeper_client import Here, KeeperError
 
 EVERY = 2  # steps between copies in memory
+RARE = 1000  # steps between checkpoints on the disk
 
 
-def agents_of(folder: Path, model: Path, **more: object) -> Agents:
+def agents_of(folder: Path, model: Path, every: int = RARE, **more: Any) -> Agents:
     folder.mkdir(exist_ok=True)
-    kept = {"directory": str(folder / "run"), "every": 1000, "in_memory_every": EVERY}
+    kept = {"directory": str(folder / "run"), "every": every, "in_memory_every": EVERY}
     return Agents(folder, make_config(folder, model, checkpoint=kept), folder / "run", **more)
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed(tmp_path_factory.mktemp("undisturbed") / "whole", tiny_model("llama"), 3)
+
+
+def keeper_of(name: str) -> int:
+    """The process of a keeper; 0 if there is none."""
+    try:
+        with Here(name).connected() as connection:
+            return keeper.user_of(connection.socket)[0]
+    except KeeperError:
+        return 0
+
+
+def keepers(agents: Agents) -> list[int]:
+    """The keepers of a run, on this machine and on those that tests make of it."""
+    places = [f"machine {number}" for number in agents.agents]
+    of_machines = [hashlib.sha256(f"{place} {agents.run.resolve()}".encode()).hexdigest()[:24] for place in places]
+    names = [f"truestep-keeper-{os.geteuid()}-{told}-0" for told in of_machines]
+    names += [Here.of(agents.run, number).name for number in (0, 1)]
+    return [process for name in names if (process := keeper_of(name))]
+
+
+def nothing_is_left(agents: Agents, seen: list[int]) -> None:
+    nothing_left(agents)
+    agents.until(lambda: not any(keeper.started(process) for process in seen))
+    assert keepers(agents) == []
 
 
 @pytest.mark.long
@@ -32,10 +62,64 @@ def test_a_rank_that_is_killed_goes_on_from_memory(
     with agents_of(tmp_path / "elastic", tiny_model("llama"), nodes=(2, 3), waits_for_all=True) as agents:
         agents.start(0, 1, 2)
         agents.until(lambda: agents.steps >= 7)
+        seen = keepers(agents)
+        assert len(seen) == 2
         agents.signal(1, signal.SIGKILL)
         assert agents.wait(0, 1, 2) == [0, 0, 0], agents.log()[-6000:]
         second = agents.generations[1]
         assert second["from"] == "memory" and second["step"] >= 6 and second["lost_steps"] <= EVERY
-        assert "it goes on after step" in agents.log() and "from memory" in agents.log()
-        nothing_left(agents)
+        said = f"it goes on after step {second['step']} from memory"
+        assert said in agents.log() and f"going on after step {second['step']} of the state in memory" in agents.log()
+        nothing_is_left(agents, seen)
     compare(agents.run, whole, bitwise=True)
+
+
+@pytest.mark.long
+def test_a_machine_that_is_lost_comes_from_its_partner(
+    tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama"), nodes=(2, 3), own_machines=True) as agents:
+        agents.start(0, 1, 2)
+        agents.until(lambda: agents.steps >= 7)
+        seen = keepers(agents)
+        assert len(seen) == 3
+        agents.agents[1].kill()
+        agents.signal(1, signal.SIGKILL)  # its keeper ends when it finds neither
+        assert agents.wait(0, 2) == [0, 0], agents.log()[-6000:]
+        second = agents.generations[1]
+        assert (second["from"], second["ranks"]) == ("memory", 2) and second["lost_steps"] <= EVERY
+        nothing_is_left(agents, seen)
+    compare(agents.run, whole)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lost", [1, 2])
+def test_the_disk_is_for_the_loss_of_both_copies(
+    lost: int, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama"), every=3, nodes=(2, 3), waits_for_all=True) as agents:
+        agents.start(0, 1, 2)
+        agents.until(lambda: agents.steps >= 8)
+        seen = keepers(agents)
+        agents.signal(2, signal.SIGSTOP)  # no step is made meanwhile, which would start a keeper again
+        for process in seen[:lost]:
+            os.kill(process, signal.SIGKILL)
+        agents.signal(2, signal.SIGKILL)
+        assert agents.wait(0, 1, 2) == [0, 0, 0], agents.log()[-6000:]
+        second = agents.generations[1]
+        assert second["from"] == ("memory" if lost == 1 else "disk")
+        nothing_is_left(agents, seen)
+    compare(agents.run, whole, bitwise=True)
+
+
+@pytest.mark.nightly
+def test_when_all_are_killed_the_keepers_end_too(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama"), nodes=(2, 3)) as agents:
+        agents.start(0, 1, 2)
+        agents.until(lambda: agents.steps >= 5)
+        seen = keepers(agents)
+        for number, agent in agents.agents.items():
+            agent.kill()
+            agents.signal(number, signal.SIGKILL)
+        agents.until(lambda: not any(keeper.started(process) for process in seen))
+        assert seen and keepers(agents) == []
