@@ -70,7 +70,7 @@ CASES = [
     ),
     (
         MODEL + "checkpoint: {in_memory_gigabytes: 2}\n",
-        "2, run.yaml:2: checkpoint.in_memory_gigabytes does nothing without checkpoint.in_memory_every: set it too",
+        "2: checkpoint.in_memory_gigabytes does nothing without checkpoint.in_memory_every: set it too",
     ),
     (
         MODEL + "adapter: {}\ncheckpoint: {in_memory_every: 2}\n",
