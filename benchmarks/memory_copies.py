@@ -85,7 +85,10 @@ def measure(trainer: Trainer, saves: Saves, every: int, warm_up: int, device: st
     for step in range(-(-warm_up // block) * block + block, len(began)):  # whole blocks
         found[copies(step)].append(began[step] - began[step - 1])
     means = {kind: statistics.fmean(seconds) for kind, seconds in found.items()}
+    metrics = [json.loads(line) for line in (trainer.directory.path / "metrics.jsonl").read_text().splitlines()]
+    waited = [line.get("time/save", 0.0) for line in metrics if line["step"] >= 2 * block]
     return {
+        "waits_for_copies": statistics.fmean(waited) * 2 / means[False],  # copies are made in half of the steps
         "steps": {str(kind): [round(each, 3) for each in seconds] for kind, seconds in found.items()},
         "without": means[False],
         "with": means[True],
@@ -116,6 +119,7 @@ def main() -> None:
         print(f"{weights / 1e9:.3f} billion weights, {ranks.size} ranks, a copy every {given.every} steps")
         seconds, plain, longer = (told[0][name] for name in ("with", "without", "longer"))
         print(f"steps are longer by {100 * longer:.2f}%: {seconds:.4f} s, {plain:.4f} s without copies")
+        print(f"of a step {100 * told[0]['waits_for_copies']:.2f}% wait for a copy that is not complete")
         off = held / planned - 1
         print(f"copies take {held / GIB:.3f} GiB, and the plan says {planned / GIB:.3f}: {100 * off:+.1f}%")
         for number, rank in enumerate(told):

@@ -157,8 +157,8 @@ def test_a_state_counts_when_all_of_it_is_held(config: Config, tmp_path: Path) -
         saves._store.write_rest = lambda *_: 1 // 0
         trainer._begin_save(saves)
         saves.finish()
-    found, _ = recalled(run)
-    assert found is not None and found.step == STEPS - 1
+    found, notes = recalled(run)
+    assert found is not None and found.step == STEPS - 1 and notes == []
     compare(found, run)
     found.close()
 
