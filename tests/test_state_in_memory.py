@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agents import Agents
-from test_elastic import compare, make_config, nothing_left, undisturbed
+from test_elastic import STEPS, compare, disturb, make_config, nothing_left, undisturbed
 from truestep.ranks import keeper
 from truestep.ranks.keeper_client import Here, KeeperError
 
@@ -123,3 +123,20 @@ def test_when_all_are_killed_the_keepers_end_too(tiny_model: Callable[[str], Pat
             agents.signal(number, signal.SIGKILL)
         agents.until(lambda: not any(keeper.started(process) for process in seen))
         assert seen and keepers(agents) == []
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("own_machines", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_seeded_losses_and_joins(
+    seed: int, own_machines: bool, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama"), every=7, own_machines=own_machines) as agents:
+        disturb(agents, seed)
+        agents.until(lambda: "the data ended after step" in agents.log())
+        agents.end()
+        nothing_is_left(agents, [])
+        steps = [line["step"] for line in agents.lines("metrics.jsonl")]
+        assert steps == list(range(1, STEPS + 1))
+        assert all(line.get("lost_steps", 0) <= EVERY for line in agents.generations if line.get("from") == "memory")
+    compare(agents.run, whole)

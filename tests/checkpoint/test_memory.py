@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.staging import SharedStaging
 from truestep.run.checkpoint.store import read_progress
 from truestep.run.elastic import still_stands
-from truestep.run.train import train
+from truestep.run.train import _tell_again, train
 from truestep.run.trainer import Trainer
 
 Model = Callable[[str], Path]
@@ -389,3 +390,14 @@ def test_the_plan_says_what_copies_take(config: Config, tmp_path: Path) -> None:
 def test_without_an_elastic_launcher_it_is_refused(config: Config) -> None:
     with pytest.raises(TruestepError, match="only torchrun with --nnodes MIN:MAX starts"):
         train(config.changed({"checkpoint.in_memory_every": 1}), Console(quiet=True))
+
+
+@pytest.mark.parametrize(("name", "told"), [("step-00000003", [6, "step-00000003"]), (".step-00000003.partial", [])])
+def test_senders_do_not_hear_of_a_state_in_memory(name: str, told: list[object]) -> None:
+    """What they acknowledge or announce must survive the loss of all memory."""
+    heard: list[object] = []
+    source = SimpleNamespace(checkpointed=heard.append)
+    publication = SimpleNamespace(saved=lambda path, step, documents_seen: heard.append(path.name))
+    supply: Any = SimpleNamespace(source=source, publication=publication)
+    _tell_again(supply, Path("run/checkpoints") / name, 3, 6)
+    assert heard == told
