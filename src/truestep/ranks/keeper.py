@@ -13,6 +13,7 @@ of the same user can connect on this machine, and no process can open what a kee
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import hmac
 import json
@@ -108,8 +109,6 @@ def started(process: int) -> int:
 
 def new_memory(count: int) -> int:
     """Make anonymous memory whose size cannot change; return its handle."""
-    import fcntl
-
     handle = os.memfd_create("truestep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(handle, 0o600)
     os.ftruncate(handle, count)
@@ -237,7 +236,10 @@ class _Keeper:
         self._secret = secret
         if self._listener is None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            self._listener = socket.create_server((address, port), family=family)
+            try:  # the port of a keeper that was lost, which others know
+                self._listener = socket.create_server((address, port), family=family)
+            except OSError:
+                self._listener = socket.create_server((address, 0), family=family)
             self._port = self._listener.getsockname()[1]
             threading.Thread(target=self.accept, args=(self._listener, self.knows_secret), daemon=True).start()
 
@@ -274,16 +276,14 @@ class _Keeper:
 
     def _receive(self, connection: socket.socket, size: int) -> int:
         handle = new_memory(size)
-        message_left = True
         try:
             if size:
                 with mmap.mmap(handle, size) as memory, memoryview(memory) as room:
                     receive_into(connection, room)
-            message_left = False
             return handle
-        finally:
-            if message_left:
-                os.close(handle)
+        except BaseException:
+            os.close(handle)
+            raise
 
     def _commit(self, key: Key) -> None:
         """Let a set be the one that counts, and forget those before it."""

@@ -55,15 +55,16 @@ class Here:
     def start(self, limit: int, processes: Sequence[int]) -> None:
         """Start the keeper, unless another process has."""
         program, words = keeper.__file__, [self.name, str(limit), *map(str, processes)]
-        subprocess.run(
-            [sys.executable, "-I", "-S", program, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            timeout=_PATIENCE,
-            check=False,
-        )
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # then it does not answer
+            subprocess.run(
+                [sys.executable, "-I", "-S", program, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                timeout=_PATIENCE,
+                check=False,
+            )
 
     @contextlib.contextmanager
     def connected(self) -> Iterator["Connection"]:
