@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from agents import Agents
+from small_runs import sampled_config, sort_prompts, word_model, write_lines
 from test_elastic import STEPS, compare, disturb, make_config, nothing_left, undisturbed
+from truestep.config.load import dump_config
 from truestep.ranks import keeper
 from truestep.ranks.keeper_client import Here, KeeperError
 
@@ -140,3 +142,24 @@ def test_seeded_losses_and_joins(
         assert steps == list(range(1, STEPS + 1))
         assert all(line.get("lost_steps", 0) <= EVERY for line in agents.generations if line.get("from") == "memory")
     compare(agents.run, whole)
+
+
+@pytest.mark.nightly
+def test_documents_that_are_drawn_in_process_are_each_in_the_ledger_once(tmp_path: Path) -> None:
+    model, prompts = word_model(tmp_path / "model"), write_lines(tmp_path / "prompts.jsonl", sort_prompts(60))
+    kept = {"checkpoint": {"every": RARE, "in_memory_every": EVERY}, "schedule": {"steps": 12, "stall_timeout": 20}}
+    given = sampled_config(model, prompts, tmp_path / "run", deterministic=True, **kept)
+    (tmp_path / "config.yaml").write_text(dump_config(given), encoding="utf-8")
+    with Agents(tmp_path, tmp_path / "config.yaml", tmp_path / "run", nodes=(1, 2), waits_for_all=True) as agents:
+        agents.start(0, 1)
+        agents.until(lambda: agents.steps >= 6)
+        seen = keepers(agents)
+        agents.signal(1, signal.SIGKILL)
+        assert agents.wait(0, 1) == [0, 0], agents.log()[-6000:]
+        second = agents.generations[1]
+        assert second["from"] == "memory" and second["lost_steps"] <= EVERY
+        nothing_is_left(agents, seen)
+        lines = agents.lines("ledger.jsonl")
+        assert [line["step"] for line in lines] == list(range(1, 13))
+        names = [name for line in lines for name in line["documents"]]
+        assert len(names) == len(set(names)) == 12 * 8
