@@ -656,6 +656,11 @@ def _memory(config: "Config") -> Iterator[str]:
     given = config.checkpoint
     if given.in_memory_every is None and given.in_memory_gigabytes is not None:
         yield "checkpoint.in_memory_gigabytes does nothing without checkpoint.in_memory_every: set it too"
+    if given.in_memory_every is not None and 0 < given.every <= given.in_memory_every:
+        yield (
+            f"checkpoint.in_memory_every: {given.in_memory_every} does nothing beside checkpoint.every: {given.every}, "
+            "which saves as often: set it lower"
+        )
 
 
 def _adapter(config: "Config") -> Iterator[str]:

@@ -31,6 +31,8 @@ from typing import Any
 
 _DUMPABLE = 4  # an option of prctl
 _POLL_SECONDS = 0.5
+_PATIENCE = 60.0  # seconds without a byte, or without a request
+_MOST_UNKNOWN = 64  # connections of other machines that have not shown that they know the secret
 _LONGEST = 1 << 26  # bytes of a message, without the content that follows it
 _PIECE = 1 << 20
 _LEGAL_ELSEWHERE = ("put", "commit", "read")  # requests of other machines
@@ -63,12 +65,17 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         frame = connection.recv(4)
     if not frame:
         raise EOFError
-    frame += receive_bytes(connection, 4 - len(frame))
-    if (length := int.from_bytes(frame, "big")) > _LONGEST:
-        raise ValueError("a message is too long")
-    message = json.loads(receive_bytes(connection, length))
-    if not isinstance(message, dict):
-        raise ValueError("a message is no object")
+    try:
+        frame += receive_bytes(connection, 4 - len(frame))
+        if (length := int.from_bytes(frame, "big")) > _LONGEST:
+            raise ValueError("a message is too long")
+        message = json.loads(receive_bytes(connection, length))
+        if not isinstance(message, dict):
+            raise ValueError("a message is no object")
+    except BaseException:
+        for handle in handles:
+            os.close(handle)
+        raise
     return message, handles
 
 
@@ -102,7 +109,7 @@ def started(process: int) -> int:
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
     return 0 if fields[0] in ("Z", "X") else int(fields[19])
 
@@ -138,6 +145,7 @@ class _Keeper:
         self._limit = limit
         self._sets: dict[Key, _Set] = {}
         self._generation = 0
+        self._unknown = threading.Semaphore(_MOST_UNKNOWN)
         self._coming = 0  # bytes that are being received
         self._lock = threading.Lock()
         self._processes = {process: started(process) for process in processes}
@@ -150,22 +158,35 @@ class _Keeper:
         while True:
             with self._lock:
                 known = dict(self._processes)
-            if not any(began and started(process) == began for process, began in known.items()):
-                os._exit(0)
+            with contextlib.suppress(OSError):  # too many open files: look again
+                self._end_if_alone(known)
             time.sleep(_POLL_SECONDS)
+
+    def _end_if_alone(self, known: dict[int, int]) -> None:
+        if not any(began and started(process) == began for process, began in known.items()):
+            os._exit(0)
 
     def accept(self, listener: socket.socket, trusted: Callable[[socket.socket], bool]) -> None:
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # closed, by the next generation
-                return
+            except OSError:  # such as too many open files
+                time.sleep(_POLL_SECONDS)
+                continue
+            connection.settimeout(_PATIENCE)
+            if connection.family != socket.AF_UNIX and not self._unknown.acquire(blocking=False):
+                connection.close()
+                continue
             threading.Thread(target=self._serve, args=(connection, trusted), daemon=True).start()
 
     def _serve(self, connection: socket.socket, trusted: Callable[[socket.socket], bool]) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-            if not trusted(connection):
-                return
+            try:
+                if not trusted(connection):
+                    return
+            finally:
+                if connection.family != socket.AF_UNIX:
+                    self._unknown.release()
             while True:
                 message, handles = receive(connection)
                 try:
@@ -176,9 +197,11 @@ class _Keeper:
                 finally:
                     for handle in handles:
                         os.close(handle)
-                send(connection, reply, content, given)
-                for handle in given:
-                    os.close(handle)
+                try:
+                    send(connection, reply, content, given)
+                finally:
+                    for handle in given:
+                        os.close(handle)
 
     def of_this_user(self, connection: socket.socket) -> bool:
         return user_of(connection)[1] == os.geteuid()
@@ -186,8 +209,11 @@ class _Keeper:
     def knows_secret(self, connection: socket.socket) -> bool:
         nonce = secrets.token_bytes(NONCE)
         connection.sendall(nonce)
-        given = bytes(receive_bytes(connection, hashlib.sha256().digest_size))
-        return bool(self._secret) and hmac.compare_digest(given, answer_to(self._secret, nonce))
+        given, asked = (bytes(receive_bytes(connection, NONCE)) for _ in range(2))
+        if not self._secret or not hmac.compare_digest(given, answer_to(self._secret, b"rank" + nonce)):
+            return False
+        connection.sendall(answer_to(self._secret, b"keeper" + asked))
+        return True
 
     def _answer(
         self, connection: socket.socket, message: dict[str, Any], handles: list[int]
@@ -213,18 +239,24 @@ class _Keeper:
                 return {}, os.pread(handle, int(message["count"]), int(message["start"])), []
             finally:
                 os.close(handle)
-        if what == "end":
-            os._exit(0)
+        if what in ("end", "forget"):
+            if message["generation"] < self._generation:
+                raise _Refused("it is of a generation that has ended")
+            if what == "end":
+                os._exit(0)
+            with self._lock:
+                self._forget(lambda key, _: True)
+            return {}, b"", []
         raise _Refused(f"{what} is unknown")
 
     def _hello(self, connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
+            if message["generation"] < self._generation:
+                raise _Refused("it is of a generation that has ended")
             for process in (user_of(connection)[0], *message["processes"]):
                 self._processes[process] = started(process)
             self._processes = {process: began for process, began in self._processes.items() if began}
-            if message["generation"] > self._generation:
-                self._generation = message["generation"]
-                self._forget(lambda key, held: not held.complete and key[0] < self._generation)
+            self._generation = message["generation"]
             if message.get("address"):
                 self._listen(message["address"], message["port"], bytes.fromhex(message["secret"]))
             held = [{"set": list(key), "complete": one.complete, "files": one.sizes} for key, one in self._sets.items()]
@@ -250,7 +282,8 @@ class _Keeper:
             if key[0] < self._generation:
                 raise _Refused("it is of a generation that has ended")
             if key not in self._sets:
-                self._forget(lambda _, held: not held.complete)
+                standing = message.get("standing")
+                self._forget(lambda other, _: standing is None or other != tuple(standing))
                 self._sets[key] = _Set()
             before = self._sets[key].sizes.get(name, 0)
             if self._size() + self._coming + size - before > self._limit:
@@ -286,12 +319,11 @@ class _Keeper:
             raise
 
     def _commit(self, key: Key) -> None:
-        """Let a set be the one that counts, and forget those before it."""
+        """Let a set count. The one before is forgotten when the next one comes: other keepers may lack this one."""
         with self._lock:
             if key[0] < self._generation or key not in self._sets:
                 raise _Refused("there is no such set")
             self._sets[key].complete = True
-            self._forget(lambda other, _: other != key)
 
     def _held(self, message: dict[str, Any]) -> int:
         try:

@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+import hmac
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -36,7 +38,11 @@ class Elsewhere:
         address = self.host, self.port
         with _failures(f"the keeper of {self.host}"), socket.create_connection(address, _PATIENCE) as opened:
             nonce = bytes(keeper.receive_bytes(opened, keeper.NONCE))
-            opened.sendall(keeper.answer_to(self.secret, nonce))
+            own = secrets.token_bytes(keeper.NONCE)
+            opened.sendall(keeper.answer_to(self.secret, b"rank" + nonce) + own)
+            told = bytes(keeper.receive_bytes(opened, keeper.NONCE))
+            if not hmac.compare_digest(told, keeper.answer_to(self.secret, b"keeper" + own)):
+                raise KeeperError(f"what listens on {self.host} is not a keeper of this generation")
             yield Connection(opened)
 
 
@@ -103,12 +109,13 @@ class Connection:
             raise KeeperError(f"the keeper refuses: {reply['refused']}")
         return reply, given
 
-    def put(self, key: Key, name: str, content: Any, handle: int | None = None) -> None:
-        """Hand a file over: its memory, or to another machine its bytes."""
+    def put(self, key: Key, name: str, content: Any, handle: int | None = None, standing: Key | None = None) -> None:
+        """Hand a file over: its memory, or to another machine its bytes. `standing`: the set that is not forgotten."""
+        stands = None if standing is None else list(standing)
         if handle is not None and self.socket.family == socket.AF_UNIX:
-            self.ask("put", handle=handle, set=list(key), name=name)
+            self.ask("put", handle=handle, set=list(key), name=name, standing=stands)
         else:
-            self.ask("put", content, set=list(key), name=name)
+            self.ask("put", content, set=list(key), name=name, standing=stands)
 
     def open(self, key: Key, name: str) -> int:
         """Return a handle of a file's memory."""

@@ -46,7 +46,6 @@ class MemoryStore:
         self._memory, self._staging = memory, staging
         self.latest = last  # on the disk, for messages
         self._said: set[str] = set()
-        self._problems: list[str] = []  # of the first rank, when it completed a set
 
     def final(self, step: int) -> Path:
         return Path(f"step-{step:08d}")
@@ -68,8 +67,7 @@ class MemoryStore:
         return Written(entries, described, problems[0] if problems else None, missing)
 
     def written(self, parts: Sequence[Written]) -> bool:
-        problems = [part.problem for part in parts if part.problem] + self._problems
-        self._problems = []
+        problems = [part.problem for part in parts if part.problem]
         lost = any(part.missing for part in parts)
         for problem in dict.fromkeys(problems):
             self._say(f"{problem}{': the state of this step is not kept' if lost else ''}")
@@ -80,16 +78,23 @@ class MemoryStore:
             self._said.add(problem)
             self._memory.say(f"warning: a copy in memory is missing: {problem}")
 
-    def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path:
+    def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
         """Hand the other files over, and let the set be the one that counts."""
         files = {f"{FOLDER}/{INDEX}": index_of([part.tensors for part in parts]), **model.others}
         files |= {f"{FOLDER}/{name}": content for name, content in progress_files(progress).items()}
         known = {name: entry for part in parts for name, entry in part.files.items()}
         files[MANIFEST] = manifest_of(files, known)
-        self._problems = self._memory.hand_over(progress.step, files, {})
-        if len(self._problems) < len(self._memory.own):
-            self._problems += self._memory.commit(progress.step)
-        return self.final(progress.step)
+        problems = self._memory.hand_over(progress.step, files, {})
+        counts = len(problems) < len(self._memory.own)
+        if counts:
+            uncommitted = self._memory.commit(progress.step)
+            counts, problems = len(uncommitted) < len(self._memory.everyone), problems + uncommitted
+        for problem in dict.fromkeys(problems):
+            self._say(f"{problem}{'' if counts else ': the state of this step is not kept'}")
+        return self.final(progress.step) if counts else None
+
+    def stands(self, step: int) -> None:
+        self._memory.stands(step)
 
 
 @dataclass
@@ -143,6 +148,8 @@ class Memory:
     _silent: set[Keeper] = field(default_factory=set)
     _port: dict[int, int] = field(default_factory=dict)
     _address: str = ""
+    _several: bool = False  # machines
+    _standing: Key | None = None  # the set that counts
 
     @staticmethod
     def open(ranks: Ranks, run: Path, agent: Agent, limit: int | None, generation: int) -> "Memory":
@@ -155,16 +162,17 @@ class Memory:
         several = len(distinct) > 1
         host, memory._address = _addresses(places[0] == place()) if several else ("", "")
         ports, sets = {}, {}
-        for number in (0,) if several else (0, 1):
+        for number in (0, 1):
             with contextlib.suppress(KeeperError):
-                reply = memory._hello(number)
+                reply = memory._hello(number, start=number == 0 or not several)
                 ports[number], sets[number] = reply["port"], reply["sets"]
         memory._port = ports
-        if several:
-            memory._end(1)
+        memory._several = several
         memory._answers = ranks.gather(_Answer(place(), host, ports, sets))
         firsts = {answer.place: answer for answer in reversed(memory._answers)}
-        memory.everyone = [memory._keeper(firsts[name], number) for name in distinct for number in firsts[name].ports]
+        memory.everyone = [
+            memory._keeper(firsts[name], number) for name in distinct for number in ((0,) if several else (0, 1))
+        ]
         partner = distinct[(distinct.index(place()) + 1) % len(distinct)]
         memory.own = [memory._keeper(firsts[name], number) for name, number in memory._pair(place(), partner)]
         return memory
@@ -179,8 +187,8 @@ class Memory:
             return Here.of(self.run, number)
         return Elsewhere(answer.host, answer.ports.get(number, 0), self.secret)
 
-    def _hello(self, number: int) -> dict[str, Any]:
-        """Introduce this rank to a keeper of this machine, and start the keeper if it is not there."""
+    def _hello(self, number: int, start: bool = True) -> dict[str, Any]:
+        """Introduce this rank to a keeper of this machine; with `start`, start the keeper if it is not there."""
         here = Here.of(self.run, number)
         processes = [os.getpid(), self.agent.number]
         fields: dict[str, Any] = {"generation": self.generation, "processes": processes, "address": self._address}
@@ -190,14 +198,14 @@ class Memory:
                 with here.connected() as connection:
                     return connection.ask("hello", **fields)
             except KeeperError as error:
-                if attempt == 2 or not isinstance(error.__cause__, ConnectionRefusedError):
+                if attempt == 2 or not start or not isinstance(error.__cause__, ConnectionRefusedError):
                     raise
                 here.start(self.limit, processes)
         raise AssertionError
 
     def _end(self, number: int) -> None:
         with contextlib.suppress(KeeperError), Here.of(self.run, number).connected() as connection:
-            connection.ask("end")
+            connection.ask("end", generation=self.generation)
 
     def end(self) -> None:
         """End the keepers of this machine, at the end of the run."""
@@ -205,8 +213,23 @@ class Memory:
             self._end(number)
 
     def begin(self, began: float) -> None:
-        """Begin to keep sets of this generation, which began at this time."""
+        """Begin to keep sets of this generation, which began at this time. If it does not go on from a state in memory,
+        all are forgotten: a later one must not."""
         self._began = began
+        if self._standing is None:
+            self.forget()
+
+    def forget(self) -> None:
+        """Have the keepers of this machine forget what they hold."""
+        for number in (0, 1):
+            with contextlib.suppress(KeeperError), Here.of(self.run, number).connected() as connection:
+                connection.ask("forget", generation=self.generation)
+
+    def stands(self, step: int) -> None:
+        """Take note that a set is complete. Called on every rank."""
+        if self._several and (self._standing is None or self._standing[:2] != self._key(step)[:2]):
+            self._end(1)  # the second keeper of a machine that was the only one
+        self._standing = self._key(step)
 
     def _key(self, step: int) -> Key:
         return self.generation, self._began, step
@@ -222,9 +245,9 @@ class Memory:
                 self._hello(int(keeper.name.rpartition("-")[2]))
             with keeper.connected() as connection:
                 for name, content in small.items():
-                    connection.put(self._key(step), name, content)
+                    connection.put(self._key(step), name, content, standing=self._standing)
                 for name, (view, handle) in large.items():
-                    connection.put(self._key(step), name, view, handle)
+                    connection.put(self._key(step), name, view, handle, standing=self._standing)
 
         return self._each(self.own, put)
 
@@ -262,6 +285,7 @@ class Memory:
                 recalled.close()
                 raise
             if problem is None:
+                self._standing = key
                 return recalled, notes
             recalled.close()
             notes.append(f"the state of step {key[2]} in memory cannot be used: {problem}")
@@ -289,13 +313,15 @@ class Memory:
         """Make the directory of a set on every rank; return what is wrong with the set."""
         if MANIFEST not in held.places:
             return "its manifest is lost"
-        names = self._try(lambda: [*names_in(self._whole(held, MANIFEST)), MANIFEST])
+        manifest = self._try(lambda: self._whole(held, MANIFEST))
+        names = self._try(lambda: names_in(manifest)) if isinstance(manifest, bytes) else manifest
         if isinstance(names, str):
             return names
         lost = [name for name in names if name not in held.places]
         if lost:
             return f"{lost[0]} is lost"
         (recalled.path / FOLDER).mkdir(parents=True)
+        (recalled.path / MANIFEST).write_bytes(manifest)  # before anything is compared with it
         damaged = self._damaged([name for name in names if name in held.here], held, recalled)
         found = self.ranks.gather((place(), damaged))
         bad = {(where, name): damage for where, damages in found for name, damage in damages.items()}
@@ -353,7 +379,7 @@ class Memory:
         beside = [rank for rank, answer in enumerate(self._answers) if answer.place == place()]
         part = beside.index(self.ranks.rank)
         for name in names:
-            if name not in damaged and name != MANIFEST:
+            if name not in damaged:
                 damage = find_damage(recalled.path, part, len(beside), only=[name])
                 damaged |= {} if damage is None else {name: damage}
         return damaged
@@ -390,4 +416,4 @@ def _addresses(of_first: bool) -> tuple[str, str]:
         listens = "::" if family == socket.AF_INET6 else "0.0.0.0"
         loopback = own.startswith("127.") or own == "::1"
         return (meeting if of_first else own), (listens if loopback else own)
-    return meeting, "0.0.0.0"
+    return meeting, ""  # others cannot reach it

@@ -60,6 +60,7 @@ class Report:
     done: bool  # the rank has finished its work of this stage
     error: BaseException | None = None
     late: bool = False  # the rank's deadline has passed
+    failed: bool = False  # the checkpoint could not be completed
 
 
 @dataclass
@@ -87,7 +88,13 @@ class Store(Protocol):
         """Tell whether the checkpoint of these parts can be completed. Every rank calls this."""
         ...
 
-    def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path: ...
+    def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
+        """Complete the checkpoint; return None if it could not be."""
+        ...
+
+    def stands(self, step: int) -> None:
+        """Called on every rank when a checkpoint is complete."""
+        ...
 
 
 class Saves:
@@ -163,7 +170,8 @@ class Saves:
         task = self._under_way.task
         if task is None:
             return Report(True, None, late)
-        return Report(task.ended, task.error if task.ended else None, late)
+        failed = self._under_way.completing and task.ended and task.error is None and task.result is None
+        return Report(task.ended, task.error if task.ended else None, late, failed)
 
     def hear(self, reports: Iterable[Report | None]) -> Complete | None:
         """Start the next stage of the save once all ranks have finished this one. Return the checkpoint if it is now
@@ -180,8 +188,11 @@ class Saves:
             return None
         if under_way.completing:
             self._end()
+            if any(report.failed for report in told):
+                return None
             self._staging.completed()
             progress = under_way.progress
+            self._store.stands(progress.step)
             return Complete(self._store.final(progress.step), progress.step, under_way.documents_seen)
         self._complete(under_way)
         return None

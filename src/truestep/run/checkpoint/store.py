@@ -197,6 +197,8 @@ class CheckpointStore:
     def written(self, parts: Sequence[Written]) -> bool:
         return True
 
+    def stands(self, step: int) -> None: ...
+
     def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
         """Write the other files of a checkpoint, the manifest last; rename the checkpoint; remove old ones."""
         partial, final = self.partial(progress.step), self.final(progress.step)
