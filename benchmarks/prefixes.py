@@ -3,12 +3,12 @@
     python benchmarks/prefixes.py --hidden 2048 --intermediate 6144 --compile [--shapes 2048+512 8192+512] [--rounds 3]
     python benchmarks/prefixes.py --tiny            # on a CPU: the script itself
 
-For each shape, PREFIX+ANSWER tokens in groups of `--group`: tokens of documents a second and the peak of memory beyond
-weights, gradients and optimizer, off and on in turn, and how far the gradients of one step are apart. `agents` are
-documents of `--turns` turns: what a turn thinks is stripped from what later turns see, so each turn is a sequence that
-begins with what was visible before. `--long` is one tree of a prefix of so many tokens and 16 answers of 1,024,
-recomputed, beside two of its documents alone, whose time counts eight times. `--random-steps` runs steps of random
-trees and counts graphs that are compiled after the fifth.
+For each shape, PREFIX+ANSWER tokens in groups of `--group`: tokens of documents a second and the peak of memory
+beyond weights, gradients and optimizer, off and on in turn, and how far the gradients of one step are apart. `agents`
+are documents of `--turns` turns: what a turn thinks is stripped from what later turns see, so each turn is a sequence
+that begins with what was visible before. `--trl` trains the same documents with TRL first. `--long` is one tree of a
+prefix of so many tokens and 16 answers of 1,024, recomputed, beside two of its documents alone, whose time counts
+eight times. `--random-steps` runs steps of random trees and counts graphs that are compiled after the fifth.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from beside_trl import print_beside, run_trl
 from qwen import write_model
 
 from step import document, make_optimizer, matrix_rate
@@ -95,7 +97,7 @@ class Bench:
         self.wait()
         return time.perf_counter() - start
 
-    def compare(self, name: str, documents: list[Rollout], budget: int) -> dict[str, object]:
+    def compare(self, name: str, documents: list[Rollout], budget: int) -> dict[str, Any]:
         tokens = sum(sequence.num_tokens for sequence in sequences_of(documents))
         plans = {share: self.plan(documents, budget, share) for share in ("off", "auto")}
         times: dict[str, list[float]] = {share: [] for share in plans}
@@ -132,7 +134,7 @@ class Bench:
         )
         return found
 
-    def compare_long(self, prefix: int, answer: int) -> dict[str, object]:
+    def compare_long(self, prefix: int, answer: int) -> dict[str, Any]:
         documents = groups(prefix, answer, 16, 1, self.given.vocabulary)
         few, tree = self.plan(documents[:2], prefix + answer, "off"), self.plan(documents, prefix + 16 * answer, "auto")
         assert tree.sharing is not None and len(tree.micro_batches) == 1
@@ -194,6 +196,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--activation-checkpointing", nargs="?", const="full", default=False)
     parser.add_argument("--attention", choices=["auto", "flash", "torch"], default="auto")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--trl", action="store_true", help="train the documents of each shape with TRL first")
+    parser.add_argument("--trl-seconds", type=float, default=220, help="no row of TRL begins after so long")
+    parser.add_argument("--trl-only", nargs="+", metavar="WORDS", help="of TRL's rows, those that have one of these")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     if given.tiny:
@@ -205,6 +210,11 @@ def options() -> argparse.Namespace:
     return given
 
 
+def documents_of(shape: str, given: argparse.Namespace) -> list[Rollout]:
+    prefix, answer = map(int, shape.split("+"))
+    return groups(prefix, answer, given.group, given.groups, given.vocabulary)
+
+
 def main() -> None:
     given = options()
     place = "cpu" if given.tiny else "cuda"
@@ -212,6 +222,10 @@ def main() -> None:
         path = given.model or Path(directory)
         if not (path / "config.json").exists():
             write_model(path, given, device=place)
+        theirs = {
+            shape: run_trl(path, documents_of(shape, given), 3, given.trl_seconds, given.trl_only)
+            for shape in (given.shapes if given.trl else ())
+        }
         policy = load_policy(
             path,
             dtype="float32" if given.tiny else "bfloat16",
@@ -225,9 +239,10 @@ def main() -> None:
     if not given.tiny:
         print(f"{torch.cuda.get_device_name()}, matrix rate {matrix_rate() / 1e12:.0f} TFLOP/s", flush=True)
     for shape in given.shapes:
-        prefix, answer = map(int, shape.split("+"))
-        documents = groups(prefix, answer, given.group, given.groups, given.vocabulary)
-        found.append(bench.compare(shape, documents, given.tokens))
+        found.append(bench.compare(shape, documents_of(shape, given), given.tokens))
+        if given.trl:
+            median = statistics.median(found[-1]["seconds"]["auto"])
+            print_beside(theirs[shape], found[-1]["tokens"] / median, compiled=given.compile)
     if given.agents:
         documents = agents(given.agents, given.turns, given.end, given.vocabulary)
         longest = max(document.num_tokens for document in documents)

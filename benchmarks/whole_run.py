@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kl": {"loss": {"kl_reference": {"weight": 0.01}}},
     "kl-offloaded": {"loss": {"kl_reference": {"weight": 0.01, "offload": True}}},
     "exact": {"sampler": {"exact": True}},
+    "no shared prefixes": {"data": {"share_prefixes": "off"}},
 }
 
 

@@ -6,4 +6,4 @@ class TruestepError(Exception):
 
 
 class MachineError(TruestepError):
-    """An error of one machine, which may not come on another."""
+    """An error of one machine, which may not occur on another."""

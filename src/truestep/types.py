@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # reward processes import this file, and must not import torc
 ShareMode = Literal["auto", "always", "off"]
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
-LONGEST_REASON = 1000  # characters of `Rejected.reason`
+LONGEST_REASON = 1000  # the largest number of characters of `Rejected.reason`
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Rollout:
     reward: float | None = None
     group_id: str | None = None
     temperature: float = 1.0
-    # [L] int64; when each token was sampled: the number of documents that the policy had been trained on
+    # [L] int64; the version of the policy that sampled each token: the number of documents it had been trained on
     model_version: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None  # [L] float32, a reference's or a teacher's; 0 outside the mask
     # [L] float32, computed by the trainer with the weights before the first update on this document; 0 outside the mask
@@ -213,7 +213,7 @@ class StepTotals:
 class Sharing:
     """How sequences in a micro-batch share common prefixes."""
 
-    least: int = 1  # fewest tokens that a shared segment must save
+    least: int = 1  # smallest number of tokens that a shared segment must save
     budget: int | None = None  # if a micro-batch exceeds this number of tokens, everything that can be shared is shared
     alike: tuple[str, ...] = ()  # per-token fields that must be equal, too, in shared tokens
 

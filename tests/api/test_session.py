@@ -221,13 +221,13 @@ def test_calls_without_a_meaning_are_refused(tmp_path: Path) -> None:
         session.forward_backward(records)
         with pytest.raises(SessionError, match="holds no gradient"):
             session.save(tmp_path / "kept")
-        with pytest.raises(SessionError, match="divided alike"):
+        with pytest.raises(SessionError, match="same denominators"):
             session.forward_backward(records, totals=StepTotals(30, 100, 200))
         session.gradient_norm()
-        with pytest.raises(SessionError, match="is whole"):
+        with pytest.raises(SessionError, match="is complete"):
             session.forward_backward(records)
         session.drop()
-        with pytest.raises(SessionError, match="divided by nothing"):
+        with pytest.raises(SessionError, match="not divided by anything"):
             session.forward_backward(records, lambda logprobs, _: logprobs[0].sum(), totals=session.totals(records))
         with pytest.raises(SessionError, match="give a section"):
             session.forward_backward(records, "gspo")  # type: ignore[arg-type]

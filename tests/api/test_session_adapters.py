@@ -152,7 +152,7 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
     with Session(config) as session:
         session.adapter("one", rank=2)
         assert session.adapter("one") is session.adapters["one"]
-        with pytest.raises(SessionError, match="there is an adapter one already"):
+        with pytest.raises(SessionError, match="the adapter one exists already"):
             session.adapter("one", rank=4)
         with pytest.raises(SessionError, match="there is no adapter two: there are one"):
             session.remove("two")

@@ -232,12 +232,12 @@ CASES = [
     ),
     (
         sampled(data="data: {group_size: 4, fields: {mine: {level: label}}}\n"),
-        "2, run.yaml:4: data.fields is for the records of data.path and data.source; what a sampler makes has no other "
-        "fields",
+        "2, run.yaml:4: data.fields is for the records of data.path and data.source; a sampler's documents have no "
+        "others",
     ),
     (
         sampled(data="data: {group_size: 4, temperature: 0.7}\n"),
-        "2, run.yaml:4: data.temperature is for files; a sampler's is sampler.temperature",
+        "2, run.yaml:4: data.temperature is for files; with a sampler, set sampler.temperature",
     ),
     (
         sampled(schedule="schedule: {docs_per_step: 8}\n"),
@@ -253,7 +253,7 @@ CASES = [
     ),
     (
         sent("group_size: 4, shuffle: true"),
-        "2: data.shuffle is for the files of data.path; those of data.source are trained on in the order they come",
+        "2: data.shuffle is for the files of data.path; those of data.source are used as they arrive",
     ),
     (
         sent("group_size: 4, epochs: 2"),
@@ -261,7 +261,7 @@ CASES = [
     ),
     (
         sampled(data="data: {group_size: 4, group_timeout: 5}\n"),
-        "2: data.group_timeout needs data.source: other groups are complete at the end of their data",
+        "2: data.group_timeout needs data.source: groups from other sources are complete at the end of the data",
     ),
     (
         sent("advantages: leave_one_out"),
@@ -279,16 +279,16 @@ CASES = [
         for given, said in (
             (
                 "",
-                "sampler needs sampler.urls, servers that run, or sampler.start, servers that the run starts: one of "
+                "sampler needs sampler.urls (running servers) or sampler.start (servers that the run starts): one of "
                 "them",
             ),
             (
                 ", protocol: a.b:C, start: {environment: e}",
-                "sampler.start starts vllm and sglang; sampler.protocol: a.b:C has servers of your own",
+                "sampler.start starts vllm or sglang; start servers of sampler.protocol: a.b:C yourself",
             ),
             (
                 ", api_key_env: KEY, start: {environment: e}",
-                "sampler.api_key_env is for sampler.urls; servers that the run starts get a key of its own",
+                "sampler.api_key_env is for sampler.urls; the run makes a key for servers that it starts",
             ),
             (", start: {environment: e, gpus: [1, 2, 1]}", "sampler.start.gpus names a GPU twice"),
             (

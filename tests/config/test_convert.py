@@ -375,4 +375,4 @@ def test_what_counts_first_does_not_depend_on_the_order(
 
 def test_their_defaults_are_said_not_to_be_ours(tmp_path: Path) -> None:
     written, _, _ = converted_of(tmp_path, "a.yaml", "num_generations: 2\n")
-    assert "# An option that their file leaves out has our default here, which may be another than theirs." in written
+    assert "# An option that the original file leaves out has truestep's default here, which may differ." in written

@@ -95,7 +95,7 @@ def test_no_field_of_the_schema_is_left_out() -> None:
             "float > 1 | null",
             "null",
             "Dual clipping: the largest ratio, above 1, for labels with negative advantage. Their loss is at most "
-            "-dual_clip x advantage. null: none.",
+            "-dual_clip x advantage. `null`: none.",
             ("grpo", "gspo"),
         ),
     ],

@@ -212,7 +212,7 @@ FILE_ERRORS = [
     ("a: 'b\nc: 2\n", "run.yaml:3: not valid YAML: a quotation mark is not closed"),
     ("a: @b\n", "run.yaml:1: not valid YAML: text that begins with @ needs quotes"),
     ("a: *b\n", "run.yaml:1: not valid YAML: text that begins with * needs quotes"),
-    (MODEL + "\nloss {type: grpo}\n", "run.yaml:3: 'loss {type' is unknown: a colon is missing behind loss"),
+    (MODEL + "\nloss {type: grpo}\n", "run.yaml:3: 'loss {type' is unknown: a colon is missing after loss"),
     ("\x00", "run.yaml:1: not valid YAML: unacceptable character #x0000: special characters are not allowed"),
     ("[" * 2000, "run.yaml: not valid YAML: nested too deeply"),
     (MODEL + "\nmodel: {path: n}\n", "run.yaml:3: model is already given at run.yaml:1"),

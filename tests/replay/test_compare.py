@@ -136,7 +136,7 @@ def test_a_weight_that_an_update_left_otherwise_is_the_only_one_named(run: Calla
         assert update is not None
         ask = update.ask
 
-        def flipped(squares: Any) -> None:
+        def flipped(squares: Any = None) -> None:
             if trainer.step == 1:  # the second step is being made
                 with torch.no_grad():
                     trainer.policy.weights.master["model.layers.0.mlp.down_proj.weight"].view(torch.int32)[0, 0] ^= 1

@@ -21,7 +21,7 @@ from truestep.rollouts.digests import digest_of
 from truestep.run.directory import RunDirectory
 from truestep.run.weight_lines import WeightLines, read_weight_lines
 from truestep.types import Rollout, Turn
-from truestep.weights.digests import Answer, Trace, digest, digest_of_box, run_of
+from truestep.weights.digests import Answer, Squares, Trace, digest, digest_of_box, run_of
 from truestep.weights.tensor_parts import Box
 
 SHAPES = ((5,), (4, 6), (3, 4, 5), (2, 3, 4, 2), ())
@@ -76,20 +76,30 @@ def test_a_flipped_bit_and_two_numbers_that_change_places_are_seen() -> None:
         assert int(digest(changed, run)) != before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernel_adds_up_what_plain_torch_does(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "whole_shape", "boxes"),
+    [
+        (torch.float32, (90, 100), [Box((0, 0), (90, 100)), Box((30, 0), (17, 100)), Box((0, 40), (90, 33))]),
+        (torch.float16, (90, 100), [Box((0, 0), (90, 100)), Box((30, 0), (17, 100)), Box((0, 40), (90, 33))]),
+        # sizes and addresses are multiples of 16: reads take 16 bytes
+        (torch.float32, (96, 112), [Box((0, 0), (96, 112)), Box((32, 0), (16, 112)), Box((0, 48), (96, 32))]),
+    ],
+)
+def test_the_kernel_adds_up_what_plain_torch_does(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, whole_shape: tuple[int, int], boxes: list[Box]
+) -> None:
     device = use("kernels", monkeypatch)
     from truestep.weights import digest_kernel
 
     monkeypatch.setattr(digest_kernel, "_BLOCKS", 2)  # so that a weight has several programs
     generator = torch.Generator().manual_seed(4)
-    whole = torch.randn(90, 100, generator=generator).to(dtype)
-    boxes = [Box((0, 0), (90, 100)), Box((30, 0), (17, 100)), Box((0, 40), (90, 33))]
+    whole = torch.randn(*whole_shape, generator=generator).to(dtype)
     parts = [whole[tuple(slice(a, a + n) for a, n in zip(b.start, b.shape, strict=True))].contiguous() for b in boxes]
-    runs = [run for box in boxes if (run := run_of(box, (90, 100))) is not None]
+    runs = [run for box in boxes if (run := run_of(box, whole_shape)) is not None]
     assert len(runs) == 3
     table_parts = [part.to(device) for part in parts]
     table = digest_kernel.Table(table_parts, [(run.width, run.stride, run.start) for run in runs])
+    assert table._aligned == (whole_shape == (96, 112))
     sums, squares = table.add_up()
     assert sums.tolist() == [int(digest(part, run)) for part, run in zip(parts, runs, strict=True)]
     assert squares.tolist() == pytest.approx([float(part.double().square().sum()) for part in parts], rel=1e-5)
@@ -125,10 +135,23 @@ def test_where_the_kernel_fails_plain_torch_makes_the_digests(tmp_path: Path, mo
     monkeypatch.setattr(Trace, "_by_kernel", fail)
     failing, parts = Trace(OnGpu()), dict(trace.weights.master)  # type: ignore[arg-type]
     for _ in range(2):
-        digests, norms = failing._added_up(parts)
-        assert {name: int(value) % 2**64 for name, value in digests.items()} == expected
-        assert norms.keys() == parts.keys()
+        ((names, digests, squares),) = failing._added_up(parts)
+        assert {name: int(value) % 2**64 for name, value in zip(names, digests, strict=True)} == expected
+        assert names == list(parts) and len(squares) == len(parts)
     assert failing._kernel_fails
+
+
+def test_norms_are_those_of_their_own_weights_in_whatever_order_gradients_come(tmp_path: Path) -> None:
+    trace = Trace(load_policy(make_model(tmp_path / "model", "llama"), device="cpu").weights)
+    some = list(reversed(trace.names))[:-2]  # two weights have no gradient on this rank
+    trace.ask(Squares(some, torch.arange(1, len(some) + 1, dtype=torch.float64) ** 2))
+    assert trace.latest is not None
+    measured = trace.latest.read()
+    assert list(measured.digests) == trace.names
+    assert measured.gradient_norms == dict.fromkeys(trace.names, 0.0) | {name: at for at, name in enumerate(some, 1)}
+    for name, weight in trace.weights.master.items():
+        assert measured.weight_norms[name] == pytest.approx(float(weight.detach().double().norm()), rel=1e-5)
+        assert measured.digests[name] == plain_digest(weight.detach())
 
 
 def test_lines_are_read_by_the_names_that_they_were_written_with(tmp_path: Path) -> None:

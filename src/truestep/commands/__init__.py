@@ -2,5 +2,7 @@
 
 cli               the command line
 running           `train` and its result, in Python
-looking           `score`, `verify`, `parity`, `audit`, `serve`, `plan` and `export`, in Python
+looking           the other commands in Python, such as `score`, `verify` and `export`
+session, samples  a training loop of your own in Python, and its completions
+tinker            the Tinker protocol
 """

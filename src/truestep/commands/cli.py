@@ -16,7 +16,7 @@ from truestep.errors import TruestepError
 from truestep.files.disks import no_file, refusal
 from truestep.text import printable, shown
 
-if TYPE_CHECKING:  # commands import what they run themselves, so that help does not wait for torch
+if TYPE_CHECKING:  # each command imports what it runs, so that `--help` does not load torch
     from rich.console import RenderableType
 
     from truestep.config.schema import Config
@@ -143,7 +143,7 @@ def _config_command(command: Callable[..., None]) -> click.Command:
             loaded = load_config(config, (*overrides, *_left_out(command.__name__, overrides)))
             check_secrets(loaded, config)
         except Exception:
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher would start it again and again
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # otherwise the launcher would restart it again and again
                 from truestep.ranks.elastic import leave_after_error
 
                 leave_after_error()
@@ -196,7 +196,7 @@ def plan(
     length: float | None,
     output: Path | None,
 ) -> None:
-    """Print the memory and the time of a step that CONFIG needs. It needs no GPU and reads no weights."""
+    """Print the memory that CONFIG needs, and the time of a step. It needs no GPU and reads no weights."""
     from truestep.plan.rates import named_rates, rates_of_plan
     from truestep.plan.report import make_plan_report
 
@@ -221,7 +221,8 @@ def plan(
 @click.option("--least", type=click.IntRange(1), help="The fewest agents to go on with. Default: half of them.")
 @click.option("--port", type=click.IntRange(1, 65535), default=29500, show_default=True, help="A port of the first.")
 def elastic_command(config: "Config", hosts: str, gpus: int, least: int | None, port: int) -> None:
-    """Print a command for each machine. They start a run that goes on when GPUs are lost or join (docs/machines.md)."""
+    """Print a command for each machine. The commands start a run that goes on when GPUs are lost or join
+    (docs/machines.md)."""
     from truestep.tools.elastic_command import elastic_commands
 
     names = [name for name in hosts.split(",") if name]
@@ -345,8 +346,8 @@ def serve(
     tinker_keys: Path | None,
     tinker_name: str | None,
 ) -> None:
-    """Serve the policy to OpenAI's clients (a key names a document: docs/agents.md), and with --tinker to clients that
-    train adapters over it (docs/tinker.md)."""
+    """Serve the policy to OpenAI's clients (a key names a document: docs/agents.md). With --tinker, also serve clients
+    that train adapters of it (docs/tinker.md)."""
 
     def ready(url: str) -> None:
         _print(f"{config.model.path} is served at {url}; Ctrl-C ends it")
@@ -406,7 +407,7 @@ def export(
 @_guarded
 def convert(file: Path, output: Path | None) -> None:
     """Convert a configuration of verl, prime-rl, NeMo-RL, slime, OpenRLHF or TRL. FILE is YAML, TOML, or a script with
-    --name value. Each option that has no equal here is a comment."""
+    --name value. Options without an equivalent become comments."""
     from truestep.config.convert import convert as run
 
     text, converted = run(file)
@@ -450,7 +451,7 @@ def check(
     group_size: int | None,
     fields: str | None,
 ) -> None:
-    """Show the contents of rollout FILES. Counts, lengths and groups, and which records are rejected and why."""
+    """Show the contents of rollout FILES. It prints counts, lengths, groups, and the rejected records with reasons."""
     with _display():
         from truestep.rollouts.check import check_files, render
 
@@ -525,8 +526,8 @@ def _vocabulary_size(model: Path) -> int:
 @click.option("--output", type=click.Path(path_type=Path), help="Write the findings to this HTML page.")
 @_guarded
 def audit(files: tuple[Path, ...], model: Path | None, source: str, output: Path | None) -> None:
-    """Say what is wrong with which token in dumps of rollouts, whoever trained. FILES: dumps, or directories of them.
-    Exit code 1: a finding of high confidence; 2: input that cannot be read."""
+    """Find wrong tokens in dumps of rollouts, and say what is wrong with each. FILES are dumps of this or another
+    trainer, or directories of dumps. Exit code 1: a finding of high confidence; 2: input that cannot be read."""
     with _display():
         from truestep.files.whole import write_text_whole
         from truestep.tools.audit.opening import UnreadableError
@@ -565,8 +566,8 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="A new directory for the replay's own files.")
 @_guarded
 def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None) -> None:
-    """Make a step of RUN again, and compare it with the original. From the checkpoint before it and the records that
-    logging.rollouts.documents: all keeps. Changed options answer "what if"."""
+    """Repeat a step of RUN, and compare it with the original. It starts from the checkpoint before the step, and trains
+    on the records that `logging.rollouts.documents: all` kept. Changed options show their effect on the step."""
     with _display():
         from truestep.ranks.group import leave
         from truestep.tools.replay.replay import replay as again
@@ -588,8 +589,8 @@ def replay(run: Path, overrides: tuple[str, ...], step: int, output: Path | None
 @click.option("--output", type=click.Path(path_type=Path), help="A new directory for what is found.")
 @_guarded
 def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None, output: Path | None) -> None:
-    """Find the documents and labels of RUN that made a metric jump. By replays of the step with parts of its documents
-    left out, while denominators and advantages stay the whole step's."""
+    """Find the documents and labels of RUN that made a metric jump. It repeats the step without parts of its documents,
+    with the denominators and advantages of the whole step."""
     with _display():
         from truestep.ranks.group import leave
         from truestep.tools.replay.bisect import bisect as find
@@ -608,8 +609,8 @@ def bisect(run: Path, overrides: tuple[str, ...], metric: str, step: int | None,
 @click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @_guarded
 def compare(first: Path, second: Path) -> None:
-    """Name the first difference between two runs, or a run and its replay. And its cause: the order of documents, the
-    data, an option, or numerics. Exit code 1 if there is one."""
+    """Name the first difference between two runs, or a run and its replay. It also names the cause: the order of
+    documents, the data, an option, or numerics. Exit code 1 if there is a difference."""
     from truestep.tools.replay.compare import compare as run
 
     found = run(first, second)
@@ -649,8 +650,8 @@ def demo(output: Path, seed: int) -> None:
 )
 @_guarded
 def init(directory: Path, model: Path | None, seed: int, template: str) -> None:
-    """Write a complete example task to DIRECTORY. It has data, a configuration, a README of its commands, and where
-    there is a reward, a test of it."""
+    """Write a complete example task to DIRECTORY. The task has data, a configuration, a README with the commands, and a
+    test of the reward if it has one."""
     from truestep.tools.init.make import init as run
 
     if model is None:

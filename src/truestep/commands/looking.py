@@ -69,8 +69,11 @@ def parity(config: Config | str | Path, *, documents: int = 64, older: Sequence[
 
 
 def audit(files: str | Path | Sequence[str | Path], *, model: str | Path | None = None, source: str = "auto") -> Audit:
-    """Say what is wrong with which token in dumps of rollouts, whoever trained. `files`: dumps, or directories of them;
-    `source`: the trainer that wrote them; `model`: a model that scores 20,000 tokens."""
+    """Find wrong tokens in dumps of rollouts of this or another trainer, and say what is wrong with each.
+
+    `files`: dumps, or directories of dumps. `source`: the trainer that wrote them. `model`: the model that sampled the
+    rollouts, to score 20,000 of their tokens.
+    """
     listed = [files] if isinstance(files, str | Path) else files
     return audit_here([Path(file) for file in listed], model=None if model is None else Path(model), source=source)
 
@@ -106,7 +109,7 @@ def serve(
 ) -> None:
     """Serve the policy to OpenAI's clients until the process is interrupted. `ready` is called with the base URL.
 
-    `key_env`: the environment variable with a secret that keys begin with, which a `host` other than loopback needs.
+    `key_env`: the environment variable with the secret that API keys begin with; a `host` other than loopback needs it.
     `documents`: the file to which documents are appended when their rewards are posted. `weights`: a checkpoint, in
     place of model.path.
     """
@@ -157,9 +160,9 @@ def export(
 
 
 def replay(run: str | Path, step: int, output: str | Path | None = None, *, options: Sequence[str] = ()) -> Replay:
-    """Make a step of a run again from what the run kept, and compare it with the original.
+    """Repeat a step of a run from the data that the run kept, and compare it with the original.
 
-    `output`: a new directory for the replay's own files. `options`: what is changed, as on the command line:
+    `output`: a new directory for the replay's own files. `options`: changed options, as on the command line:
     `["--loss.type", "gspo"]`.
     """
     result = replay_here(Path(run), step, None if output is None else Path(output), list(options))
@@ -175,9 +178,9 @@ def bisect(
     *,
     options: Sequence[str] = (),
 ) -> Bisection:
-    """Find the documents and labels that made a metric of a run jump, by replays of the step with parts left out.
+    """Find the documents and labels that made a metric of a run jump, by replays of the step without parts of them.
 
-    `step`: the step to look into; None: that of the largest jump. `output` and `options` as for `replay`.
+    `step`: the step to examine; None: the one with the largest jump. `output` and `options`: as for `replay`.
     """
     result = bisect_here(Path(run), metric, step, None if output is None else Path(output), list(options))
     leave()
@@ -190,5 +193,5 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
 
 
 def convert(file: str | Path) -> str:
-    """Convert another trainer's configuration, and return ours as YAML, with comments for what has no equal."""
+    """Convert another trainer's configuration to ours, as YAML. Options without an equivalent become comments."""
     return convert_here(Path(file))[0]

@@ -81,16 +81,16 @@ def train(
 ) -> TrainingResult:
     """Train as the configuration says, from the run's last checkpoint if it has one.
 
-    `reward`, `environment` and `loss` are code of your own, in place of what the configuration names: any function,
-    class or object, also one of a notebook. With `isolated=False` rewards and environments are called in this process.
-    `sinks` get the line of every step and evaluation, in addition to the configuration's sinks. `console` shows
-    progress, on standard output by default; `logging.console: false` silences it. Under torchrun every rank calls
+    `reward`, `environment` and `loss` are code of your own, used instead of the code that the configuration names: any
+    function, class or object, also one of a notebook. With `isolated=False`, rewards and environments are called in
+    this process. `sinks` get the line of every step and evaluation, in addition to the configuration's sinks. `console`
+    shows progress, on standard output by default; `logging.console: false` silences it. Under torchrun every rank calls
     this; callbacks and sinks run only on the first rank.
     """
     objects: dict[str, Any] = {"sampler.reward": reward, "sampler.environment.class": environment}
     objects |= {} if loss is None else {"loss.type": "custom", "loss.function": loss}
     objects |= {} if isolated else {"sampler.reward_isolation": SAME_PROCESS}
-    with held.forgotten():  # no configuration that lives on names them
+    with held.forgotten():  # the objects are needed only during this call
         given = configured(config, {name: value for name, value in objects.items() if value is not None})
         if given.checkpoint.directory is None:
             raise TruestepError(

@@ -1,4 +1,4 @@
-"""What a session draws: prompts as they are given, how they are drawn from, and the completions."""
+"""Sampling in a session: the forms of prompts, the sampling options, and the completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 
 
 class SampleError(TruestepError):
-    """A prompt or an option that nothing can be drawn with."""
+    """Raised for a prompt or an option that cannot be used for sampling."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Sample:
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of its tokens, at the temperature
+    logprobs: tuple[float, ...]  # of the tokens, at `temperature`
     text: str  # without special tokens; empty if the model has no tokenizer
-    stopped: bool  # by itself, not by the limit of tokens
+    stopped: bool  # True: it ended by itself; False: at the token limit
     temperature: float
     version: int  # documents that the policy had been trained on
-    routes: np.ndarray | None = None  # [tokens that were fed, layers, k]: their experts; None: they are not replayed
+    routes: np.ndarray | None = None  # [tokens fed to the model, layers, k] expert ids; None: no replay
 
     @classmethod
     def of(cls, prompt: Sequence[int], drawn: Completion, text: str, temperature: float, version: int) -> "Sample":
@@ -38,7 +38,7 @@ class Sample:
         return cls(tuple(prompt), ids, logprobs, text, drawn.stopped, temperature, version, drawn.routes)
 
     def record(self, **fields: Any) -> dict[str, Any]:
-        """Return a record to train on (docs/rollouts.md). `fields` are its others: reward, group_id, advantage."""
+        """Return a record to train on (docs/rollouts.md). `fields`: its other fields, such as reward."""
         tokens = len(self.prompt_ids) + len(self.token_ids)
         return {
             "input_ids": [*self.prompt_ids, *self.token_ids],
@@ -53,7 +53,7 @@ class Sample:
 
 
 def with_options(draw: DrawOptions, given: Mapping[str, Any]) -> DrawOptions:
-    """Return the options of a draw, with those that are given in the place of its own."""
+    """Return sampling options: those in `given`, and those of `draw` for the rest."""
     bounds = {
         "temperature": lambda value: value >= 0,
         "max_new_tokens": lambda value: isinstance(value, int) and value >= 1,

@@ -1,4 +1,4 @@
-"""A loop of one's own in Python: sample, compute gradients, update, over the parts that `train` is made of."""
+"""Sessions, for training loops in Python: they sample, compute gradients and update, with the same parts as `train`."""
 
 import json
 import shutil
@@ -61,23 +61,23 @@ from truestep.types import DocumentScore, Rollout, StepPlan, StepTotals
 from truestep.weights.finite import some
 from truestep.weights.tensor_parts import FOLDER, StoredTensors
 
-# A loss of one's own: from the log-probs of each document's labels to one number, which autograd differentiates.
+# A user's loss, from the log-probs of each document's labels and the documents to one number for autograd.
 Closure = Callable[[list[torch.Tensor], Sequence[Rollout]], torch.Tensor]
 Loss = Mapping[str, Any] | LabelLoss | Closure | None
 Documents = Sequence[Rollout | Mapping[str, Any]]
 
 _TERMS = ("loss", "policy_loss", "kl_reference", "kl_cov", "entropy_bonus", "z_loss")  # metrics with a denominator
 _COUNTS = ("num_sequences", "num_micro_batches", "computed_tokens")
-_LARGEST_RATE = 1e30  # as in a configuration
+_LARGEST_RATE = 1e30  # the bound in the configuration
 
 
 class SessionError(TruestepError):
-    """The session's methods were called in an order that has no meaning, or with what they cannot use."""
+    """Raised if a session's method is called at the wrong time, or with arguments that it cannot use."""
 
 
 @dataclass(frozen=True)
 class _Given(LabelLoss):
-    """A loss whose slopes are known: they stand in the place of advantages."""
+    """A loss with known slopes, which are stored as the labels' advantages."""
 
     def __call__(self, labels: Labels) -> LabelTerm:
         return LabelTerm(labels.advantages * labels.logprobs, labels.advantages)
@@ -85,7 +85,7 @@ class _Given(LabelLoss):
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a loss needs: its configuration says which fields records must have."""
+    """The parts that a loss needs. `config` says which fields records must have."""
 
     config: Config
     objective: Objective
@@ -94,20 +94,20 @@ class _Parts:
 
 @dataclass
 class _Gradient:
-    """The gradient of the step that is open."""
+    """The gradient of the current step, to which each call of `forward_backward` adds."""
 
-    kind: object  # how its calls are divided: they must agree
-    counted: Objective | None  # whose denominators are those of all calls; None: they are in the gradient already
-    complete: str = ""  # why no further call may add to it
+    kind: object  # the kind of denominator, which must be the same in all calls
+    counted: Objective | None  # its denominators count all calls; None: they are in the gradient
+    complete: str = ""  # if set, no further call may add to it, for this reason
     totals: StepTotals = field(default_factory=lambda: StepTotals(0, 0, 0))
     metrics: dict[str, Metric] = field(default_factory=dict)
     loads: Counts | None = None
-    reduced: bool = False  # over the ranks
+    reduced: bool = False  # True: it is summed over the ranks
     norm: float | None = None  # before clipping
 
     @property
     def scale(self) -> float:
-        """The factor that makes the step's gradient of what the calls have added up."""
+        """The factor from the sum of the calls' gradients to the step's gradient."""
         scale = 1.0 if self.counted is None else self.counted.step_scale(self.totals)
         assert scale is not None
         return scale
@@ -142,19 +142,19 @@ class Session:
     """
 
     steps: int
-    """The updates so far."""
+    """The number of updates so far."""
     documents_seen: int
-    """The documents of these updates."""
+    """The number of documents in these updates."""
     adapters: dict[str, "Session"]
     """The adapters over this session's model, by the names that `adapter` gave them."""
-    _sampled: int  # prompts
+    _sampled: int  # the number of prompts that were sampled from
 
     def __init__(self, config: Config | str | Path, *, weights: str | Path | None = None, base: Policy | None = None):
         """Load the model of a configuration, or a checkpoint that `save` or a run wrote (`weights`). `base`: a policy
         of the same model, whose frozen weights an adapter shares."""
         self.config = configured(config)
         if base is not None and self.config.adapter is None:
-            raise SessionError("without a section adapter all weights are trained, and none can be shared")
+            raise SessionError("without the section adapter all weights are trained, and none can be shared")
         if self.config.data.truncated == "drop":
             raise SessionError("data.truncated: drop leaves documents without a score: a session takes keep or mask")
         if self.config.deterministic:
@@ -166,7 +166,7 @@ class Session:
         self._learning_rate = make_learning_rate(self.config)
         self._learner: Learner | None = None
         self._gradient: _Gradient | None = None
-        self._parts: dict[str, _Parts] = {}  # of the losses that were asked for, by their sections
+        self._parts: dict[str, _Parts] = {}  # of each loss that was used, by its section as JSON
         self.load(weights)
 
     def __enter__(self) -> "Session":
@@ -183,9 +183,9 @@ class Session:
             leave()
 
     def adapter(self, name: str, *, weights: str | Path | None = None, **options: Any) -> "Session":
-        """Return the adapter of this name, a session of its own over the same model, whose weights are held once: it
-        has its own matrices, optimizer, gradient, steps and versions. The first call makes it, with `options` in the
-        place of those of the section adapter (rank, alpha, targets, path) and `seed`, or from a checkpoint."""
+        """Return the adapter of this name: a session that shares this model's weights, and has its own LoRA matrices,
+        optimizer, gradient, steps and versions. The first call makes it, from the checkpoint `weights` if given.
+        `options` replace options of the section `adapter` (rank, alpha, targets, path), and `seed`."""
         if name not in self.adapters:
             if self.config.adapter is None:
                 raise SessionError(
@@ -195,11 +195,11 @@ class Session:
             given |= {f"adapter.{option}": value for option, value in options.items()}
             self.adapters[name] = Session(self.config.changed(given), weights=weights, base=self.policy)
         elif options or weights is not None:
-            raise SessionError(f"there is an adapter {name} already: remove it first, or give no options")
+            raise SessionError(f"the adapter {name} exists already: remove it first, or give no options")
         return self.adapters[name]
 
     def remove(self, name: str) -> None:
-        """Forget an adapter, and free its memory."""
+        """Remove an adapter, and free its memory."""
         if name not in self.adapters:
             raise SessionError(f"there is no adapter {name}: there are {', '.join(self.adapters) or 'none'}")
         del self.adapters[name]
@@ -220,8 +220,8 @@ class Session:
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        """Watch a call: if a rank stalls in it or is gone, all ranks end and name it. What a program does between two
-        calls may take any time."""
+        """Return a context that watches one call. If a rank stalls or dies during the call, all ranks end with an error
+        that names this rank. The time between two calls is not limited."""
         watch = Watch(self._ranks, self.config.schedule.stall_timeout)
         watch.phase(what)
         with watch.watching():
@@ -230,8 +230,8 @@ class Session:
     # Documents
 
     def documents(self, records: Documents, *, needs_all: bool = True) -> list[Rollout]:
-        """Check records as those of a file are checked, and compute the advantages of groups, which are whole here.
-        Without `needs_all` they may lack log-probs, rewards and advantages."""
+        """Check records like those of a file, and compute advantages. All records of a group must be in the same call.
+        Without `needs_all`, records may lack log-probs, rewards and advantages."""
         return self._checked(records, self.config if needs_all else None)
 
     def totals(self, documents: Documents) -> StepTotals:
@@ -239,7 +239,7 @@ class Session:
         return totals_of(self._checked(documents, None))
 
     def _checked(self, records: Documents, needs: Config | None) -> list[Rollout]:
-        """Return documents. `needs`: the configuration whose loss says what they must have; None: no loss does."""
+        """Return records as documents. `needs`: the configuration whose loss says what they need; None: nothing."""
         given = [record for record in records if isinstance(record, Rollout)]
         if given and len(given) == len(records):
             self._check_rollouts(given, needs)
@@ -281,16 +281,16 @@ class Session:
     def forward_backward(
         self, documents: Documents, loss: Loss = None, *, totals: StepTotals | None = None
     ) -> list[DocumentScore]:
-        """Add the gradient of a loss over documents to that of the step; return the documents' log-probs.
+        """Add the gradient of a loss over documents to that of the step; return the documents' log-probs and entropies.
 
         `loss`: the section `loss` of a configuration, a `LabelLoss`, or a function from the log-probs of each document
-        and the documents to one number, which is not divided by anything. None: the session's own.
-        `totals`: the counts of the whole step, if they are known. Without them, denominators are counted over all calls
-        and applied by `step`; with them at once, as `train` does, so that its numbers are the same bit for bit.
+        and the documents to one number, which is not divided by anything. None: the session's own loss.
+        `totals`: the counts of the whole step, if they are known. Denominators are then applied in this call, and the
+        results are bitwise those of `train`. Without `totals`, `step` applies denominators, counted over all calls.
         """
         if callable(loss) and not isinstance(loss, LabelLoss):
             if totals is not None:
-                raise SessionError("the number that a function gives is divided by nothing: leave out `totals`")
+                raise SessionError("the number that a function returns is not divided by anything: leave out `totals`")
             return self._by_autograd(documents, loss)
         parts = self._parts_of(loss)
         made = self._checked(documents, parts.config)
@@ -310,7 +310,7 @@ class Session:
             kind = totals
         self._check_open(kind)
         runner = replace(self._here.runner, objective=parts.objective)
-        if loss is not None:  # of which nobody knows that it has no gradient where an advantage is 0
+        if loss is not None:  # it may have a gradient even if an advantage is 0
             runner = replace(runner, skip_zero_advantage=False)
 
         def compute() -> Accumulated:
@@ -320,8 +320,8 @@ class Session:
         return self._add(compute, counts, _Gradient(kind, counted, complete))
 
     def _add(self, compute: Callable[[], Accumulated], totals: StepTotals, begun: _Gradient) -> list[DocumentScore]:
-        """Add what `compute` computes to the gradient of the step, which is `begun` if it is the first. Where that
-        fails, drop the gradient: some of the call's micro-batches may be in it."""
+        """Run `compute`, which adds to the step's gradient, and sum its metrics. In the first call of a step, `begun`
+        becomes the step's gradient. If `compute` fails, drop the gradient: it may have a part of this call."""
         with self._doing("computing a gradient"):
             try:
                 accumulated = compute()
@@ -334,7 +334,7 @@ class Session:
 
     def _by_autograd(self, documents: Documents, loss: Closure) -> list[DocumentScore]:
         if self._has_router_terms:
-            raise SessionError("model.experts: terms of routers have no place in a function of log-probs")
+            raise SessionError("model.experts: a function of log-probs cannot include the routers' terms of the loss")
         self._check_open("a function")
         made = self._checked(documents, None)
         scores = self.forward(made)
@@ -357,20 +357,20 @@ class Session:
 
     @property
     def _linear_runner(self) -> StepRunner:
-        """The runner of log-probs, and of gradients whose slopes are the documents' own, without any denominator."""
+        """The runner for log-probs, and for gradients with the documents' slopes (`_Given`) and no denominator."""
         linear = Objective(_Given(), Denominator("constant", max_labels=1))
         return replace(self._here.runner, objective=linear, metrics_level=None, skip_zero_advantage=False)
 
     def _check_open(self, kind: object) -> None:
-        """Raise if the step takes no further call, or none that is divided in this way."""
+        """Raise if the step accepts no further call, or none with this kind of denominator."""
         if (open_ := self._gradient) is None:
             return
         if open_.norm is not None or open_.complete:
-            raise SessionError("the gradient of this step is whole: call step() or drop() before forward_backward")
+            raise SessionError("the gradient of this step is complete: call step() or drop() before forward_backward")
         if open_.kind != kind:
             raise SessionError(
-                "the calls of a step must be divided alike: all by their own count, by one normalize_by, or all by the "
-                "same `totals`, or all by functions"
+                "all calls of a step need the same denominators: all without `totals` and with the same normalize_by, "
+                "or all with the same `totals`, or all with functions as the loss"
             )
 
     @property
@@ -378,7 +378,7 @@ class Session:
         return self.policy.routing is not None and self.policy.routing.settings.has_terms
 
     def _whole_step(self, objective: Objective, documents: Sequence[Rollout]) -> str:
-        """Name what needs all documents of a step at once; empty if nothing does."""
+        """Return the option that needs all documents of a step in one call; empty if there is none."""
         if self._has_router_terms:
             return "model.experts: a term of routers"
         if objective.clip_cov is not None or objective.kl_cov is not None:
@@ -386,7 +386,7 @@ class Session:
         return "data.advantages over the step" if any(one.difference is not None for one in documents) else ""
 
     def _parts_of(self, loss: Mapping[str, Any] | LabelLoss | None) -> _Parts:
-        """Return what a loss needs. The parts of a section are made once: it may have a reference model."""
+        """Return the parts that a loss needs. They are made once for each section: one may be a reference model."""
         if loss is not None and not isinstance(loss, (Mapping, LabelLoss)):
             raise SessionError(f"loss is {loss!r}: give a section of a configuration, a LabelLoss or a function")
         name = json.dumps(loss, default=repr, sort_keys=True) if isinstance(loss, Mapping) else ""
@@ -401,7 +401,7 @@ class Session:
             self._parts[name] = _Parts(config, runner.objective, annotators)
         parts = self._parts[name]
         if not name:
-            parts = replace(parts, objective=self._here.runner.objective)  # an entropy target steers it
+            parts = replace(parts, objective=self._here.runner.objective)  # an entropy target changes it each step
         return (
             replace(parts, objective=replace(parts.objective, label_loss=loss))
             if isinstance(loss, LabelLoss)
@@ -416,7 +416,7 @@ class Session:
     # Updates
 
     def gradient_norm(self) -> float:
-        """Compute the norm of the step's gradient, before clipping. The step takes no further documents."""
+        """Compute the norm of the step's gradient, before clipping. The step then accepts no further documents."""
         open_ = self._whole()
         if open_.norm is None:
             try:
@@ -425,14 +425,14 @@ class Session:
                         self._here.runner.reduce()
                         open_.reduced = True
                     open_.norm = self._here.gradient_norm() * open_.scale
-            except BaseException:  # some of it may be reduced
+            except BaseException:  # a part of it may be summed over ranks
                 self.drop()
                 raise
         return open_.norm
 
     def step(self, learning_rate: float | None = None, **options: float | None) -> dict[str, Any]:
-        """Update the weights by the step's gradient. Return the step's metrics. The learning rate is by default the
-        configuration's for this step, and so are `options`: beta1, beta2, epsilon, weight_decay of AdamW, and
+        """Update the weights by the step's gradient. Return the step's metrics. By default, the learning rate and
+        `options` are the configuration's for this step. `options`: beta1, beta2, epsilon, weight_decay of AdamW, and
         gradient_clip."""
         if learning_rate is not None:
             _check_rate(learning_rate)
@@ -442,7 +442,7 @@ class Session:
             self.drop()
             raise SessionError(f"{explain_useless(norm, learner.gradient_clip)}; nothing was updated")
         rate = self._learning_rate.at(self.steps + 1) if learning_rate is None else learning_rate
-        self._learner = self._gradient = None  # an update that fails leaves weights of which some are updated
+        self._learner = self._gradient = None  # a failed update may have changed some of the weights
         with self._doing("updating the weights"):
             learner.update(rate, norm, open_.loads, open_.scale)
             ruined = learner.update_check.ruined()
@@ -468,7 +468,7 @@ class Session:
         return options.get("gradient_clip", own["gradient_clip"])
 
     def drop(self) -> None:
-        """Forget the gradient of the step that is open."""
+        """Discard the gradient of the current step."""
         if self._learner is not None:
             self._learner.forget_gradient()
         self._gradient = None
@@ -481,7 +481,7 @@ class Session:
     # Sampling
 
     def sample(self, prompts: Sequence[Prompt], count: int = 1, **options: Any) -> list[list[Sample]]:
-        """Draw `count` completions of each prompt with the weights as they are. A prompt is text, chat messages or
+        """Draw `count` completions of each prompt with the current weights. A prompt is text, chat messages or
         token ids. `options`: temperature, max_new_tokens, top_p, top_k, min_p, stop, as in `sampler`."""
         if count < 1:
             raise SessionError(f"sample: count is {count}: draw one completion of a prompt or more")
@@ -506,8 +506,8 @@ class Session:
     def complete(
         self, requests: Sequence[Request], done: Callable[[int, Completion], None] = lambda number, completion: None
     ) -> list[Completion]:
-        """Complete requests of token ids, each with options and a seed of its own, with the weights as they are.
-        `done` is told each request's number and completion as it ends."""
+        """Complete requests of token ids, each with its own options and seed, with the current weights. `done` is
+        called with the number and the completion of each request as soon as it ends."""
         return self._mapped(list(enumerate(requests)), completing(done))
 
     def _drawn(self, requests: Sequence[Sequence[Request]]) -> list[list[Completion]]:
@@ -517,7 +517,7 @@ class Session:
         return self._mapped(requests, work)
 
     def _mapped(self, items: Sequence[T], work: Callable[[T, Generate], Coroutine[Any, Any, R]]) -> list[R]:
-        _ = self._here  # a generator keeps the weights that a load or an update has ruined
+        _ = self._here  # raises if a load or an update has failed; the generator would still sample
         with self._doing("sampling"):
             self._generator.weights(self.documents_seen)
             return self._generator.map(items, work)
@@ -534,8 +534,8 @@ class Session:
 
     def save(self, directory: str | Path, *, optimizer: bool = True, leave_open: bool = False) -> Path:
         """Write a checkpoint of weights, optimizer and counts into a directory; return its path. `load`, `Session(...,
-        weights=...)` and `truestep export` read it. Without `optimizer`, its state is left out. `leave_open`: a
-        gradient that is open stays open, and is no part of the checkpoint."""
+        weights=...)` and `truestep export` read it. Without `optimizer`, its state is left out. With
+        `leave_open`, the current step may have a gradient; it is kept in memory, but is not part of the checkpoint."""
         if self._gradient is not None and not leave_open:
             raise SessionError("a checkpoint holds no gradient: call step() or drop() before save")
         store, learner = CheckpointStore(Path(directory), keep=2**31), self._here
@@ -553,14 +553,14 @@ class Session:
         return complete.path
 
     def load(self, checkpoint: str | Path | None, *, optimizer: bool = True) -> None:
-        """Go back to a checkpoint, or with None to the configuration's model. A gradient that is open is dropped. The
-        random state of the process becomes the checkpoint's. Without `optimizer`, its state begins anew."""
+        """Load a checkpoint, or with None the configuration's model. The current step's gradient is dropped. The random
+        state of the process becomes the checkpoint's. Without `optimizer`, the optimizer starts with a new state."""
         config, path = self.config, None if checkpoint is None else Path(checkpoint)
         if path is not None and not (path / FOLDER / "state.json").is_file():
             raise SessionError(f"{path} is no checkpoint of truestep; the directory of a model is given as model.path")
         progress = Progress(0, {"documents_seen": 0}, (), 0) if path is None else read_progress(path, self._ranks.rank)
         base = self.policy if self._base is None and self.adapters else self._base
-        self._learner = self._gradient = None  # two models may not fit the device
+        self._learner = self._gradient = None  # free it first: two models may not fit the device
         self._parts.clear()
         with self._doing("loading the model"):
             policy = make_policy(config, self._ranks, None if path is None else str(path), base=base)
@@ -610,7 +610,7 @@ def _check_rate(rate: float) -> None:
 
 
 def _with_slopes(document: Rollout, slopes: np.ndarray) -> Rollout:
-    """Put the slopes of a document's labels in the place of its advantages."""
+    """Return the document with the slopes of its labels in place of its advantages."""
     at_tokens = np.zeros(document.num_tokens, np.float32)
     at_tokens[document.loss_mask] = slopes
     return replace(document, advantages=at_tokens, difference=None)

@@ -1,6 +1,7 @@
-"""Converts a configuration of another trainer: its options under our names, and a comment for each that has no equal.
+"""Converts another trainer's configuration: options get our names, and options without an equivalent become comments.
 
-Their files are YAML, TOML, or a script with `--name value` or `name=value` on a command line. Imports no torch.
+The other trainer's file is YAML, TOML, or a script with `--name value` or `name=value` on a command line. In this file,
+"ours" and "theirs" are the options of truestep and of the other trainer. Imports no torch.
 """
 
 import re
@@ -19,7 +20,7 @@ from truestep.files.bounded import SETTINGS, TooLargeError, too_long
 from truestep.files.disks import no_file
 from truestep.text import printable, redacted_options
 
-# What every run that samples needs. Each is filled in where their file has no equal, with what to put there.
+# Options that every run with a sampler needs. If their file has no equivalent: the value to fill in, and a hint for it.
 _NEEDED: dict[str, tuple[Any, str]] = {
     "model.path": ("path/to/the/model", "a Hugging Face directory"),
     "data.group_size": (8, "completions of each prompt"),
@@ -32,8 +33,8 @@ _UNKNOWN = "no trainer that truestep knows has it"
 _WIDTH = 118
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^}]*))?\}")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-_LONGEST = 10_000  # letters of a value in a comment
-# A shell's text: what stands between words, what ends a command or an argument of it, and words.
+_LONGEST = 10_000  # characters of a value in a comment
+# Tokens of a shell script: separators of words, ends of a command or of an option's values, and words.
 _SHELL = re.compile(
     r"(?P<between>[ \t\r]+|\\(?:\n|\Z)|#[^\n]*)|(?P<end>\n|\d*&?[<>]+&?|[;|&()]+)"
     r"""|(?P<word>(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|[^\s\\'";|&()<>])+)""",
@@ -42,12 +43,16 @@ _SHELL = re.compile(
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\Z)")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 
-Given = dict[str, Any]  # their options by dotted name
+Given = dict[str, Any]  # their options, by dotted name
 
 
 @dataclass
 class Converted:
-    """Our options, each with the one of theirs that it comes from, and theirs that have no equal, with the reason."""
+    """The result of a conversion, by option name.
+
+    `ours`: values of our options. `of`: their option from which ours was converted. `left`: their options that were not
+    converted, with the reason. `unset`: their options that are null. `filled`: our options that the user must fill in.
+    """
 
     ours: dict[str, Any] = field(default_factory=dict)
     of: dict[str, str] = field(default_factory=dict)
@@ -110,7 +115,7 @@ def _resolved(value: Any, given: Given) -> Any:
 
 
 def _of_command_line(text: str, variables: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a shell script: --name value, --name=value and name=value, also those in a variable."""
+    """Yield the options of a shell script: --name value, --name=value and name=value, also in variables."""
     name, values = None, list[str]()
     for word in [*_words(text), None]:
         word = None if word is None else _with_variables(word, variables)
@@ -134,8 +139,8 @@ def _of_command_line(text: str, variables: dict[str, str]) -> Iterator[tuple[str
 
 
 def _words(text: str) -> Iterator[str | None]:
-    """Yield a shell's words, as it writes them, and None where an argument ends: at `;`, `|`, `>`, and a line's end,
-    except in parentheses such as those of an array."""
+    """Yield the words of a shell script, with their quotes, and None where the values of an option end: at `;`, `|`,
+    `>`, and the end of a line. A line does not end within parentheses, such as those of an array."""
     place, depth = 0, 0
     while place < len(text):
         if (found := _SHELL.match(text, place)) is None:
@@ -150,8 +155,8 @@ def _words(text: str) -> Iterator[str | None]:
 
 
 def _with_variables(word: str, variables: Mapping[str, str]) -> str | None:
-    """Return a word without its quotes, with the variables that the script has set; None for a list of other words, or
-    for a variable whose options were taken where it was set."""
+    """Remove a word's quotes, and replace the variables that the script has set. Return None for an array, and for a
+    variable whose options were already read where it was set."""
     plain = "".join(shlex.split(word.replace("\\\n", "")))
     if re.fullmatch(r"\$(\{\w+\[[@*]\]\}|[@*])", plain):
         return None
@@ -195,14 +200,14 @@ def _converted(given: Given) -> Converted:
 
 
 def _gives_way(found: Any, value: Any) -> bool:
-    """Return whether others of theirs count first. One value for two of our options, such as a clip's two sides, gives
-    way to what is of one of them alone."""
+    """Return whether their other options take precedence over this one. A value for two of our options, such as both
+    bounds of a clip, gives way to an option for only one of the two."""
     several = " and " in (getattr(found, "here", None) or "") and not isinstance(value, list)
     return several or getattr(found, "gives_way", False)
 
 
 def _take(converted: Converted, name: str, value: Any, found: foreign.Foreign, given: Given) -> None:
-    """Set the option of ours that one of theirs is, or note why its value cannot be converted."""
+    """Convert one of their options to ours, or note why it cannot be converted."""
     assert found.here is not None
     for condition in found.when:
         if not _holds(name, condition, given):
@@ -232,7 +237,10 @@ def _take(converted: Converted, name: str, value: Any, found: foreign.Foreign, g
 
 
 def _holds(name: str, condition: str, given: Given) -> bool:
-    """Return whether another option of theirs, the nearest one of its name, is set, or has a value (`name=value`)."""
+    """Return whether a condition on their other options holds: `other` is set, or has the value of `other=value`.
+
+    If several sections have an option with this name, the one nearest to the option `name` counts.
+    """
     condition, equals, wanted = condition.partition("=")
     sections = name.split(".")[:-1]
     for depth in range(len(sections), -1, -1):
@@ -251,7 +259,7 @@ def _fill_in(converted: Converted) -> None:
 
 
 def _drop_what_does_not_load(converted: Converted) -> None:
-    """Check our options, and move each that the check complains about to the comments, until there is no complaint."""
+    """Check our options, and move each option that causes an error to the comments, until there are no errors."""
     for _ in range(len(converted.ours) + len(_NEEDED)):
         problems = check_options(_tree(converted.ours))
         if not problems:
@@ -263,11 +271,11 @@ def _drop_what_does_not_load(converted: Converted) -> None:
             if (theirs := converted.of.pop(option, None)) is not None:
                 converted.left[theirs] = f"not taken: {problem.removeprefix('options: ')}"
         _fill_in(converted)
-    raise ConfigError("the options cannot be converted to any that agree")
+    raise ConfigError("the options cannot be converted: they contradict each other")
 
 
 def _blamed(name: str, problem: str, converted: Converted) -> str:
-    """Return the option of ours that a complaint is about, or that a disagreement names, or a section's type."""
+    """Return our option that causes an error: its subject, or an option that its message names, or a section's type."""
     if name in converted.ours and name not in converted.filled:
         return name
     words = set(re.findall(r"\w[\w.]*", problem))
@@ -302,8 +310,8 @@ def _tree(options: Mapping[str, Any]) -> dict[str, Any]:
 def _written(converted: Converted, given: Given, path: Path) -> str:
     head = [
         f"# Made from {printable(path.name)} by `truestep convert`: {converted.summary}.",
-        "# Behind each option stands theirs. Their options that have no equal here are at the end, by the reason.",
-        "# An option that their file leaves out has our default here, which may be another than theirs.",
+        "# A comment after an option has the original one. Options without an equivalent are at the end, by reason.",
+        "# An option that the original file leaves out has truestep's default here, which may differ.",
         "",
     ]
     lines = list(_section(_tree(converted.ours), (), converted, given))
@@ -321,9 +329,9 @@ def _written(converted: Converted, given: Given, path: Path) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return an option of theirs on one line, without secrets."""
+    """Return one of their options on one line, without secrets."""
     last = name.rpartition(".")[2]
-    # OpenRLHF's switch takes the key itself
+    # OpenRLHF's option `use_wandb` may hold the API key
     last, value = ("key", value) if last == "use_wandb" and isinstance(value, str) else (last, value)
     return printable(f"{name}: {foreign.shown(redacted_options(value, last))}", _LONGEST)
 
@@ -347,7 +355,7 @@ def _section(tree: Mapping[str, Any], inside: tuple[str, ...], converted: Conver
 
 
 def _order(name: tuple[str, ...]) -> int:
-    """Return the place of an option or a section in our own order."""
+    """Return the position of an option or a section in our schema."""
     dotted = ".".join(name)
     known = list(describe.options())
     return next(

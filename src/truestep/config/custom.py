@@ -18,7 +18,7 @@ from truestep.config import held
 from truestep.errors import TruestepError
 
 _own_directories: set[str] = set()
-_ENDINGS = tuple(all_suffixes())  # of module files
+_ENDINGS = tuple(all_suffixes())  # file name endings of modules
 
 
 class CustomError(TruestepError):
@@ -100,8 +100,8 @@ def own_directories() -> tuple[str, ...]:
 
 
 def load_custom(option: str, name: str) -> Any:
-    """Import `package.module:object`, given as `name` for `option`. The working directory is searched too. An object of
-    this program is found by its name."""
+    """Import `package.module:object`, given as `name` for `option`. The working directory is searched too. An object
+    that this program holds (`held`) is found by its name."""
     if held.is_held(name):
         return _load_held(option, name)
     module_name, separator, attribute = name.partition(":")
@@ -110,7 +110,7 @@ def load_custom(option: str, name: str) -> Any:
     add_directory(str(Path.cwd()))  # a console script does not have it on its path
     try:
         module = importlib.import_module(module_name)
-    except CustomError:  # a module of ours that says what is missing
+    except CustomError:  # raised by a module of ours: its message says what is missing
         raise
     except ImportError as error:
         stem = module_name.removesuffix(".py").replace("/", ".").strip(".")
@@ -140,8 +140,8 @@ def _load_held(option: str, name: str) -> Any:
 
 
 def name_of(option: str, given: Any) -> str:
-    """Return the import path package.module:function of a function or class, or the name under which this program holds
-    an object that no import finds (`held`)."""
+    """Return the import path package.module:function of a function or class. An object that cannot be imported is held
+    by this program (`held`): return its name there."""
     if not callable(given) and option != "sampler.environment.class":  # an environment may be an object
         raise CustomError(f"{option}: {type(given).__name__} is neither a function nor a class, nor can it be called")
     name, module = getattr(given, "__qualname__", None), getattr(given, "__module__", None)
@@ -166,7 +166,7 @@ def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[s
     }
     for name in options:
         if name not in parameters:
-            from difflib import get_close_matches  # imported late: workers that rate need it only for this message
+            from difflib import get_close_matches  # imported late: reward processes need it only for this message
 
             near = get_close_matches(name, parameters, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters) or 'none'}"
@@ -187,18 +187,18 @@ def check_options(option: str, maker: Any, options: Mapping[str, Any]) -> dict[s
 
 
 def _unbound(maker: Any) -> Any:
-    """Return the function or class that a partial is of."""
+    """Return the function or class inside a partial."""
     while isinstance(maker, partial):
         maker = maker.func
     return maker
 
 
 def make_custom(option: str, name: str, options: Mapping[str, Any]) -> Any:
-    """Make what `name`, given for `option`, stands for, with its checked options: an instance of the user's class, what
-    a function without arguments returns, or a function of arguments itself, with its options bound."""
+    """Load the user's code `name`, given for `option`, and apply its checked options. Return an instance of a class,
+    the result of a function without required arguments, or any other function with its options bound."""
     maker = load_custom(option, name)
     made, section = _unbound(maker), f"{option.rpartition('.')[0]}.options"
-    if not inspect.isclass(made) and not inspect.isroutine(made):  # an object that is made already
+    if not inspect.isclass(made) and not inspect.isroutine(made):  # neither a class nor a function
         if options:
             raise CustomError(f"{section}: {option} is an object that is made already, and takes no options")
         return maker

@@ -253,7 +253,7 @@ def explain_unknown(name: Sequence[str], variant: str = "") -> str:
     """
     section, leaf = ".".join(name[:-1]), name[-1]
     if (opened := re.match(r"(\w+)\s*[{\[]", leaf)) is not None:
-        return f"a colon is missing behind {opened[1]}"
+        return f"a colon is missing after {opened[1]}"
     split = {item.name: item.name.rpartition(".") for item in _walk_schema()}
     if "." in leaf and leaf in split:
         return f"in a file it is {split[leaf][2]} under {split[leaf][0]}"
@@ -300,7 +300,7 @@ def everyday() -> list[Option]:
 
 
 def in_short(option: Option) -> str:
-    """Return the first sentence of an option's meaning; of a `type`, what the section is and the types."""
+    """Return the first sentence of an option's meaning. For an option `type`: that of its section, and the types."""
     of_types = option.name.endswith(".type")
     text = sections()[option.section].meaning if of_types else option.meaning
     sentence = text.partition("\n")[0].partition(". ")[0].rstrip(".") + "."

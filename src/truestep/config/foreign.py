@@ -1,4 +1,4 @@
-"""Translates option names and values of other trainers to this trainer's, for error messages. Imports no torch.
+"""Translates option names and values of other trainers to ours, for error messages and `convert`. Imports no torch.
 
 The names are in foreign.yaml, which is read when an option is unknown.
 """
@@ -43,14 +43,15 @@ class Foreign:
     of: Sequence[str]
     here: str | None  # this trainer's option; None: there is none
     note: str = ""
-    value: str = ""  # a conversion; `differs`: none; `times the group`: it counts prompts, and ours documents
-    values: Mapping[Any, Any] = field(default_factory=dict)  # our values by theirs
-    # For `truestep convert`: options of theirs that have to be set for this one to count, and ours that belong to it.
-    when: Sequence[str] = ()  # `name`, or `name=value`
-    also: Mapping[str, Any] = field(default_factory=dict)  # their values, or those by the value of this one
-    unless: Sequence[str] = ()  # options of theirs with which `also` does not hold
-    differs_with: Sequence[str] = ()  # options of theirs with which it has no equal
-    gives_way: bool = False  # to another one of theirs that is the same option of ours
+    value: str = ""  # a conversion; `differs`: there is none; `times the group`: from prompts to documents
+    values: Mapping[Any, Any] = field(default_factory=dict)  # our value for each of theirs
+    # For `truestep convert`. A condition is `name` (an option of that trainer is set) or `name=value`.
+    when: Sequence[str] = ()  # conditions without which this option has no effect
+    # More of our options to set: a value for each, or a mapping from this option's value to ours.
+    also: Mapping[str, Any] = field(default_factory=dict)
+    unless: Sequence[str] = ()  # conditions under which `also` is ignored
+    differs_with: Sequence[str] = ()  # conditions under which this option cannot be converted
+    gives_way: bool = False  # True: another option with the same equivalent takes precedence
 
     def converted(self, value: Any, group_size: Any = None) -> Any:
         if self.values:
@@ -69,7 +70,7 @@ class Foreign:
             raise NoValueError from None
 
     def all_converted(self, value: Any, group_size: Any = None) -> dict[str, Any]:
-        """Return the values of all of our options that this one is: `here` names one, or several joined by `and`."""
+        """Return the values of our options in `here`, which names one option, or several joined by `and`."""
         ours = (self.here or "").split(" and ")
         if len(ours) == 1:
             return {ours[0]: self.converted(value, group_size)} if " or " not in ours[0] else self._none()
@@ -97,7 +98,7 @@ class _Table:
     read: Mapping[str, str]
     sections: Mapping[str, str]
     options: Mapping[str, Foreign]
-    alone: Mapping[str, Foreign]  # known where it has no section
+    alone: Mapping[str, Foreign]  # options that are known only without a section
 
     def find(self, name: Name) -> Foreign | str | None:
         """Return the option that the last parts of a name match, or the reason why its section does not exist here."""
@@ -174,21 +175,20 @@ def markdown_table() -> str:
         "<!-- Written by `python -m truestep.config.foreign > docs/coming-from.md`; a test compares the two. -->",
         "",
         "An option under another trainer's name is an error that says what to write instead, in a file and on the",
-        "command line, in whatever sections it stands: `actor_rollout_ref.actor.optim.lr`, `trainer.optim.lr` and `lr`",
-        "are all known. A file's options are answered all at once. A value that has another meaning here is converted",
-        "in the message.",
+        "command line, in any section: `actor_rollout_ref.actor.optim.lr`, `trainer.optim.lr` and `lr` are all known.",
+        "One message covers all options of a file. A value that has another meaning here is converted in the message.",
         "",
-        "`truestep convert THEIRS --output run.yaml` makes a configuration of a whole file of theirs: YAML, TOML, or a",
-        "script with `--name value` or `name=value`. Behind each option stands theirs; each of theirs that has no",
-        "equal, and each value that cannot be taken over, is a comment with the reason.",
+        "`truestep convert THEIRS --output run.yaml` converts a whole file of another trainer: YAML, TOML, or a",
+        "script with `--name value` or `name=value`. A comment after each converted option has the original. Options",
+        "without an equivalent, and values that cannot be converted, become comments with the reason.",
         "",
-        "- What their file leaves out has our default ([configuration.md](configuration.md)), which may be another",
-        "  than theirs.",
-        "- A step here is an update: `schedule.docs_per_step` is their mini-batch in documents, where they make",
-        "  several updates of a batch. `schedule.steps` counts updates, and is taken over as it is.",
-        "- Passwords and keys are `***` in comments. A script's variables are filled in where the script sets them.",
+        "- An option that the original file leaves out has our default ([configuration.md](configuration.md)), which",
+        "  may differ from the other trainer's.",
+        "- A step here is one update. If the other trainer makes several updates of a batch, `schedule.docs_per_step`",
+        "  is its mini-batch in documents. `schedule.steps` counts updates; its value is not converted.",
+        "- Passwords and keys are `***` in comments. A script's variables are replaced if the script sets them.",
         "",
-        "The names were read in their sources:",
+        "The names are from the sources of these trainers:",
         "",
         *(
             line
@@ -196,7 +196,7 @@ def markdown_table() -> str:
             for line in wrap(f"- {trainer}: {read}", 120, subsequent_indent="  ")
         ),
         "",
-        "Those of transformers and DeepSpeed are of their documentation. Another version may have other names.",
+        "The names of transformers and DeepSpeed are from their documentation. Other versions may have other names.",
     ]
     options = table().options
     owners = {owner for found in options.values() for owner in found.of}

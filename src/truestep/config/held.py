@@ -1,8 +1,8 @@
-"""Objects of this program that a configuration names although no import finds them: a lambda, a closure, an object with
+"""Objects of this program that a configuration uses but that cannot be imported: a lambda, a closure, an object with
 state, a function of a notebook.
 
-The configuration has a name for each, such as `this-program:score`. Processes that this one starts get the object as
-bytes of cloudpickle and unpickle them. They send none back, and this process unpickles nothing.
+The configuration has a name for each object, such as `this-program:score`. Child processes get the objects as bytes of
+cloudpickle, and unpickle them. They send no objects back, so this process unpickles nothing.
 """
 
 import base64
@@ -17,11 +17,11 @@ from truestep.errors import TruestepError
 _PROGRAM = "this-program"  # no module can have this name
 
 _objects: dict[str, Any] = {}  # by name
-_received: dict[str, str] = {}  # what the process that started this one sent: bytes in base64, by name
+_received: dict[str, str] = {}  # objects from the parent process: pickled bytes in base64, by name
 
 
 class HeldError(TruestepError):
-    """An object that is not here, or that another process cannot be given."""
+    """An object that this process does not have, or that cannot be sent to another process."""
 
 
 def is_held(name: str) -> bool:
@@ -44,7 +44,7 @@ def hold(given: Any) -> str:
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Forget the objects that are held inside of it, when it ends."""
+    """Return a context. At its end, the objects that were held within it are forgotten."""
     before = set(_objects)
     try:
         yield
@@ -54,7 +54,7 @@ def forgotten() -> Iterator[None]:
 
 
 def label_of(given: Any) -> str:
-    """Return what to call an object: its name, or that of its class."""
+    """Return a name for an object: its own, or that of its class."""
     while isinstance(given, partial):
         given = given.func
     name = getattr(given, "__name__", None)
@@ -76,7 +76,7 @@ def find(name: str) -> Any:
 
 
 def receive(objects: dict[str, str]) -> None:
-    """Take the objects that the process which started this one sends. Each is unpickled when it is first needed."""
+    """Store the objects from the parent process. Each is unpickled when it is first needed."""
     _received.update(objects)
 
 
@@ -91,7 +91,7 @@ def packed_all() -> dict[str, str]:
     for name in _objects.keys() - _received.keys():
         try:
             found[name] = _packed(name)
-        except HeldError:  # it may be one that no other process needs; one that needs it says that it has it not
+        except HeldError:  # perhaps no other process needs it; one that does reports that it is missing
             continue
     return found
 
@@ -102,8 +102,8 @@ def _packed(name: str) -> str:
     held = find(name)
     try:
         return base64.b64encode(cloudpickle.dumps(held)).decode()
-    except Exception as error:  # whatever the objects inside of it raise
+    except Exception as error:  # pickling may run code of the object, which can raise anything
         raise HeldError(
             f"{name.partition(':')[2]} cannot be sent to a process of its own: {type(error).__name__}: {error}. Make "
-            "what it needs inside of it, or have it called in this process: train(..., isolated=False)"
+            "its objects inside the function, or call it in this process: train(..., isolated=False)"
         ) from error

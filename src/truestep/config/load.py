@@ -45,7 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_with(path: str | Path, objects: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read the file as `load_config` does, with objects of Python for some of its options, by name."""
+    """Read the file as `load_config` does. `objects`: Python values for some of its options, by dotted name."""
     source = _read_file(Path(path))
     _apply_overrides(source, list(overrides))
     if "loss.function" in objects:
@@ -65,11 +65,12 @@ def load_with(path: str | Path, objects: Mapping[str, Any], overrides: Sequence[
 
 
 def make_room(options: dict[str, Any], objects: Mapping[str, Any]) -> None:
-    """Remove the options that belong to what code of a program replaces: `objects` are its objects by option."""
+    """Remove the options that have no meaning once Python objects replace the configured code. `objects`: these
+    objects, by option."""
     loss: Any = options.get("loss")
     sampler: Any = options.get("sampler")
     if "loss.function" in objects:
-        options.pop("preset", None)  # its options are filled in
+        options.pop("preset", None)  # the options of presets have been added already
         known: dict[str, Any] = {**describe.sections(), **describe.options()}
         for name in list(loss) if isinstance(loss, dict) else []:
             found = known.get(f"loss.{name}")
@@ -97,7 +98,7 @@ def _check(source: "_Source") -> Config:
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is wrong with options: messages, and the option or the section that each is about."""
+    """Check options. Return the error messages, and the option or section that each is about."""
     source = _Source("options", dict(options), dict.fromkeys(_names(options, ()), "options"))
     try:
         _fill_in_presets(source)
@@ -137,7 +138,7 @@ def _names(options: Mapping[str, Any], inside: Name) -> Iterator[Name]:
 
 
 def takes_objects(name: Name) -> bool:
-    """Return whether an option names a user's own code, also one of a set of held-out prompts."""
+    """Return whether an option names a user's own code. Sets of held-out prompts have such options too."""
     of_set = name[:2] == ("evaluation", "sets") and name[3:] in (("reward",), ("environment", "class"))
     return of_set or dotted(name) in TAKES_OBJECTS
 
@@ -184,7 +185,7 @@ class _Source:
     origins: dict[Name, str] = field(default_factory=dict)
 
     def where(self, name: Name) -> str:
-        """Return where an option was given, or else the nearest section around it."""
+        """Return where an option was given, or else where the nearest section around it was given."""
         while name:
             inside = [origin for option, origin in self.origins.items() if option[: len(name)] == name]
             if inside:
@@ -278,7 +279,7 @@ def _override_value(flag: str, name: Name, text: str | None) -> tuple[Any, dict[
 
 
 def _is_yaml(text: str) -> bool:
-    """Return whether to read the value of an option that takes text as YAML: not `*.jsonl`, `12` and `a: b`."""
+    """Return whether the value of an option that takes text is parsed as YAML. `*.jsonl`, `12` and `a: b` are not."""
     return text in ("null", "~") or text[:1] in ("[", "{", "'", '"')
 
 
@@ -343,7 +344,7 @@ def _unknowns(name: Name, variant: str, source: _Source) -> list[str]:
         return [f"{source.where(name)}: {_unknown(name, variant, source)}"]
     return [
         f"{source.where(option)}: {dotted(option)} is unknown: "
-        + (foreign.explain(option, given, source.data) or f"section {dotted(name)} is none of truestep's")
+        + (foreign.explain(option, given, source.data) or f"truestep has no section {dotted(name)}")
         for option, given in inside.items()
     ]
 

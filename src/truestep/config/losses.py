@@ -1,4 +1,4 @@
-"""The options of every loss. A loss enters this file together with its class in `losses/label_losses.py`.
+"""The options of every loss. Add a loss here together with its class in `losses/label_losses.py`.
 
 Imports no torch.
 """
@@ -53,28 +53,28 @@ class LossBase(Section):
     supervised: ClassVar[bool] = False  # True: the loss needs no advantage and no log-probs of a sampler
 
     normalize_by: NormalizeBy = "labels"
-    """The denominator of every term of the loss. labels: all labels of the step, so that each label weighs the same.
-    documents: all documents of the step. document_means: the mean over each document's labels, then over documents, so
-    that each document weighs the same. constant: documents x max_labels (Dr. GRPO)."""
+    """The denominator of every term of the loss. `labels`: all labels of the step, so that each label weighs the same.
+    `documents`: all documents of the step. `document_means`: the mean over each document's labels, then over documents,
+    so that each document weighs the same. `constant`: documents x max_labels (Dr. GRPO)."""
     max_labels: Count | None = None
-    """The constant of normalize_by: constant; usually the longest completion allowed."""
+    """With `normalize_by: constant`, the constant: a number of labels, usually the longest completion allowed."""
     gradient_divisor: Literal["none", "deepspeed"] | Positive = "none"
     """Also divide the gradient (not the reported loss) by this, so that clip thresholds from other trainers can be
-    kept. deepspeed: the number of documents in the step, by which DeepSpeed divides (1 / (accumulation x world)) with
-    one document in each batch."""
+    kept. `deepspeed`: the number of documents in the step. DeepSpeed divides by it (1 / (accumulation x world)) if each
+    batch has one document."""
     entropy_bonus: NotNegative = 0.0
     """The weight w of the term -w x entropy, with the denominator of the loss. It keeps the policy exploring."""
     entropy_normalize_by: Literal["labels", "documents", "document_means"] | None = None
-    """A denominator of its own for the entropy bonus. null: that of the loss."""
+    """The denominator of the entropy bonus. `null`: that of the loss."""
     entropy_target: EntropyTargetConfig | None = None
-    """Adjust the weight of the entropy bonus after each step so that the entropy stays at a target; it starts at
-    entropy_bonus. null: a constant weight."""
+    """Adjust the weight of the entropy bonus after each step so that the entropy stays at a target. The weight starts
+    at entropy_bonus. `null`: a constant weight."""
     z_loss: NotNegative = 0.0
     """The weight of the squared logsumexp of the logits, with the denominator of the loss. It keeps logits from
     growing."""
     metrics: Literal["none", "basic", "full"] = "basic"
-    """Which metrics are logged. none: only those of every run. basic: also ratios, advantages, rewards and staleness.
-    full: also percentiles of the log-ratio."""
+    """Which metrics are logged. `none`: only those that every run logs. `basic`: also ratios, advantages, rewards and
+    staleness. `full`: also percentiles of the log-ratio."""
 
     @model_validator(mode="after")
     def _constant_needs_its_constant(self) -> "LossBase":
@@ -104,11 +104,11 @@ class LossBase(Section):
 
 class CorrectionConfig(Section):
     type: Literal["truncate", "mask", "reject"]
-    """The weight of a label, by its importance ratio c. truncate: c clamped to [low, high]. mask: c inside [low,
-    high], else 0. reject: 1 inside [low, high], else 0."""
+    """The weight of a label, by its importance ratio c. `truncate`: c clamped to [low, high]. `mask`: c inside [low,
+    high], else 0. `reject`: 1 inside [low, high], else 0."""
     level: Literal["label", "document", "document_mean"] = "label"
-    """What the ratio c is taken over. label: each label. document: the product over the document's labels.
-    document_mean: the geometric mean over the document's labels."""
+    """What the ratio c is taken over. `label`: each label. `document`: the product over the document's labels.
+    `document_mean`: the geometric mean over the document's labels."""
     high: Positive
     """The upper bound of c."""
     low: NotNegative = 0.0
@@ -130,7 +130,7 @@ class _KlReference(Section):
         return self
 
 
-# Made by a call: `in` is an option's name, and a word that a Python class cannot have as an attribute.
+# Made with create_model: the option's name `in` is a Python keyword, so no class attribute can have it.
 KlReferenceConfig = create_model(
     "KlReferenceConfig",
     __base__=_KlReference,
@@ -140,24 +140,25 @@ KlReferenceConfig = create_model(
             Literal["k1", "k2", "k3", "unbiased"] | None,
             Field(
                 None,
-                description="The KL estimator, with r = log-prob - reference's log-prob. k1: r. k2: r² / 2. "
-                "k3: exp(-r) - 1 + r. unbiased: the importance ratio times k3. null: k3 in the loss, k1 in the reward.",
+                description="The KL estimator, with r = log-prob - reference's log-prob. `k1`: r. `k2`: r² / 2. "
+                "`k3`: exp(-r) - 1 + r. `unbiased`: the importance ratio times k3. `null`: k3 in the loss, k1 in the "
+                "reward.",
             ),
         ),
         "in": (
             Literal["loss", "reward"],
             Field(
                 "loss",
-                description="loss: a term of the loss, with the loss's denominator. reward: weight x (old log-prob - "
-                "reference's log-prob) is subtracted from each label's advantage.",
+                description="`loss`: a term of the loss, with the loss's denominator. `reward`: weight x (old log-prob "
+                "- reference's log-prob) is subtracted from each label's advantage.",
             ),
         ),
         "path": (
             str | None,
             Field(
                 None,
-                description="The reference model: a Hugging Face directory with the same vocabulary. null: the "
-                "weights that the run started with. records: no model; the records have reference_logprobs.",
+                description="The reference model: a Hugging Face directory with the same vocabulary. `null`: the "
+                "weights that the run started with. `records`: no model; the records have reference_logprobs.",
             ),
         ),
         "offload": (
@@ -176,24 +177,24 @@ class PolicyLoss(LossBase):
     """The options of losses that learn from advantages."""
 
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
-    """Where the old log-probs of the importance ratio come from. sampler: from the record. recompute: from the
-    trainer, with the weights before the first update on the documents. The ratio then covers only what updates changed,
-    and `correction` the difference between sampler and trainer. It costs no extra forward pass."""
+    """Where the old log-probs of the importance ratio come from. `sampler`: from the record. `recompute`: from the
+    trainer, with the weights before the first update on the documents; it costs no extra forward pass. The ratio then
+    covers only the change by updates; `correction` covers the difference between sampler and trainer."""
     kl_reference: KlReferenceConfig | None = None  # type: ignore[valid-type]
-    """A KL penalty against a frozen reference model. null: none."""
+    """A KL penalty against a frozen reference model. `null`: none."""
 
     correction: CorrectionConfig | None = None
     """Importance weights against the difference between sampler and policy (TIS, IcePop): a constant weight on each
-    label's policy loss. A label of weight 0 still counts in the denominator. null: none."""
+    label's policy loss. A label of weight 0 still counts in the denominator. `null`: none."""
     off_policy_mask: NotNegative | None = None
     """Mask the labels with negative advantage in documents whose mean of (sampler's log-prob - policy's log-prob) is
-    above this. null: none."""
+    above this. `null`: none."""
     clip_cov: ClipCovConfig | None = None
-    """Clip-Cov: drop from the policy loss a small random share of the labels whose covariance of log-prob and
-    advantage lies in a band. They still count in the denominator. null: none."""
+    """Clip-Cov: drop from the policy loss a small random share of the labels whose covariance of log-prob and advantage
+    lies in a band. They still count in the denominator. `null`: none."""
     kl_cov: KlCovConfig | None = None
     """KL-Cov: a KL penalty towards the old policy at the labels with the highest covariance of log-prob and advantage.
-    null: none."""
+    `null`: none."""
 
     @model_validator(mode="after")
     def _one_choice_of_labels(self) -> "PolicyLoss":
@@ -212,7 +213,7 @@ class Clipped(PolicyLoss):
 class DualClipped(Clipped):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Dual clipping: the largest ratio, above 1, for labels with negative advantage. Their loss is at most -dual_clip x
-    advantage. null: none."""
+    advantage. `null`: none."""
 
 
 class GrpoLoss(DualClipped):
@@ -232,12 +233,13 @@ class ReinforceLoss(PolicyLoss):
     type: Literal["reinforce"]
     """Policy gradient weighted by the importance ratio, which is capped and has no gradient."""
     ratio_cap: Positive | None = None
-    """The largest importance ratio. null: no cap."""
+    """The largest importance ratio. `null`: no cap."""
 
 
 class CispoLoss(Clipped):
     type: Literal["cispo"]
-    """Policy gradient weighted by the clipped importance ratio, which has no gradient: all labels keep theirs."""
+    """Policy gradient weighted by the clipped importance ratio. The weight has no gradient, so clipping removes no
+    label from the policy gradient."""
     epsilon_low: NotNegative = 1.0
     epsilon_high: NotNegative = 4.0
 
@@ -246,14 +248,14 @@ class SapoLoss(PolicyLoss):
     type: Literal["sapo"]
     """A soft gate instead of a clip: the gradient decreases smoothly as the ratio moves away from 1."""
     tau_positive: Positive = 1.0
-    """How fast the gradient decreases for labels with advantages of at least 0."""
+    """How fast the gradient decreases for labels whose advantage is 0 or positive."""
     tau_negative: Positive = 1.05
     """How fast the gradient decreases for labels with negative advantages."""
 
 
 class GmpoLoss(Clipped):
     type: Literal["gmpo"]
-    """The geometric mean over each document of its labels' clipped ratios."""
+    """The geometric mean of the clipped importance ratios of a document's labels."""
     normalize_by: NormalizeBy = "document_means"
     epsilon_low: NotNegative = 0.4
     epsilon_high: NotNegative = 0.4
@@ -263,7 +265,7 @@ class DppoLoss(PolicyLoss):
     type: Literal["dppo"]
     """Masks labels whose probability has moved too far from the old one, if the update would move it further."""
     divergence: Literal["tv", "kl"] = "tv"
-    """How far a label's probability has moved. tv: |new - old|. kl: the KL divergence of the old from the new
+    """How far a label's probability has moved. `tv`: |new - old|. `kl`: the KL divergence of the old from the new
     distribution, of the label against all other tokens."""
     threshold: Positive = 0.2
     """Labels with a larger divergence are masked."""

@@ -103,7 +103,7 @@ def names_of(value: Any) -> list[str]:
 
 
 def fill(options: dict[str, Any]) -> dict[Name, str]:
-    """Add the options of the presets that `options` names to it, except those that are given.
+    """Add to `options` the options of the presets that it names, except those that are given.
 
     Returns the name of each added option, with its preset. Idempotent.
     """

@@ -18,7 +18,7 @@ Given = Mapping[str, Any] | Section  # a section's options by name
 class _MadeInPython(type(Section)):  # type: ignore[misc]
     """A metaclass that checks the options of `Config(model={...})` like those of a file, with the same messages."""
 
-    check: Callable[[dict[str, Any]], "Config"] | None = None  # `load` sets it: it knows the messages
+    check: Callable[[dict[str, Any]], "Config"] | None = None  # set by `load`, which makes the messages
 
     def __call__(cls, /, **options: Any) -> "Config":
         return super().__call__(**options) if cls.check is None else cls.check(options)
@@ -31,7 +31,7 @@ class Config(Section, metaclass=_MadeInPython):
     mapping of its options. Options that are unknown, wrong or contradictory raise a ConfigError.
     """
 
-    if TYPE_CHECKING:  # of Config(...), whose sections are given as mappings
+    if TYPE_CHECKING:  # the signature of Config(...): sections may be mappings
 
         def __init__(
             self,
@@ -53,11 +53,12 @@ class Config(Section, metaclass=_MadeInPython):
         ) -> None: ...
 
     preset: presets.PresetName | list[str] | None = None
-    """Names of published recipes. A recipe sets options that you do not set; docs/objectives.md lists them."""
+    """Names of published recipes. A recipe sets only options that you do not set. docs/objectives.md lists the
+    recipes."""
     model: sections.ModelConfig
     """The policy."""
     adapter: sections.AdapterConfig | None = None
-    """Train a LoRA adapter instead of the model's own weights. null: train the model's own weights."""
+    """Train a LoRA adapter instead of the model's own weights. `null`: train the model's own weights."""
     loss: LossConfig = default_loss()
     """The loss, by `type`."""
     data: sections.DataConfig = sections.DataConfig()
@@ -122,7 +123,7 @@ EVERYDAY = (
     *("optimizer.learning_rate", "optimizer.warmup_steps"),
     *("checkpoint.directory", "checkpoint.every", "checkpoint.keep_best", "seed"),
 )
-"""The options that most runs set: `--help` and docs/options.md show these, and other pages all."""
+"""The options that most runs set. `--help` and docs/options.md show only these."""
 
 
 # Terms of the loss that have a gradient even if the advantage is 0.
@@ -184,14 +185,14 @@ def _documents(config: "Config") -> Iterator[str]:
         yield "data.path and sampler are both given: documents come from one source; remove one of the two"
     if data.source is None:
         if data.group_timeout != type(data).model_fields["group_timeout"].default:
-            yield "data.group_timeout needs data.source: other groups are complete at the end of their data"
+            yield "data.group_timeout needs data.source: groups from other sources are complete at the end of the data"
         return
     if data.path is not None:
         yield "data.source and data.path are both given: documents come from one source; remove one of the two"
     if config.sampler is not None:
         yield "data.source and sampler are both given: documents come from one source; remove one of the two"
     if data.shuffle:
-        yield "data.shuffle is for the files of data.path; those of data.source are trained on in the order they come"
+        yield "data.shuffle is for the files of data.path; those of data.source are used as they arrive"
     if data.epochs != 1:
         yield "data.epochs is for the files of data.path; the documents of data.source come once"
     if data.group_size is None and data.advantages != "none" and not config.loss.supervised:
@@ -212,7 +213,7 @@ NEEDS_REWARD = "sampler needs sampler.reward or sampler.environment: one of the 
 
 
 def needs_reward(config: "Config") -> bool:
-    """Return whether there is nothing to rate completions by. In Python it may be given to `train` later."""
+    """Return whether the sampler has no reward and no environment. In Python, one may be passed to `train` later."""
     sampler = config.sampler
     return sampler is not None and sampler.reward is None and sampler.environment is None
 
@@ -249,7 +250,7 @@ def _episodes(config: "Config") -> Iterator[str]:
         if sampler.prompts is None:
             yield "sampler needs sampler.prompts: with a reward, only a file or a dataset has prompts"
         sets = (config.evaluation and config.evaluation.sets) or {}
-        if any(given.environment is not None for given in sets.values()):  # the limits of their episodes
+        if any(given.environment is not None for given in sets.values()):  # their episodes have the limits below
             return
         for name in ("max_turns", "max_episode_tokens", "episode_timeout"):
             if getattr(sampler, name) != type(sampler).model_fields[name].default:
@@ -310,8 +311,8 @@ def _sources(config: "Config") -> Iterator[str]:
 
 
 def of_sets(config: "Config") -> dict[str, "Config"]:
-    """Return the configuration of each set of held-out prompts by its name: one that evaluates this set alone. Without
-    sets it is the configuration itself, with the name ''."""
+    """Return, for the name of each set of held-out prompts, a configuration that evaluates only this set. Without sets,
+    return the configuration itself under the name ''."""
     evaluation = config.evaluation
     if evaluation is None or evaluation.sets is None:
         return {"": config}
@@ -329,7 +330,7 @@ def of_sets(config: "Config") -> dict[str, "Config"]:
 
 
 def makes_held_out_prompts(config: "Config") -> bool:
-    """Return whether an evaluation without prompts has those that the sampler's environment makes."""
+    """Return whether the sampler's environment makes the held-out prompts, because the evaluation names none."""
     sampler, evaluation = config.sampler, config.evaluation
     if evaluation is None or evaluation.path is not None or evaluation.prompts is not None:
         return False
@@ -371,9 +372,9 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
     if config.schedule.last_step == "drop":
         yield "schedule.last_step: drop is for files; a sampler's documents never end"
     if config.data.fields:
-        yield "data.fields is for the records of data.path and data.source; what a sampler makes has no other fields"
+        yield "data.fields is for the records of data.path and data.source; a sampler's documents have no others"
     if config.data.temperature != 1.0:
-        yield "data.temperature is for files; a sampler's is sampler.temperature"
+        yield "data.temperature is for files; with a sampler, set sampler.temperature"
 
 
 def _servers(config: "Config") -> Iterator[str]:
@@ -385,13 +386,13 @@ def _servers(config: "Config") -> Iterator[str]:
         yield "sampler.urls names a server twice"
     start = sampler.start
     if (start is None) is (sampler.urls is None):
-        yield "sampler needs sampler.urls, servers that run, or sampler.start, servers that the run starts: one of them"
+        yield "sampler needs sampler.urls (running servers) or sampler.start (servers that the run starts): one of them"
     if start is None:
         return
     if sampler.protocol not in ("vllm", "sglang"):
-        yield f"sampler.start starts vllm and sglang; sampler.protocol: {sampler.protocol} has servers of your own"
+        yield f"sampler.start starts vllm or sglang; start servers of sampler.protocol: {sampler.protocol} yourself"
     if sampler.api_key_env is not None:
-        yield "sampler.api_key_env is for sampler.urls; servers that the run starts get a key of its own"
+        yield "sampler.api_key_env is for sampler.urls; the run makes a key for servers that it starts"
     gpus = start.gpus or []
     if len(set(gpus)) < len(gpus):
         yield "sampler.start.gpus names a GPU twice"
@@ -488,7 +489,7 @@ def _steps(config: "Config") -> Iterator[str]:
 
 def _evaluation(config: "Config") -> Iterator[str]:
     evaluation = config.evaluation
-    if evaluation is None or evaluation.sets is not None:  # of sets: see _sets
+    if evaluation is None or evaluation.sets is not None:  # `_sets` checks sets
         return
     samples = evaluation.prompts is not None or makes_held_out_prompts(config)
     if samples == (evaluation.path is not None):
@@ -530,12 +531,12 @@ def _sets(config: "Config") -> Iterator[str]:
             yield from (_OF_A_SET.sub(rf"{section}.\1\2", message) for message in rule(alone))
 
 
-# Options of a set, in messages about a configuration that evaluates the set alone.
+# In a message about a configuration that evaluates one set: the option names to replace by those of the set.
 _OF_A_SET = re.compile(r"\bsampler\.(environment|prompts)\b|\bevaluation\.(prompts|reward|pass_reward)\b")
 
 
 def evaluation_metrics(config: "Config") -> list[str]:
-    """Return the metrics of evaluations by which checkpoint.keep_best can choose, with their prefix evaluation/."""
+    """Return the names of evaluation metrics that checkpoint.keep_best accepts, with the prefix `evaluation/`."""
     evaluation = config.evaluation
     if evaluation is None:
         return []
@@ -554,7 +555,7 @@ def evaluation_metrics(config: "Config") -> list[str]:
     return [f"evaluation/{name}" for name in dict.fromkeys(names)]
 
 
-# What a configuration is given where records alone are scored or trained on, and nothing is drawn.
+# Changes to a configuration that only scores or trains on given records, and samples nothing.
 NOTHING_IS_DRAWN = {"sampler": None, "evaluation": None, "checkpoint.keep_best": None}
 
 
@@ -607,7 +608,7 @@ def _ranks(config: "Config") -> Iterator[str]:
 
 
 def _expert_ranks(config: "Config") -> Iterator[str]:
-    """Check what experts that are divided over ranks do not support."""
+    """Find options that expert parallelism does not support."""
     evaluation, divided = config.evaluation, f"parallel.expert: {config.parallel.expert}"
     if config.parallel.expert == 1:
         return

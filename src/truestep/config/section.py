@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
-SourceName = Annotated[str, Field(pattern=rf"^{SOURCE_NAME.pattern}$")]  # of one source of prompts among several
+SourceName = Annotated[str, Field(pattern=rf"^{SOURCE_NAME.pattern}$")]  # the name of one of several sources of prompts
 ImportPath = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]  # package.module:function
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

@@ -1,6 +1,6 @@
 """The sections of the configuration: each option, its default and its meaning. Imports no torch.
 
-A field enters this file only together with the code that obeys it.
+Add a field only together with the code that uses it.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,35 +13,36 @@ from truestep.config.section import SOURCE_NAME, Count, ImportPath, NotNegative,
 class HeadConfig(Section):
     fp32_lm_head: bool = False
     """Keep logits in float32 instead of rounding them to bfloat16: given the hidden states, log-probs are then within
-    1e-4 of float64. Set it as in your sampler, so that both compute the same log-probs."""
+    1e-4 of float64. Use the same setting as in your sampler, so that both compute the same log-probs."""
     logits_chunk_size: Count | Literal["auto"] = "auto"
     """The largest number of rows of logits in memory at a time. It affects memory and speed, not results: lower it if
-    the head runs out of memory. auto: at most half of the free memory; with `deterministic`, by the vocabulary's size
-    alone."""
+    the head runs out of memory. `auto`: chosen so that logits take at most half of the free memory; with
+    `deterministic`, chosen only by the size of the vocabulary."""
     head_gradient: Literal["bfloat16", "split"] = "bfloat16"
-    """Precision of the logits' gradient in the head's backward products on a GPU. bfloat16: rounded to bfloat16.
-    split: the sum of two bfloat16 numbers, which brings the gradient of the head's weight 4 (on a Hopper GPU) to 40
+    """Precision of the logits' gradient in the head's backward products on a GPU. `bfloat16`: rounded to bfloat16.
+    `split`: the sum of two bfloat16 numbers, which brings the gradient of the head's weight 4 (on a Hopper GPU) to 40
     times nearer to float64, at 1.7 times the cost."""
 
 
 class ExpertsConfig(Section):
     replay: Literal["auto", "off", "require"] = "auto"
-    """Which experts a token has. auto: those that its record names (`routed_experts`), and where it names none, those
-    that the policy's router chooses. require: records must name them, and servers return them. off: the router's,
-    also where records name others. The weights of a token's experts are the policy's router's in any case, with their
-    gradient."""
+    """Which experts compute a token. `auto`: the experts in its record (`routed_experts`); a token without recorded
+    experts uses the router's own choice. `require`: every record must have `routed_experts`, and servers must return
+    them. `off`: the router's own choice for every token. In each case, the policy's router computes the weights of the
+    token's experts, with their gradient."""
     router: Literal["trained", "frozen"] = "trained"
-    """frozen: the routers' weights do not change."""
+    """Whether the routers are trained. `frozen`: their weights do not change."""
     balance: Literal["none", "loss", "bias"] = "none"
-    """How experts are kept evenly loaded. loss: a term of the loss that is least where all experts of a layer are
-    chosen equally often; the step's choices are counted by a forward pass before it. bias: after each update, the
-    model's own bias of choices rises for experts that were chosen less often than others in the step, and falls for
-    the others; it needs a model that has one (DeepSeek-V3, GLM-4.5, LFM2-MoE)."""
+    """How experts are kept evenly loaded. `loss`: a term of the loss, which is smallest if all experts of a layer are
+    chosen equally often. The choices in the whole step are counted before the step: in the records if all have
+    `routed_experts`, else by another forward pass. `bias`: after each update, the model's own routing bias rises for
+    experts that were chosen less often in the step than the layer's mean, and falls for experts that were chosen more
+    often. The model must have such a bias (DeepSeek-V3, GLM-4.5, LFM2-MoE)."""
     strength: Positive = 0.001
-    """With balance: loss, the weight of the term; with balance: bias, how far a bias moves in a step."""
+    """With `balance: loss`, the weight of the term. With `balance: bias`, the change of a bias in one step."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
-    """The weight of the squared logsumexp of the routers' logits, the mean over layers and tokens. It keeps them
-    small."""
+    """The weight of a term that keeps the routers' logits small: the square of their logsumexp, averaged over layers
+    and tokens."""
 
 
 class ModelConfig(Section):
@@ -57,23 +58,24 @@ class ModelConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     """Training of a mixture of experts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device that the model runs on. auto takes a GPU if there is one."""
+    """The device that the model runs on. `auto`: a GPU if there is one, else the CPU."""
     attention: Literal["auto", "flash", "torch"] = "auto"
-    """The attention kernel for packed documents. flash: FlashAttention 4, an optional package (truestep[flash]) for
-    bfloat16 on Hopper and Blackwell GPUs; it is compared with float32 on the machine first. torch: torch's own. auto:
-    flash where it can be used."""
+    """The attention kernel for packed documents. `flash`: FlashAttention 4, an optional package (truestep[flash]) for
+    bfloat16 on Hopper and Blackwell GPUs. Before it is used, its results are compared with float32 on this machine.
+    `torch`: torch's own kernel. `auto`: `flash` if it can be used, else `torch`."""
     activation_checkpointing: Annotated[
         Literal[False, "full", "selective", "elementwise", "auto"],
         BeforeValidator(lambda value: "full" if value is True else value),
     ] = False
-    """Recompute activations in the backward pass: less memory, the same numbers. full (or true): whole layers, about a
-    third more time. selective: everything but attention and the products of about the layer's width, about a sixth
-    more time. elementwise: only norms, RoPE and activation functions; with `compile` it costs 1 to 2%, saves a third
-    of the memory of activations, and changes rounding. auto: the fastest that fits the GPU, by the memory plan; false
-    on a CPU."""
+    """Recompute activations in the backward pass: less memory, the same numbers. `full` (or `true`): whole layers, for
+    about a third more time. `selective`: everything except attention and the matrix products whose input and output
+    have about the same width, for about a sixth more time. `elementwise`: only norms, RoPE and activation functions;
+    with `compile` it costs 1 to 2% of time, saves a third of the memory of activations, and changes rounding. `auto`:
+    the fastest that fits the GPU according to the memory plan; `false` on a CPU."""
     activation_offload: bool | Literal["auto"] = False
     """Keep the saved inputs of recomputed layers in host memory; the copies overlap with computation. It needs
-    activation_checkpointing. auto: only if the run would not fit otherwise, by the memory plan."""
+    `activation_checkpointing`. `auto`: only if the run would not fit the GPU otherwise, according to the memory
+    plan."""
     compile: bool = False
     """Compile the layers (torch.compile): up to twice the speed, for up to a minute at the start. On a CPU it needs a
     C++ compiler."""
@@ -83,7 +85,7 @@ class ModelConfig(Section):
 
 class AdapterConfig(Section):
     type: Literal["lora"] = "lora"
-    """lora: each adapted layer W computes W x + (alpha / rank) B (A x). W is frozen in `model.dtype`; only the small
+    """`lora`: each adapted layer W computes W x + (alpha / rank) B (A x). W is frozen in `model.dtype`; only the small
     matrices A and B are trained."""
     rank: Count = 32
     """The LoRA rank: the rows of A and the columns of B. A larger rank can learn more and takes more memory."""
@@ -98,7 +100,7 @@ class AdapterConfig(Section):
 
 class RedisSource(Section):
     type: Literal["stream"]
-    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
+    """`stream`: a Redis stream. `files`: the files that appear in a directory. `custom`: a source of your own."""
     url: str = "redis://127.0.0.1:6379/0"
     """The Redis server. To keep a password out of the file, set the environment variable REDISCLI_AUTH."""
     stream: str
@@ -108,12 +110,12 @@ class RedisSource(Section):
     consumer: str = "trainer"
     """The run's name within its group."""
     events: str | None = None
-    """The stream to which weights_ready and training_finished are added. null: STREAM:events."""
+    """The stream to which weights_ready and training_finished are added. `null`: STREAM:events."""
 
 
 class DirectorySource(Section):
     type: Literal["files"]
-    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
+    """`stream`: a Redis stream. `files`: the files that appear in a directory. `custom`: a source of your own."""
     directory: str
     """The directory to watch. Senders write each file under another name and rename it to NAME.jsonl when it is
     complete. A file named END ends the data. Events are written to events.jsonl in it."""
@@ -121,11 +123,11 @@ class DirectorySource(Section):
 
 class CustomSource(Section):
     type: Literal["custom"]
-    """stream: a Redis stream. files: the files that appear in a directory. custom: a source of your own."""
+    """`stream`: a Redis stream. `files`: the files that appear in a directory. `custom`: a source of your own."""
     function: str
-    """package.module:function, called as function(start, **options). It returns an iterator over records (mappings
-    with the fields of a rollout) from record number `start` on. A resumed run asks for the records from where it was.
-    """
+    """package.module:function, called as function(start, **options). It returns an iterator over records (mappings with
+    the fields of a rollout), beginning with record number `start`. When a run resumes, `start` is the number of the
+    first record that it has not read yet."""
     options: dict[str, Any] | None = None
     """The function's keyword-only parameters, checked against its signature."""
 
@@ -138,7 +140,7 @@ SourceConfig = Annotated[
 ]
 
 
-# Made by a call: `from` is an option's name, and a word that a Python class cannot have as an attribute.
+# Made with create_model: the option's name `from` is a Python keyword, so no class attribute can have it.
 OverlongPenaltyConfig = create_model(
     "OverlongPenaltyConfig",
     __base__=Section,
@@ -155,11 +157,11 @@ OverlongPenaltyConfig = create_model(
 
 class FieldConfig(Section):
     level: Literal["label", "document"]
-    """label: a value for each label, given in a record like `advantage`. document: one value."""
+    """`label`: a value for each label, given in a record like `advantage`. `document`: one value."""
     dtype: Literal["float32", "int64", "bool"] = "float32"
     """The dtype of the values."""
     default: bool | int | float | None = None
-    """The value for records without the field. null: such records are rejected."""
+    """The value for records without the field. `null`: such records are rejected."""
 
 
 FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -172,22 +174,24 @@ class DataConfig(Section):
     source: SourceConfig | None = None
     """Rollouts that your own sampler sends during the run."""
     cache_directory: str | None = None
-    """The directory for copies of the documents of large rollout files. They are made once for all ranks and runs of
-    the machine, and take about half of the size. null: truestep/data in $XDG_CACHE_HOME or ~/.cache. Files of less than
-    16 MiB together are read into memory."""
+    """The directory for copies of the documents of large rollout files. The copies are made once for all ranks and runs
+    of the machine, and are about half as large as the files. `null`: truestep/data in $XDG_CACHE_HOME or ~/.cache.
+    Files that are smaller than 16 MiB together are read into memory instead."""
     temperature: Positive = 1.0
     """The sampling temperature of records that have no `temperature` of their own."""
     advantages: (
         Literal["group_mean", "leave_one_out", "length_weighted", "group_normalized", "batch_normalized", "none"]
         | ImportPath
     ) = "group_normalized"
-    """How rewards become advantages: which baseline is subtracted from each reward. group_mean: the mean of the group.
-    leave_one_out: the mean of the others of the group. length_weighted: the group's mean, weighted by labels.
-    group_normalized and batch_normalized: group_mean with advantage_scale group and step. none: records have their own
-    advantages. package.module:function: your own function, from the records of a group to one advantage for each."""
+    """How rewards become advantages: which baseline is subtracted from each reward. `group_mean`: the mean of the
+    group. `leave_one_out`: the mean of the other members of the group. `length_weighted`: the group's mean, weighted by
+    numbers of labels. `group_normalized`: `group_mean` with `advantage_scale: group`. `batch_normalized`: `group_mean`
+    with `advantage_scale: step`. `none`: records have their own advantages. package.module:function: your own function,
+    which gets the records of a group and returns one advantage for each."""
     advantage_scale: Literal["none", "group", "step"] | None = None
-    """What advantages are divided by. group: the standard deviation of the group's rewards. step: the standard
-    deviation over all documents of the step, after the baseline. null: as `advantages` implies, else none."""
+    """What advantages are divided by. `group`: the standard deviation of the group's rewards. `step`: the standard
+    deviation over all documents of the step, after the baseline is subtracted. `null`: as `advantages` implies, else
+    `none`."""
     advantage_std_floor: NotNegative = 1e-4
     """Added to the standard deviation that advantages are divided by, so that nearly equal rewards do not become large
     advantages."""
@@ -195,32 +199,33 @@ class DataConfig(Section):
     """Subtracts a length penalty from the reward, before advantages are computed: 0 up to `from` labels, then linear
     up to `weight` at `to` labels."""
     zero_advantage: Literal["keep", "skip", "replace"] = "keep"
-    """What to do with documents whose advantages are all 0. keep: train on them like others. skip: no backward pass
-    for them; no result changes. replace: discard groups whose rewards are all equal and sample other prompts until the
-    step is full (dynamic sampling)."""
+    """What to do with documents whose advantages are all 0. `keep`: train on them like others. `skip`: no backward pass
+    for them; no result changes. `replace`: discard groups whose rewards are all equal and sample other prompts until
+    the step is full (dynamic sampling)."""
     replace_limit: Count = 64
-    """With zero_advantage: replace, the largest number of groups to discard in a step. Further ones are kept."""
+    """With `zero_advantage: replace`, the largest number of groups to discard in a step. Further groups with equal
+    rewards are kept."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
-    """What to do with documents that ended at a length limit, after their rewards were counted in the baseline. keep:
-    train on them like others. mask: they have no labels, but count as documents. drop: leave them out of steps."""
+    """What to do with documents that ended at a length limit, after their rewards were counted in the baseline. `keep`:
+    train on them like others. `mask`: they have no labels, but count as documents. `drop`: leave them out of steps."""
     group_size: Count | None = None
-    """The number of rollouts for each prompt. A group of rollouts from files is complete at this size; null: at the
+    """The number of rollouts for each prompt. A group of rollouts from files is complete at this size; `null`: at the
     end of the data."""
     group_timeout: Positive | None = 3600.0
-    """With data.source: seconds after which the documents of an incomplete group are rejected. The time does not run
-    while the trainer has enough documents. null: groups wait as long as the run lasts."""
+    """With `data.source`: seconds after which the documents of an incomplete group are rejected. Time during which the
+    trainer has enough documents is not counted. `null`: groups wait as long as the run lasts."""
     tokens_per_microbatch: Count = 16384
     """The largest number of tokens in one micro-batch. Longer documents are rejected. Raise it for speed; lower it if
     memory runs out."""
     share_prefixes: Literal["auto", "always", "off"] = "auto"
-    """Compute tokens with which several documents begin once, forward and backward: the prompt of a group, or the past
-    of a conversation. No result changes. auto: where it saves time. always: wherever documents of a micro-batch begin
-    with the same token. off: each document alone."""
+    """Compute a prefix that several documents share only once, forward and backward: the prompt of a group, or the
+    earlier turns of a conversation. No result changes. `auto`: share where it saves time. `always`: share wherever
+    documents of a micro-batch begin with the same token. `off`: compute each document alone."""
     pad_to_multiple: Count = 1
     """Pad each micro-batch to a multiple of this many tokens. Padding does not affect results."""
     on_bad_record: Literal["reject", "stop"] = "reject"
-    """What to do with invalid records. reject: write them to rejected.jsonl and go on. stop: end the run at the first.
-    """
+    """What to do with invalid records. `reject`: write them to rejected.jsonl and go on. `stop`: end the run at the
+    first."""
     fields: dict[FieldName, FieldConfig] | None = None
     """Fields of your own in the records, by name, for your own loss, metrics and advantages. Each is {level: label or
     document, dtype: float32, int64 or bool, default: a number}; without a default, a record must have it."""
@@ -230,7 +235,7 @@ class DataConfig(Section):
     """How many times each document of the files is trained on."""
 
 
-# Made by a call: `class` is an option's name, and a word that a Python class cannot have as an attribute.
+# Made with create_model: the option's name `class` is a Python keyword, so no class attribute can have it.
 EnvironmentConfig = create_model(
     "EnvironmentConfig",
     __base__=Section,
@@ -239,25 +244,28 @@ EnvironmentConfig = create_model(
             Literal["python", "command", "reasoning_gym", "openenv", "verifiers"],
             Field(
                 "python",
-                description="python: a class of yours. command: a program that asks for completions as OpenAI's "
-                "clients do (docs/agents.md). reasoning_gym: tasks of the package reasoning-gym. openenv: an OpenEnv "
-                "server. verifiers: environments of the package verifiers.",
+                description="`python`: a class of your own. `command`: a program that asks for completions through "
+                "OpenAI's API (docs/agents.md). `reasoning_gym`: tasks of the package reasoning-gym. `openenv`: an "
+                "OpenEnv server. `verifiers`: environments of the package verifiers.",
             ),
         ),
         "class": (
             str | None,
-            Field(None, description="With python: package.module:Class, a class as truestep.Environment is one."),
+            Field(None, description="With `python`: package.module:Class, with truestep.Environment's methods."),
         ),
         "run": (
             str | Annotated[list[str], Field(min_length=1)] | None,
             Field(
                 None,
-                description="With command: the program and its arguments, one text or a list. {name} is a field of the "
-                "prompt's record; the whole record is a line of JSON on its standard input. OPENAI_BASE_URL and "
-                "OPENAI_API_KEY say where it asks.",
+                description="With `command`: the program and its arguments, one text or a list. {name} is replaced by "
+                "a field of the prompt's record. The program gets the whole record as a line of JSON on standard "
+                "input, and the address and key of the policy's API in OPENAI_BASE_URL and OPENAI_API_KEY.",
             ),
         ),
-        "options": (dict[str, Any] | None, Field(None, description="Its options, by name. null: none.")),
+        "options": (
+            dict[str, Any] | None,
+            Field(None, description="The environment's options, by name. `null`: none."),
+        ),
     },  # type: ignore[call-overload]
 )
 
@@ -269,18 +277,18 @@ class DatasetPrompts(Section):
     subset: str | None = None
     """The configuration of a dataset that has several."""
     split: str | None = None
-    """The split, such as train, or train[:1000]. null: the only one."""
+    """The split, such as train, or train[:1000]. `null`: the only one."""
     revision: str | None = None
-    """Of a dataset on the hub: the commit, the tag or the branch. null: the newest."""
+    """For a dataset on the hub: its commit, tag or branch. `null`: the newest commit."""
     columns: dict[str, str] | None = None
-    """The fields of a prompt, each with the column that it is taken from. null: all columns under their own names."""
+    """The fields of a prompt, and the column from which each is taken. `null`: all columns under their own names."""
     template: str | list[dict[str, str]] | None = None
-    """The prompt, in which {COLUMN} is the value of a column, and {{ and }} are braces: text, or chat messages with
-    role and content. null: the field prompt."""
+    """The prompt as text, or as chat messages with role and content. {COLUMN} is replaced by the value of a column; {{
+    and }} are braces. `null`: the field `prompt`."""
 
 
 def _read_prompts(given: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Check one or several sources of prompts, and return them as they are."""
+    """Check one or several sources of prompts, and return them unchanged."""
     files_of(given)
     return given
 
@@ -303,9 +311,9 @@ Prompts = Annotated[str | dict[str, Any], AfterValidator(_read_prompts)]
 
 class CurriculumConfig(Section):
     easy: float = 1.0
-    """A prompt rests as too easy when the mean reward of its group is at least this."""
+    """A prompt is too easy, and rests, if the mean reward of its group is at least this."""
     hopeless: float = 0.0
-    """A prompt rests as hopeless when the mean reward of its group is at most this."""
+    """A prompt is hopeless, and rests, if the mean reward of its group is at most this."""
     rest: Count = 4
     """The number of passes over its source that a prompt rests. Then it is tried again."""
 
@@ -313,94 +321,96 @@ class CurriculumConfig(Section):
 class SamplerBase(Section):
     prompts: Prompts | None = None
     """A JSONL file of {"prompt": text or chat messages, other fields}, a Hugging Face dataset on disk, or a dataset as
-    {dataset, subset, split, revision, columns, template} (docs/rollouts.md). Several of them, by name, are a mixture.
-    null: the environment makes its own prompts."""
+    {dataset, subset, split, revision, columns, template} (docs/rollouts.md). Several of these, each under a name, are a
+    mixture of sources. `null`: the environment makes its own prompts."""
     prompt_weights: dict[SourceName, Positive] | None = None
-    """With several sources of prompts: their parts of the groups, by name, such as {math: 3, code: 1}. null: by their
-    numbers of prompts."""
+    """With several sources of prompts: the weight of each source, by name, such as {math: 3, code: 1}. A source's share
+    of the groups is proportional to its weight. `null`: to its number of prompts."""
     curriculum: CurriculumConfig | None = None
-    """Let prompts rest that are too easy or hopeless for the policy (docs/sampling.md). null: every pass has all
-    prompts."""
+    """For some passes, leave out prompts that are too easy or hopeless for the policy (docs/sampling.md). `null`: every
+    pass has all prompts."""
     reward: str | None = None
-    """package.module:function, called as reward(prompt, completion, **fields) -> float. null: there is an environment.
-    """
+    """package.module:function, called as reward(prompt, completion, **fields) -> float. `null`: `environment` gives the
+    rewards."""
     environment: EnvironmentConfig | None = None  # type: ignore[valid-type]
-    """An environment, which answers the policy over several turns and rewards the episode (docs/environments.md). Its
-    processes have the limits of reward_timeout (for each of its answers), reward_memory and the like."""
+    """An environment, which answers the policy over several turns and rewards the episode (docs/environments.md). The
+    limits reward_timeout (for each of its answers), reward_memory and the like also apply to its processes."""
     max_turns: Count = 8
-    """With an environment: the most turns of the policy in an episode. What reaches this limit, or one of the next two,
-    is a document that is truncated, with the reward that the environment gives it then, or 0."""
+    """With an environment: the largest number of the policy's turns in an episode. An episode that reaches this limit,
+    max_episode_tokens or episode_timeout becomes a truncated document. Its reward is the one that the environment gives
+    at that point, or 0."""
     max_episode_tokens: Count = 16384
-    """With an environment: the most tokens of a conversation that the policy goes on from. At most
-    data.tokens_per_microbatch."""
+    """With an environment: the largest number of tokens in the policy's context, completion included. It must not
+    exceed data.tokens_per_microbatch."""
     episode_timeout: Positive = 600.0
-    """With an environment: seconds of an episode."""
+    """With an environment: the longest time of an episode, in seconds."""
     temperature: Positive = 1.0
     """The sampling temperature. The policy is trained at the same temperature."""
     max_new_tokens: Count = 512
-    """The largest number of tokens in a completion. It ends earlier at the end-of-text token."""
+    """The largest number of tokens in a completion. A completion ends earlier at the end-of-text token."""
 
     reward_workers: Count | None = None
-    """The number of reward processes; with reward_isolation: same_process, of threads. null: one for each core of this
-    rank (cores are shared among the ranks of a machine), or one thread."""
+    """The number of reward processes, or of threads with `reward_isolation: same_process`. `null`: one process for each
+    core of this rank (the ranks of a machine share its cores), or one thread."""
     reward_timeout: Positive = 60.0
     """Seconds for one reward. A reward that takes longer is killed, and its completion is rejected."""
     reward_memory: Positive | None = None
-    """Memory limit (GiB) of a reward process and all that it starts. null: half of the machine's memory, divided by
-    the number of reward processes, and at least 1."""
+    """The memory limit (GiB) of a reward process, including everything that it starts. `null`: half of the machine's
+    memory, divided by the number of reward processes, and at least 1."""
     reward_environment: list[str] | None = None
-    """Environment variables to pass to rewards, by name, beside the usual ones that hold no secret (PATH, HOME, LANG
-    and the like). null: no others."""
+    """Names of environment variables to pass to rewards, in addition to the usual ones without secrets (PATH, HOME,
+    LANG and the like). `null`: only the usual ones."""
     reward_isolation: Literal["auto", "require", "off", "same_process"] = "auto"
     """Linux namespaces for reward processes: they see no other processes, and cannot write to files outside a private
-    /tmp in memory (SECURITY.md). auto: isolate if the system permits it; the run prints whether it does. require: end
-    the run if it does not. off: no isolation. same_process: rewards and environments are called in the trainer's own
-    process, one at a time unless reward_workers asks for more threads. No call is ended and memory has no limit; the
-    objects of your program keep their state."""
+    /tmp in memory (SECURITY.md). `auto`: isolate if the system permits it; the run prints whether it does. `require`:
+    end the run if the system does not permit it. `off`: no isolation. `same_process`: rewards and environments are
+    called in the trainer's own process, one at a time unless reward_workers asks for more threads. There is no limit of
+    time or memory, and the objects of your program keep their state between calls."""
     reward_writable: list[str] | None = None
     """Directories that isolated rewards may write to. The files stay after the run, and their size is not limited. Do
-    not list directories that code is imported from. null: none."""
+    not list directories that code is imported from. `null`: none."""
     reward_network: bool = True
-    """Whether rewards may use the network, for example to ask a judge. false, with isolation: no network at all, also
-    not to services of this machine (Redis, servers, the ranks' store)."""
+    """Whether rewards may use the network, for example to ask a judge. `false`, with isolation: no network at all, not
+    even services of this machine (Redis, servers, the ranks' store)."""
 
 
 class InProcessSampler(SamplerBase):
     type: Literal["in_process"] = "in_process"
     """The trainer samples in process, with the weights that it trains."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1: off. Log-probs are still those of the full distribution."""
+    """Nucleus sampling; `1`: off. Log-probs are still those of the full distribution."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from the k likeliest tokens; 0: off. Log-probs are still those of the full distribution."""
+    """Sample from the k likeliest tokens; `0`: off. Log-probs are still those of the full distribution."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample only tokens with at least this fraction of the likeliest token's probability; 0: off. Log-probs are still
-    those of the full distribution."""
+    """Sample only tokens with at least this fraction of the likeliest token's probability; `0`: off. Log-probs are
+    still those of the full distribution."""
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
-    """Texts that end a completion. They stay part of it."""
+    """Texts that end a completion. Such a text stays part of the completion."""
     engine: bool = True
-    """Sample with the engine (paged KV cache, continuous batching, kernels and CUDA graphs on a GPU). false:
+    """Sample with the engine (paged KV cache, continuous batching, kernels and CUDA graphs on a GPU). `false`:
     transformers' attention and cache, one batch after another; slower."""
     exact: bool = False
-    """Compute log-probs in sampling and training with batch-invariant kernels: the ratio of the first update on fresh
-    documents is then exactly 1. It costs one more forward pass in each step, and slower matrix products."""
+    """Compute log-probs in sampling and training with batch-invariant kernels, so that the importance ratio is exactly
+    1 in the first update on fresh documents. It costs one more forward pass in each step, and slower matrix
+    products."""
     batch_size: Count | None = None
-    """The largest number of completions decoded at a time. null: as many as fit in free memory, at most 1,024 on a GPU
-    and 256 on a CPU."""
+    """The largest number of completions decoded at a time. `null`: as many as fit in free memory, at most 1,024 on a
+    GPU and 256 on a CPU."""
 
 
 class ServerStart(Section):
     environment: str
-    """The virtual environment that has the engine of sampler.protocol, or its Python. Trainer and engine need not share
-    packages."""
+    """The path of a virtual environment with the engine that sampler.protocol names, or of its Python. Trainer and
+    engine need not share packages."""
     gpus: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """The GPUs of this machine that servers get, by number, none of which a rank of the trainer may use. null: one
-    server, on what its engine finds."""
+    """The numbers of this machine's GPUs that servers use. No rank of the trainer may use one of these. `null`: one
+    server, on the devices that its engine finds."""
     tensor: Count = 1
-    """GPUs of a server. There are as many servers as gpus has such parts."""
+    """The number of GPUs of each server. The number of servers is the number of `gpus` divided by this."""
     options: list[str] | None = None
-    """More arguments of the engine, such as [--gpu-memory-utilization, '0.9']."""
+    """Further command-line arguments of the engine, such as [--gpu-memory-utilization, '0.9']."""
     timeout: Positive = 1800.0
-    """Seconds until a server must answer."""
+    """Seconds after its start within which a server must answer."""
 
 
 class ServerSampler(SamplerBase):
@@ -410,53 +420,57 @@ class ServerSampler(SamplerBase):
     """The kind of server: vllm, sglang, or package.module:Class, your own implementation of
     truestep.generate.servers.protocol.InferenceServer."""
     urls: Annotated[list[str], Field(min_length=1)] | None = None
-    """The servers, such as http://host:8000. A request goes to the least busy one. null: sampler.start."""
+    """The servers, such as http://host:8000. A request goes to the least busy server. `null`: the servers of
+    sampler.start."""
     start: ServerStart | None = None
-    """Servers that the run starts on the machine of its first rank, starts again when they end, and ends with itself,
-    in place of sampler.urls. What they write is in the run's directory, servers/0.log and so on."""
+    """Servers that the run itself starts, in place of sampler.urls, on the machine of its first rank. The run restarts
+    a server that exits, and stops all servers at its own end. Their output is in the run's directory, in servers/0.log
+    and so on."""
     model: str = "policy"
     """The name under which the servers serve the model (--served-model-name)."""
     api_key_env: str | None = None
-    """The environment variable that holds the servers' API key. null: no key."""
+    """The environment variable that holds the servers' API key. `null`: no key."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """The largest staleness of a token: the number of documents that the policy may have been trained on between the
-    token's sampling and its training. 0: sampling and training alternate. n x schedule.docs_per_step: servers sample
-    up to n steps ahead while the trainer trains. Documents are trained on in the order in which they were begun."""
+    token's sampling and its training. `0`: sampling and training alternate. n x schedule.docs_per_step: servers sample
+    up to n steps ahead while the trainer trains. Documents are trained on in the order in which their sampling
+    began."""
     pause: Literal["wait", "keep", "abort"] = "wait"
-    """What happens to running completions when servers get new weights. wait: they finish with the old weights first.
-    keep: they continue with the new weights, and each token records its version. abort: they are discarded and sampled
-    again."""
+    """What happens to running completions when servers get new weights. `wait`: they finish with the old weights first.
+    `keep`: they continue with the new weights, and each token records its version. `abort`: they are discarded and
+    sampled again."""
     updates: Literal["at_once", "rolling"] = "at_once"
-    """How several servers get new weights. at_once: all at the same time. rolling: one after another; the others keep
-    sampling meanwhile."""
+    """How several servers get new weights. `at_once`: all at the same time. `rolling`: one after another; the others
+    keep sampling meanwhile."""
     concurrency: Count = 256
-    """The largest number of groups in flight over all servers; one request asks for a whole group. A group of which a
-    part is done counts by the rest. Raise it if servers have capacity left."""
+    """The largest number of groups in flight over all servers; one request asks for a whole group. A partly finished
+    group counts as the fraction that is not finished. Raise it if servers have capacity left."""
     request_timeout: Positive = 600.0
-    """Seconds until a request must be answered completely."""
+    """Seconds within which a server must answer a request completely."""
     adapter: Literal["merged", "served"] = "merged"
-    """How servers get a LoRA adapter. merged: they load the model's weights with the adapter merged into them. served:
-    they load the adapter alone, on top of the model that they were started with, so that several runs can share a
-    server (vLLM with --enable-lora)."""
+    """How servers get a LoRA adapter. `merged`: they load the model's weights with the adapter merged into them.
+    `served`: they load the adapter alone, on top of the model that they were started with, so that several runs can
+    share a server (vLLM with --enable-lora)."""
     transfer: Literal["disk", "nccl"] = "disk"
-    """How new weights get to the servers. disk: through weights_directory. nccl: from the trainer's first GPU to the
-    GPUs of vLLM servers started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another."""
+    """How new weights get to the servers. `disk`: through weights_directory. `nccl`: from the trainer's first GPU to
+    the GPUs of vLLM servers started with --weight-transfer-config '{"backend": "nccl"}', on this machine or another."""
     weights_directory: str | None = None
     """The directory for new weights, which trainer and servers must see under the same path: on a shared disk, or in
-    memory below /dev/shm if servers run on this machine. Several runs may share it. null: weights, in the run's
+    memory below /dev/shm if servers run on this machine. Several runs may share it. `null`: `weights` in the run's
     directory."""
     tolerance: Positive | None = None
-    """The largest mean difference, in nats, between a server's and the trainer's log-probs of a probe, measured after
-    each update of the weights. With a larger one, the run ends before it trains on rollouts of these weights.
-    Completions must keep the same bound. null: 0.001 with model.dtype: float32, else 0.1."""
+    """The largest mean difference, in nats, between a server's and the trainer's log-probs of a few test texts,
+    measured after each update of the weights. If the difference is larger, the run ends before it trains on rollouts of
+    these weights. The log-probs of completions must keep the same bound. `null`: 0.001 with `model.dtype: float32`,
+    else 0.1."""
     check_share: Annotated[float, Field(ge=0, le=1)] = 0.002
     """With max_staleness above 0: the share of completions that the trainer scores on arrival, with the weights that
     sampled them. A larger share finds wrong log-probs sooner; each scored completion costs a forward pass."""
 
 
 def files_of(prompts: str | dict[str, Any] | None) -> dict[str, str | DatasetPrompts]:
-    """Return the files and datasets of an option `prompts`, by the names of their sources; one without a name has the
-    name ''."""
+    """Return the files and datasets of an option `prompts`, by the names of their sources. A single source without a
+    name gets the name ''."""
     if prompts is None:
         return {}
     if isinstance(prompts, str) or _is_dataset(prompts):
@@ -468,7 +482,7 @@ def files_of(prompts: str | dict[str, Any] | None) -> dict[str, str | DatasetPro
 
 
 def _is_dataset(prompts: dict[str, Any]) -> bool:
-    """Return whether a mapping is a dataset, and not a mixture with a source that is named dataset."""
+    """Return whether a mapping describes one dataset, and not a mixture with a source named `dataset`."""
     others = [value for name, value in prompts.items() if name not in DatasetPrompts.model_fields]
     return "dataset" in prompts and not (others and all(map(_is_source, others)))
 
@@ -478,7 +492,7 @@ def _is_source(value: Any) -> bool:
 
 
 def place_of(source: str | DatasetPrompts) -> str:
-    """Return the file or the dataset of a source of prompts."""
+    """Return the file, or the name of the dataset, of a source of prompts."""
     return source if isinstance(source, str) else source.dataset
 
 
@@ -489,75 +503,75 @@ SamplerConfig = Annotated[
 
 class EvaluationSet(Section):
     prompts: Prompts | None = None
-    """As evaluation.prompts. null: the environment of the set makes them."""
+    """As evaluation.prompts. `null`: the set's environment makes the prompts."""
     reward: str | None = None
-    """As evaluation.reward. null: the set's environment, or evaluation.reward."""
+    """As evaluation.reward. `null`: the set's environment rates the answers, else evaluation.reward."""
     environment: EnvironmentConfig | None = None  # type: ignore[valid-type]
-    """As sampler.environment. null: the set's reward, evaluation.reward, or what rates the sampler's completions."""
+    """As sampler.environment. `null`: the answers are rated by the set's reward, else by evaluation.reward, else by the
+    sampler's reward or environment."""
     max_prompts: Count | None = None
-    """As evaluation.max_prompts. null: evaluation.max_prompts."""
+    """Replaces evaluation.max_prompts for this set. `null`: evaluation.max_prompts."""
     samples_per_prompt: Count | None = None
-    """As evaluation.samples_per_prompt. null: evaluation.samples_per_prompt."""
+    """Replaces evaluation.samples_per_prompt for this set. `null`: evaluation.samples_per_prompt."""
     pass_reward: float | None = None
-    """As evaluation.pass_reward. null: evaluation.pass_reward."""
+    """Replaces evaluation.pass_reward for this set. `null`: evaluation.pass_reward."""
     temperature: Positive | None = None
-    """As evaluation.temperature. null: evaluation.temperature."""
+    """Replaces evaluation.temperature for this set. `null`: evaluation.temperature."""
     max_new_tokens: Count | None = None
-    """As evaluation.max_new_tokens. null: evaluation.max_new_tokens."""
+    """Replaces evaluation.max_new_tokens for this set. `null`: evaluation.max_new_tokens."""
 
 
 def _without_nulls(sets: Any) -> Any:
-    """Leave out sets that are null, such as one of a file that the command line removes."""
+    """Leave out sets that are null. The command line can remove a set of the file by setting it to null."""
     return {name: given for name, given in sets.items() if given is not None} if isinstance(sets, dict) else sets
 
 
 class EvaluationConfig(Section):
     prompts: Prompts | None = None
-    """Held-out prompts that the policy answers, in the format of sampler.prompts. Of several files, by name, rewards
-    are logged for each as well. null: there is evaluation.path, or the environment makes them, as it makes those of the
-    sampler."""
+    """Held-out prompts that the policy answers, in the format of sampler.prompts. With several sources, rewards are
+    also logged for each source. `null`: `path` or `sets` is given, or the sampler's environment makes the prompts."""
     sets: Annotated[dict[SourceName, EvaluationSet], Field(min_length=1), BeforeValidator(_without_nulls)] | None = None
-    """Several sets of held-out prompts by name, in place of prompts, each with a reward or an environment of its own.
-    Each is {prompts, reward or environment, max_prompts, samples_per_prompt, pass_reward, temperature,
-    max_new_tokens}; what a set leaves out is the option of this section, or the sampler's reward or environment."""
+    """Several sets of held-out prompts by name, in place of `prompts`. Each is {prompts, reward or environment,
+    max_prompts, samples_per_prompt, pass_reward, temperature, max_new_tokens}. An option that a set leaves out is taken
+    from this section; without a reward or an environment there, the sampler's is taken."""
     path: str | list[str] | None = None
     """With a supervised loss: held-out documents, in the format of data.path. The logged loss is the mean over all of
     their labels."""
     every: Count = 10
     """Evaluate before the first step, every n steps, and after the last step."""
     reward: str | None = None
-    """The reward, as package.module:function. null: sampler.reward."""
+    """The reward, as package.module:function. `null`: sampler.reward."""
     reward_workers: Count | None = None
-    """As sampler.reward_workers. null: those of the sampler, or as many as the cores that this rank may use."""
+    """As sampler.reward_workers. `null`: the sampler's, or one for each core that this rank may use."""
     reward_timeout: Positive | None = None
-    """As sampler.reward_timeout. null: the sampler's, or 60 without a sampler."""
+    """As sampler.reward_timeout. `null`: the sampler's, or 60 without a sampler."""
     reward_memory: Positive | None = None
-    """As sampler.reward_memory. null: the sampler's, or its default."""
+    """As sampler.reward_memory. `null`: the sampler's, or its default."""
     reward_environment: list[str] | None = None
-    """As sampler.reward_environment. null: the sampler's, or none."""
+    """As sampler.reward_environment. `null`: the sampler's, or none."""
     reward_isolation: Literal["auto", "require", "off", "same_process"] | None = None
-    """As sampler.reward_isolation. null: the sampler's, or auto."""
+    """As sampler.reward_isolation. `null`: the sampler's, or auto."""
     reward_writable: list[str] | None = None
-    """As sampler.reward_writable. null: the sampler's, or none."""
+    """As sampler.reward_writable. `null`: the sampler's, or none."""
     reward_network: bool | None = None
-    """As sampler.reward_network. null: the sampler's, or true."""
+    """As sampler.reward_network. `null`: the sampler's, or true."""
     max_prompts: Count | None = None
-    """Use only the first n prompts of each file. null: all."""
+    """Use only the first n prompts of each file. `null`: all."""
     samples_per_prompt: Count = 1
     """The number of sampled completions for each prompt, in addition to the greedy one."""
     pass_reward: float | None = None
-    """The reward from which an answer passes: pass@1, pass@2, pass@4 and so on, up to samples_per_prompt, are then
-    logged. null: no pass@k."""
+    """An answer passes if its reward is at least this. pass@1, pass@2, pass@4 and so on, up to samples_per_prompt, are
+    then logged. `null`: no pass@k."""
     temperature: Positive = 1.0
     """The temperature of the sampled completions."""
     max_new_tokens: Count | None = None
-    """The largest number of tokens in a completion. null: sampler.max_new_tokens, or 512 without a sampler."""
+    """The largest number of tokens in a completion. `null`: sampler.max_new_tokens, or 512 without a sampler."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling of the sampled completions; 1: off."""
+    """Nucleus sampling of the sampled completions; `1`: off."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from the k likeliest tokens; 0: off."""
+    """Sample from the k likeliest tokens; `0`: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample only tokens with at least this fraction of the likeliest token's probability; 0: off."""
+    """Sample only tokens with at least this fraction of the likeliest token's probability; `0`: off."""
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that end a completion."""
     engine: bool = True
@@ -565,26 +579,28 @@ class EvaluationConfig(Section):
     batch_size: Count | None = None
     """As sampler.batch_size."""
     servers: bool = False
-    """Let the sampler's inference servers answer, with the step's weights. false: the trainer answers in process."""
+    """Whether the sampler's inference servers sample the answers, with the step's weights. `false`: the trainer samples
+    them in process."""
 
 
 class ScheduleConfig(Section):
     docs_per_step: Annotated[int, Field(ge=0)] = 0
-    """The number of documents in a step. 0: a step is a fixed number of micro-batches on each rank:
+    """The number of documents in a step. `0`: a step is a fixed number of micro-batches on each rank:
     depth_first_micro_batches x breadth_first_micro_batches."""
     overshoot: Literal["carry", "keep"] = "carry"
-    """carry: a step has exactly docs_per_step documents; further ones wait for the next step. keep: a step ends with
-    the micro-batch that reaches docs_per_step, and trains on all documents of it."""
+    """What to do with documents beyond docs_per_step. `carry`: a step has exactly docs_per_step documents; further ones
+    wait for the next step. `keep`: a step ends with the micro-batch that reaches docs_per_step, and trains on all
+    documents of this micro-batch."""
     depth_first_micro_batches: Count = 1
-    """With docs_per_step: 0, the number of micro-batches of each rank in a step, divided by
+    """With `docs_per_step: 0`, the number of micro-batches of each rank in a step, divided by
     breadth_first_micro_batches."""
     breadth_first_micro_batches: Count = 1
     """The number of consecutive micro-batches that share one all-gather of the sharded weights: a larger number means
     less communication. The number of micro-batches in a step is a multiple of it."""
     steps: Count | None = None
-    """The number of optimizer steps of the whole run. null: until the data ends."""
+    """The number of optimizer steps of the whole run. `null`: until the data ends."""
     last_step: Literal["train", "drop"] = "train"
-    """What to do with the documents that are left at the end of the data. train: make a last, smaller step. drop:
+    """What to do with the documents that are left at the end of the data. `train`: make a last, smaller step. `drop`:
     leave them out; the run prints how many."""
     stall_timeout: Positive = 600.0
     """Seconds without progress after which the run ends and names what is stuck: a rank, a server, a source or a disk.
@@ -592,24 +608,24 @@ class ScheduleConfig(Section):
     updates_per_batch: Count = 1
     """The number of optimizer updates on the same documents."""
     preemption_file: str | None = None
-    """A file that announces the end of a rank's machine: when it is there, the run ends after the step in hand and
-    saves, as after SIGTERM. Under an elastic launcher, this rank leaves and the others go on. Each rank looks on its
-    own machine, so the path should not be on a shared disk. null: none."""
+    """A file that announces the end of a rank's machine. When it appears, the run finishes the current step, saves and
+    ends, as after SIGTERM. Under an elastic launcher, only this rank leaves, and the others go on. Each rank looks for
+    the file on its own machine, so the path should not be on a shared disk. `null`: no such file."""
 
 
 class ParallelConfig(Section):
     data_shard: Literal[-1] | Count = -1
     """Shard weights, gradients and optimizer state over this many ranks, times parallel.context (FSDP2). More ranks
-    take less memory each. -1: all ranks that the other options leave."""
+    take less memory each. `-1`: all ranks that the other options of this section leave."""
     data_replicate: Count = 1
-    """The number of replicas of the sharded model (HSDP). With data_shard: 1, every rank holds all weights."""
+    """The number of replicas of the sharded model (HSDP). With `data_shard: 1`, every rank holds all weights."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass and gather them again in the backward pass: less memory,
     1.5 times the communication."""
     reduce_each_micro_batch: bool | Literal["auto"] = "auto"
     """Reduce gradients after every micro-batch instead of once a step: each rank then keeps the gradients of its own
-    shard only, but communicates as many times as a step has micro-batches. auto: the faster of the two that fits the
-    GPU, by the memory plan; false on a CPU."""
+    shard only, but communicates as many times as a step has micro-batches. `auto`: the faster of the two that fits the
+    GPU according to the memory plan; `false` on a CPU."""
     tensor: Count = 1
     """Tensor parallelism: split each layer's heads and MLP, the embedding and the head over this many ranks by the
     model's own plan, and also the tokens between layers (sequence parallelism). It suits GPUs with fast links."""
@@ -617,10 +633,12 @@ class ParallelConfig(Section):
     """Context parallelism: split the tokens of each micro-batch over this many ranks, for documents whose activations
     do not fit one GPU. It must divide the number of the model's query heads."""
     expert: Count = 1
-    """Expert parallelism: divide the experts of a mixture over this many of the ranks that data_shard, context and
-    tensor number. Tokens travel to their experts. It must divide the number of experts, and be a multiple of tensor."""
+    """Expert parallelism: divide the experts of each layer over this many ranks. It adds no ranks: it uses those of
+    data_shard, context and tensor. Tokens are sent to the ranks of their experts. It must divide the number of experts,
+    and be a multiple of `tensor`."""
     pipeline: Count = 1
-    """Pipeline parallelism: split the layers over this many ranks. It communicates least, so it suits slow links."""
+    """Pipeline parallelism: split the layers over this many ranks. It needs the least communication, so it suits slow
+    links."""
     stages_per_rank: Count = 1
     """Pipeline stages on each rank (interleaved 1F1B above 1). More stages idle less at the start and end of a step,
     but send and keep more activations."""
@@ -630,14 +648,14 @@ class OptimizerBase(Section):
     learning_rate: Annotated[float, Field(ge=0, le=1e30)] = 1e-6
     """The peak learning rate, reached after warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """The learning rate after warm-up. cosine and linear decrease it from the peak to minimum_learning_rate, which
-    they would reach one step after schedule.steps."""
+    """The learning rate after warm-up. `cosine` and `linear`: it decreases from the peak to minimum_learning_rate,
+    which it would reach one step after schedule.steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """The number of steps of linear warm-up: the first step has learning_rate / warmup_steps."""
     minimum_learning_rate: NotNegative = 0.0
-    """The learning rate at the end of cosine and linear."""
+    """The learning rate at the end of the schedules `cosine` and `linear`."""
     gradient_clip: Positive | None = 1.0
-    """The largest norm of the gradient: gradients with a larger norm are scaled down to it. null: no clipping."""
+    """The largest norm of the gradient: gradients with a larger norm are scaled down to it. `null`: no clipping."""
 
 
 class BuiltInOptimizer(OptimizerBase):
@@ -650,12 +668,12 @@ class BuiltInOptimizer(OptimizerBase):
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weight decay of matrices. Norms and biases have none."""
     offload: Literal["none", "states", "all"] = "none"
-    """What is kept in host memory between updates, if GPU memory is too small. states: the optimizer's state. all: also
-    the float32 weights; the GPU keeps a copy in model.dtype. An update copies a few weights at a time to the GPU and
-    back. Results do not change."""
+    """What is kept in host memory between updates, if GPU memory is too small. `states`: the optimizer's state. `all`:
+    also the float32 weights; the GPU keeps a copy in model.dtype. An update copies a few weights at a time to the GPU
+    and back. Results do not change."""
     offload_room: NotNegative = 0.0
-    """Extra GPU memory (GiB) for prefetching offloaded state. More hides more of the copies; the peak of a step grows
-    by at most this."""
+    """Extra GPU memory (GiB) for prefetching offloaded state. With more, more of the copies overlap with computation.
+    The peak of a step grows by at most this."""
 
 
 class AdamWConfig(BuiltInOptimizer):
@@ -682,8 +700,9 @@ class MuonConfig(BuiltInOptimizer):
     ns_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the Newton-Schulz products. bfloat16 is several times faster on a GPU, and less precise."""
     adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """The factor on a matrix's update, by its shape. match_rms_adamw: 0.2 x sqrt(the larger side), which makes updates
-    as large as AdamW's, so that the same learning rate suits both. original: sqrt(rows / columns), at least 1."""
+    """The factor on a matrix's update, by its shape. `match_rms_adamw`: 0.2 x sqrt(the larger side), which makes
+    updates as large as AdamW's, so that the same learning rate suits both. `original`: sqrt(rows / columns), at least
+    1."""
 
 
 class CustomOptimizer(OptimizerBase):
@@ -707,65 +726,68 @@ OptimizerConfig = Annotated[
 
 class CheckpointConfig(Section):
     directory: str | None = None
-    """The run's directory: checkpoints, metrics, ledger, report. null: runs/NAME-OF-THE-CONFIG-FILE."""
+    """The run's directory: checkpoints, metrics, ledger, report. `null`: runs/NAME-OF-THE-CONFIG-FILE."""
     every: Annotated[int, Field(ge=0)] = 20
-    """Steps between checkpoints. 0: one checkpoint, at the end."""
+    """Steps between checkpoints. `0`: one checkpoint, at the end."""
     keep: Count = 3
     """How many checkpoints to keep: the newest complete ones."""
     keep_best: str | None = None
     """A metric of evaluations, such as evaluation/sampled_reward, or evaluation/NAME/sampled_reward of a set. The
-    checkpoint where it was best is kept beside the newest ones; an evaluation that is better than those of all
-    checkpoints is followed by one. Largest is best, and of evaluation/loss smallest. null: none."""
+    checkpoint with the best value is kept in addition to the newest ones. If an evaluation is better than those of all
+    checkpoints, a checkpoint is saved after it. The largest value is the best, but for evaluation/loss the smallest.
+    `null`: none."""
     hugging_face_every: Annotated[int, Field(ge=0)] | None = None
-    """Also write every n-th checkpoint as a Hugging Face directory with float32 weights. 0: none; `truestep export`
-    converts any checkpoint later. null: 1 if data.source is a stream or a directory, whose senders load the
+    """Also write every n-th checkpoint as a Hugging Face directory with float32 weights. `0`: none; `truestep export`
+    converts any checkpoint later. `null`: 1 if data.source is a stream or a directory, whose senders load the
     checkpoints; else 0."""
     in_memory_every: Count | None = None
     """Steps between copies of the state in host memory, each on two machines, which a run whose ranks come and go
-    (`truestep elastic-command`) goes on from after a loss. null: none."""
+    (`truestep elastic-command`) goes on from after a loss. `null`: none."""
     in_memory_gigabytes: Positive | None = None
-    """The most GB of a machine's memory for such copies. null: half of its memory."""
+    """The most GB of a machine's memory for such copies. `null`: half of its memory."""
     grace: Annotated[float, Field(gt=0)] | None = None
     """Seconds for saving a checkpoint after a signal to stop. If they are not enough, the run keeps its last complete
-    checkpoint and says so. null: no limit."""
+    checkpoint and says so. `null`: no limit."""
     lock: bool = True
-    """Lock the run's directory against a second process. false: for file systems without locks."""
+    """Lock the run's directory against a second process. `false`: for file systems without locks."""
 
 
 class WandbConfig(Section):
     project: str
     """The project that the run is logged to."""
     name: str | None = None
-    """The run's name. null: wandb chooses."""
+    """The run's name. `null`: wandb chooses."""
     mode: Literal["online", "offline"] = "online"
-    """offline: write to the run's directory only."""
+    """`offline`: write to the run's directory only."""
     samples_every: Annotated[int, Field(ge=0)] = 10
-    """Log the kept rollouts as a table after the first step and every n steps. 0: never."""
+    """Log the kept rollouts as a table after the first step and every n steps. `0`: never."""
 
 
 class TrackioConfig(Section):
     project: str
     """The project that the run is logged to. `trackio show --project NAME` shows it."""
     name: str | None = None
-    """The run's name; some letters are added to make it unique. null: the name of the run's directory."""
+    """The run's name; some letters are added to make it unique. `null`: the name of the run's directory."""
     space: str | None = None
-    """The Space on the Hugging Face hub that the run is logged to, as owner/name. null: this machine (TRACKIO_DIR)."""
+    """The Space on the Hugging Face hub that the run is logged to, as owner/name. `null`: this machine
+    (TRACKIO_DIR)."""
     samples_every: Annotated[int, Field(ge=0)] = 10
-    """Log the kept rollouts as a table after the first step and every n steps. 0: never."""
+    """Log the kept rollouts as a table after the first step and every n steps. `0`: never."""
 
 
 class RolloutsConfig(Section):
     documents: Count | Literal["all"] = 16
     """The largest number of documents to keep of each step (whole groups, spread over the step), and of rejected
-    completions. all: 16, and beside them the whole records of all documents, as they were trained on, from which
-    `truestep replay` makes a step again."""
+    completions. `all`: 16, and in addition the complete records of all documents that were trained on, so that
+    `truestep replay` can repeat a step."""
     with_tokens: Annotated[int, Field(ge=0)] = 4
     """How many of these documents are kept with text, log-prob and log-ratio of each token."""
     longest_text: Count = 20_000
     """Cut off prompts and completions after this many characters."""
     gigabytes: Positive = 1.0
-    """The largest size of the kept files in GB. Beyond it every second file is removed, so that the remaining steps are
-    spread over the whole run. Whole records may be as large again; of these the oldest go."""
+    """The largest size of the kept files in GB. Above it, every second file is removed, so that the remaining steps are
+    spread over the whole run. The complete records of `documents: all` have another limit of the same size; above it,
+    the oldest are removed."""
 
 
 class LoggingConfig(Section):
@@ -781,7 +803,7 @@ class LoggingConfig(Section):
     trackio: TrackioConfig | None = None
     """trackio (extra: trackio)."""
     rollouts: RolloutsConfig | None = RolloutsConfig()
-    """Rollouts kept in the run's directory, to read in the report. null: none."""
+    """Rollouts kept in the run's directory, to read in the report. `null`: none."""
     custom_metrics: list[str] | None = None
     """Your own metrics, each as package.module:function. The function gets the labels of a micro-batch and facts of
     the step, and returns metrics by name; the type of a metric says how it is reduced."""

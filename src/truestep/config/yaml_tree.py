@@ -15,7 +15,7 @@ from truestep.errors import TruestepError
 Name = tuple[str, ...]
 """The parts of a dotted name."""
 
-_MOST_NODES = 10_000  # aliases of aliases can ask for more than memory holds
+_MOST_NODES = 10_000  # nested aliases could expand to more than memory holds
 _TAG = "tag:yaml.org,2002:"
 UNREADABLE = (yaml.YAMLError, ValueError, OverflowError, RecursionError)  # all that PyYAML raises on odd text
 
@@ -29,7 +29,7 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def load(text: str) -> Any:
-    """Read the values of a file that is not ours: what is no option of ours is no error."""
+    """Read the values of another program's YAML file, without checking option names."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -42,7 +42,7 @@ def load(text: str) -> Any:
 
 
 def _check_size(top: yaml.Node) -> None:
-    """Raise if a file holds too much, with its aliases written out; one that contains itself holds too much."""
+    """Raise if a file has too many values after its aliases are expanded, or contains itself."""
     waiting, count = [top], 0
     while waiting:
         node = waiting.pop()
@@ -60,7 +60,7 @@ def dump(values: dict[str, Any]) -> str:
 
 
 def dump_line(value: Any) -> str:
-    """Write a value on one line, whatever letters its texts have."""
+    """Write a value on one line, even if its texts contain line breaks."""
     written = yaml.dump(value, Dumper=_LineDumper, default_flow_style=True, width=10**6, allow_unicode=True)
     return written.removesuffix("...\n").strip()
 
@@ -77,7 +77,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _LineDumper(_Dumper):
-    """A dumper that writes line breaks, and all that cannot be printed, by their escapes."""
+    """A dumper that escapes line breaks and other characters that cannot be printed."""
 
 
 def _text_on_a_line(dumper: yaml.SafeDumper, text: str) -> yaml.Node:

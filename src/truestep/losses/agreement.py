@@ -82,8 +82,8 @@ def _all_agree(labels: PackedLabels, logprobs: torch.Tensor, documents_seen: int
 def _sums_of_agreeing(
     labels: PackedLabels, logprobs: torch.Tensor, entropy: torch.Tensor, tolerance: float
 ) -> np.ndarray:  # [D, K]
-    """Compute the sums of `compare` if `_all_agree`: no difference is beyond a level, and every bet loses the slack.
-    The number of calls sets the time here, not the number of values, so this makes few calls."""
+    """Compute the sums of `compare` if `_all_agree`: no difference exceeds a level, and each bet is -slack x tolerance.
+    The time depends on the number of calls here, not on the number of values, so this makes few calls."""
     counts, document = labels.num_labels.numpy(), labels.document.numpy()
     own, random = (np.bincount(document, of.detach().numpy(), len(counts)) for of in (logprobs, entropy))
     sums = np.outer(counts, _of_an_agreeing_label(tolerance))

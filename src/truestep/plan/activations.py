@@ -22,7 +22,7 @@ from truestep.model.mixers.registered import put_in
 
 _NAME = "truestep_plan"
 _TOKENS = 64
-_MOST_LAYERS = 25  # most layers to measure if a model has several kinds of layers
+_MOST_LAYERS = 25  # the largest number of layers to measure if a model has several kinds
 # The share of activations that compiled layers keep: they recompute norms and activation functions from their inputs.
 _COMPILED = 0.68
 

@@ -17,7 +17,7 @@ _SMALL_CHUNK = 1024
 @dataclass(frozen=True)
 class Saving:
     option: str  # written as on the command line
-    saved: float  # bytes, on the rank that needs most
+    saved: float  # bytes, on the rank that needs the most memory
     config: Config  # the configuration with the option
 
 

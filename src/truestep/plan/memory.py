@@ -118,7 +118,7 @@ def _kept(config: Config, activations: Activations, layers: int) -> tuple[float,
 
 
 def recomputes(config: Config) -> str:
-    """Return the kind of recomputation: none, elementwise, selective or full; `auto` counts as none."""
+    """Return the kind of recomputation: `none`, `elementwise`, `selective` or `full`; `auto` counts as `none`."""
     how = config.model.activation_checkpointing
     return how if how in ("elementwise", "selective", "full") else "none"
 

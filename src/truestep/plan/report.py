@@ -31,7 +31,7 @@ from truestep.plan.shape import ModelShape, read_shape
 from truestep.ranks.axes import RankLayout
 
 _FLOAT32 = 4
-_RECORD_BYTES = 4.0  # compressed bytes per token of a kept record: half of an id, and almost all of a log-prob
+_RECORD_BYTES = 4.0  # bytes per token of a kept record: compression halves ids, and hardly affects log-probs
 
 
 @dataclass(frozen=True)

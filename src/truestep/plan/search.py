@@ -47,7 +47,7 @@ class Way:
 
     changes: dict[str, Any]
     config: Config  # the configuration with these changes
-    memory: float  # bytes, on the rank that needs most
+    memory: float  # bytes, on the rank that needs the most memory
 
     def as_yaml(self) -> list[str]:
         """Return the changed options as lines of YAML."""
@@ -84,8 +84,8 @@ def _ladder(config: Config, shape: ModelShape, layout: RankLayout) -> list[dict[
 
 
 def _rungs(config: Config, shape: ModelShape) -> list[tuple[Any, bool]]:
-    """List the kinds of recomputation, the least first. Elementwise is left out if attention with a softcap is computed
-    from matrix products, because it would keep all scores."""
+    """List the kinds of recomputation, in increasing order. Elementwise is left out if attention with a softcap is
+    computed from matrix products, because it would keep all scores."""
     softcap = getattr(shape.config.get_text_config(), "attn_logit_softcapping", None)
     scores = softcap and config.model.attention != "flash"
     return [rung for rung in _RUNGS if not (scores and rung[0] == "elementwise")]

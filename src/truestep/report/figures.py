@@ -132,7 +132,7 @@ def _held_out_tile(run: Run, key: str, label: str) -> Figure:
     last = len(run.evaluations) - 1
     prompts, error = run.evaluations.value(last, "num_prompts"), run.evaluations.value(last, f"{key}_ci")
     over = f" over {format_number(prompts)} prompts" if prompts else ""
-    interval = f" \N{PLUS-MINUS SIGN}{format_reward(error)}" if is_finite(error) else ""  # of 95%, of the last value
+    interval = f" \N{PLUS-MINUS SIGN}{format_reward(error)}" if is_finite(error) else ""  # 95% confidence
     return Figure(label, f"{format_reward(rewards[0])} {ARROW} {format_reward(rewards[-1])}{interval}", change + over)
 
 

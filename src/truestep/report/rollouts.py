@@ -27,7 +27,7 @@ COUNTS = ("length", "staleness")
 _MAY_LACK = ("ended_by", "turns")  # columns that are missing from files of older versions
 _NAMES = ("step", "ended_by", "group_id", "truncated", "rejected", *NUMBERS, *COUNTS)
 _TEXTS = ("id", "prompt", "completion", "rejected", "rewards", "tokens", "turns")
-MOST_BLOCKS = 600  # blocks of a conversation that are shown
+MOST_BLOCKS = 600  # the largest number of blocks of a conversation that are shown
 _TOKENS = ("token_texts", "token_logprobs", "token_log_ratios", "token_advantages")
 
 

@@ -21,8 +21,8 @@ from truestep.report.tables import Reasons, Repeats, Table, finite, first_of, nu
 from truestep.text import printable, redacted
 
 Record = dict[str, Any]
-MOST_WARNINGS = 1000  # the most warnings that are read
-LONGEST_CONFIG = 200_000  # the most characters of config.yaml that are shown
+MOST_WARNINGS = 1000  # the largest number of warnings that are read
+LONGEST_CONFIG = 200_000  # the largest number of characters of config.yaml that are shown
 __all__ = ["Record", "Run", "finite", "is_finite", "number", "read_run", "read_runs", "run_names"]
 
 

@@ -8,7 +8,7 @@ from truestep.report.runs import Run
 from truestep.text import printable
 
 _COLUMNS = ("groups", "share of groups", "pass", "reward, last", "too easy", "hopeless")
-_MOST_ROWS = 100  # rows for each run
+_MOST_ROWS = 100  # the largest number of rows for each run
 
 
 def sources_html(runs: Sequence[Run]) -> str:

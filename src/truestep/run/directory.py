@@ -30,7 +30,6 @@ from truestep.files.whole import (
     write_whole,
 )
 from truestep.process import progress
-from truestep.rollouts.digests import digests_of
 from truestep.rollouts.kept import files as kept_files
 from truestep.rollouts.kept import records
 from truestep.rollouts.rejects import write_rejected
@@ -212,9 +211,9 @@ class RunDirectory:
             self._coming = None
 
     def record_step(
-        self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = (), own_reference: bool | None = None
+        self, step: int, plan: StepPlan, put_aside: Sequence[PutAside] = (), digests: Sequence[str] | None = None
     ) -> None:
-        """Append the step's line to the ledger. `own_reference`: as in `digests_of`; None: no digests."""
+        """Append the step's line to the ledger. `digests`: of the plan's documents, if the run keeps them."""
         if not self.writes:
             return
         self._note_options(step)
@@ -225,8 +224,8 @@ class RunDirectory:
             "num_labels": plan.totals.num_labels,
             "documents_seen": plan.documents_seen_after,
         }
-        if own_reference is not None:
-            line["digests"] = digests_of(plan.documents, own_reference)
+        if digests is not None:
+            line["digests"] = digests
         records = {document.id: list(document.record_ids) for document in plan.documents if document.record_ids}
         self._append(self.ledger, line | ({"records": records} if records else {}) | _named(put_aside))
 

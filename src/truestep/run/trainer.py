@@ -20,7 +20,7 @@ from truestep.model.policy import Policy
 from truestep.process.garbage import LongLived
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
-from truestep.rollouts.digests import REFERENCE
+from truestep.rollouts.digests import REFERENCE, digests_of
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run.callbacks import Callbacks, Run
 from truestep.run.checkpoint.saves import Complete, SaveRule, Saves
@@ -255,6 +255,7 @@ class Trainer:
         accumulated = self._accumulate(plan, measured)
         if (fault := self._fault(plan, accumulated)) is not None:
             raise self._unusable(number, fault)
+        digests = self._digests(plan)  # while a GPU ends its backward pass: `gradient_norm` waits for it
         norm = self.learner.gradient_norm()
         # Weights that are not finite also make an unusable gradient: check them before the documents are blamed.
         useless = not self.learner.usable(norm)
@@ -273,8 +274,7 @@ class Trainer:
             self._check_weights()
         with self.times.measure("sync"):
             self.observers.updated(number, self.state.documents_seen)
-        own_reference = None if self.learner.trace is None else self.annotators.fill(REFERENCE)
-        self.directory.record_step(number, plan, self.put_aside, own_reference)
+        self.directory.record_step(number, plan, self.put_aside, digests)
         num_rejected, self._num_rejected = self._num_rejected, 0
         num_put_aside, self.put_aside = len(self.put_aside), []
         self.observers.trained(number, plan, accumulated.scores)
@@ -297,6 +297,12 @@ class Trainer:
         }
         self.marks.pop("lost_seconds", None)  # it is a number of the first step
         self.observers.step(line)
+
+    def _digests(self, plan: StepPlan) -> list[str] | None:
+        """Compute the digests of the step's documents for the ledger, if this run keeps them."""
+        if self.learner.trace is None or not self.directory.writes:
+            return None
+        return digests_of(plan.documents, own_reference=self.annotators.fill(REFERENCE))
 
     def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
         """Compute the step's metrics and gradient, and keep the scores that annotators and observers need."""

@@ -47,7 +47,7 @@ class WeightLines(Observer):
         if self._directory.writes:
             write_json(_names_file(self._directory, _key(self._trace.names)), self._trace.names)
         if self._begins:
-            self._trace.ask({})
+            self._trace.ask()
             self.updated(0, 0)
 
     def updated(self, step: int, documents_seen: int) -> None:

@@ -15,7 +15,7 @@ from truestep.process.progress import working
 from truestep.step.compute.runner import StepRunner
 from truestep.step.update.gradient_clipping import clip_scale, gradient_norm, usable
 from truestep.step.update.optimizer import forget_prepared, prepare, update
-from truestep.weights.digests import Trace
+from truestep.weights.digests import Squares, Trace
 from truestep.weights.finite import UpdateCheck
 
 
@@ -26,7 +26,7 @@ class Learner:
     gradient_clip: float | None
     trace: Trace | None = None  # digests and norms of the weights after each update
     update_check: UpdateCheck = field(init=False)
-    _squares: dict[str, torch.Tensor] = field(default_factory=dict)  # squared gradient norms by weight, for `trace`
+    _squares: Squares = field(default_factory=Squares)  # squared gradient norms by weight, for `trace`
 
     def __post_init__(self) -> None:
         self.update_check = UpdateCheck(self.policy.weights)

@@ -25,7 +25,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of consecutive elements of a weight. Row k begins at element `start + k · stride` of the whole weight."""
+    """Rows of consecutive elements of a weight. Row k begins at element `start + k · stride` of the whole weight; a
+    stride of 0 says that there is one row."""
 
     start: int
     rows: int
@@ -77,6 +78,14 @@ def digest(part: torch.Tensor, run: Run) -> torch.Tensor:  # [] int64
 
 
 @dataclass
+class Squares:
+    """The squared norms of the gradients that this rank counts."""
+
+    names: Sequence[str] = ()
+    sums: torch.Tensor | None = None  # [names]
+
+
+@dataclass
 class Trace:
     """The digests and norms of the weights after an update.
 
@@ -87,6 +96,7 @@ class Trace:
     weights: Weights
     _runs: dict[str, Run | None] = field(default_factory=dict)
     _tables: dict[torch.dtype, Any] = field(default_factory=dict)
+    _places: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
     _kernel_fails: bool = False
     latest: "Answer | None" = None
 
@@ -96,7 +106,7 @@ class Trace:
         return [name for name, piece in self.weights.pieces.items() if piece.trained]
 
     @torch.no_grad()
-    def ask(self, squares: Mapping[str, torch.Tensor]) -> None:
+    def ask(self, squares: "Squares | None" = None) -> None:
         """Start to compute the digests and norms of the weights. `squares`: the squared norms of the gradients that
         this rank counts. Every rank calls this after its part of an update."""
         weights, names = self.weights, self.names
@@ -107,43 +117,53 @@ class Trace:
             for name in names
             if name in parts and weights.pieces[name].counted_on(weights.ranks) and parts[name].numel()
         }
-        device, (digests, found) = weights.device, self._added_up(own)
-        sums = _spread(names, digests, torch.int64, device)
-        both = torch.stack(
-            [_spread(names, found, torch.float64, device), _spread(names, squares, torch.float64, device)]
-        )
+        digests = torch.zeros(len(names), dtype=torch.int64, device=weights.device)
+        both = torch.zeros(2, len(names), dtype=torch.float64, device=weights.device)
+        for some, sums, found in self._added_up(own):
+            places = self._places_of(some)
+            digests[places] = sums.to(digests.device)
+            both[0, places] = found.to(both)
+        if squares is not None and squares.sums is not None:
+            both[1, self._places_of(squares.names)] = squares.sums.to(both)
         for group in WEIGHT_PARTS:
-            weights.ranks.sum_over(group, sums)
+            weights.ranks.sum_over(group, digests)
             weights.ranks.sum_over(group, both)
-        self.latest = Answer.of(names, sums, both)
+        self.latest = Answer.of(names, digests, both)
 
     def now(self) -> dict[str, int]:
         """Return the digests of the current weights. Every rank calls this."""
-        self.ask({})
+        self.ask()
         assert self.latest is not None
         return self.latest.read().digests
 
-    def _added_up(self, own: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the digests of parts and the sums of their squares."""
+    def _places_of(self, some: Sequence[str]) -> torch.Tensor:  # [some] int64
+        """Return the places of weights in `names`, on the device."""
+        if (key := tuple(some)) not in self._places:
+            place = {name: number for number, name in enumerate(self.names)}
+            self._places[key] = torch.tensor([place[name] for name in key], device=self.weights.device)
+        return self._places[key]
+
+    def _added_up(self, own: Mapping[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor, torch.Tensor]]:
+        """Return names of weights, with the digests of their parts and the sums of the parts' squares."""
         simple = {name: part.contiguous() for name, part in own.items() if self._run(name) is not None}
         odd = {name: part for name, part in own.items() if name not in simple}  # cut in two inner dimensions
         if self.weights.device.type == "cuda" and not self._kernel_fails:
             try:
-                (digests, squares), others = self._by_kernel(simple), self._plainly(odd)
-                return {**digests, **others[0]}, {**squares, **others[1]}
+                return [*self._by_kernel(simple), *self._plainly(odd)]
             except Exception:  # no Triton, or no compiler: a record of the step must not end the run
                 self._kernel_fails = True
                 log.warning("digests of weights by a Triton kernel fail; plain torch makes them", exc_info=True)
         return self._plainly({**simple, **odd})
 
-    def _plainly(self, own: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def _plainly(self, own: Mapping[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor, torch.Tensor]]:
+        if not own:
+            return []
         shapes = {name: self.weights.pieces[name].shape for name in own}
-        digests = {
-            name: digest_of_box(part, own_box(self.weights, name, shapes[name]), shapes[name])
-            for name, part in own.items()
-        }
-        norms = torch._foreach_norm(list(own.values()), dtype=torch.float32) if own else []
-        return digests, {name: norm.double().square() for name, norm in zip(own, norms, strict=True)}
+        digests = [
+            digest_of_box(part, own_box(self.weights, name, shapes[name]), shapes[name]) for name, part in own.items()
+        ]
+        norms = torch._foreach_norm(list(own.values()), dtype=torch.float32)
+        return [(list(own), torch.stack(digests), torch.stack(list(norms)).double().square())]
 
     def _run(self, name: str) -> Run | None:
         if name not in self._runs:
@@ -151,29 +171,18 @@ class Trace:
             self._runs[name] = run_of(own_box(self.weights, name, shape), shape)
         return self._runs[name]
 
-    def _by_kernel(self, parts: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def _by_kernel(self, parts: Mapping[str, torch.Tensor]) -> list[tuple[list[str], torch.Tensor, torch.Tensor]]:
         from truestep.weights.digest_kernel import Table  # needs Triton
 
-        digests: dict[str, torch.Tensor] = {}
-        squares: dict[str, torch.Tensor] = {}
+        found = []
         for dtype in dict.fromkeys(part.dtype for part in parts.values()):
             some = {name: part for name, part in parts.items() if part.dtype == dtype}
             table = self._tables.get(dtype)
             if table is None or table.addresses != [part.data_ptr() for part in some.values()]:
                 rows = [(run.width, run.stride, run.start) for name in some if (run := self._run(name)) is not None]
                 table = self._tables[dtype] = Table(list(some.values()), rows)
-            sums, norms = table.add_up()
-            digests |= dict(zip(some, sums.unbind(), strict=True))
-            squares |= dict(zip(some, norms.unbind(), strict=True))
-        return digests, squares
-
-
-def _spread(
-    names: Sequence[str], values: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:  # [names]
-    """Return the values in the order of names, with 0 for names without a value on this rank."""
-    zero = torch.zeros((), dtype=dtype, device=device)
-    return torch.stack([values.get(name, zero).to(device, dtype) for name in names]) if names else zero[None][:0]
+            found.append((list(some), *table.add_up()))
+        return found
 
 
 @dataclass(frozen=True)

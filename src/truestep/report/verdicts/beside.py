@@ -16,7 +16,8 @@ _CLIPPED = 0.3  # fraction of tokens whose ratio is clipped
 _SLOW, _SLOW_SECONDS = 0.5, 1.0  # waiting for rewards: as a fraction of a step's time, and in seconds
 _REPEATS = 0.5  # the last share of distinct completions, divided by the first
 _SILENT = 0.1  # the last entropy, divided by the first
-_EMPTY, _NEARLY_ALL = 0.5, 0.8  # fraction of groups without advantages; above it: a note, a warning
+# Fractions of groups without advantages: above `_EMPTY` a verdict is a note, above `_NEARLY_ALL` a warning.
+_EMPTY, _NEARLY_ALL = 0.5, 0.8
 _MANY_CUT = 0.3  # fraction of episodes that a limit cuts off
 # The advice if a limit cuts off many episodes, by limit.
 _RAISE = {

@@ -52,7 +52,7 @@ class Trend:
     last: float
     rose: bool  # rose by more than the noise
     fell: bool
-    spans: tuple[int, int]  # how many steps `first` and `last` are means over
+    spans: tuple[int, int]  # the number of steps over which `first` is a mean, and the same for `last`
 
     @property
     def text(self) -> str:

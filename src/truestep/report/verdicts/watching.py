@@ -18,7 +18,7 @@ from truestep.text import printable
 _GONE = 10  # a verdict counts as gone after this many steps without it
 # The first 10 steps are judged one by one, later ones at most every two seconds. A judgement takes a millisecond.
 _EACH, _OFTEN = 10, 2.0
-LONGEST_QUOTE = 60  # the most characters of a quoted completion
+LONGEST_QUOTE = 60  # the largest number of characters of a quoted completion
 
 
 class Lines:

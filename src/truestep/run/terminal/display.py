@@ -2,9 +2,11 @@
 
 One thread draws, with rich's Live, and prints all messages, so a terminal that blocks does not block the run. After an
 error of the terminal nothing more is written to it, and the run goes on. If the output is not a terminal, messages are
-plain lines, and a line says what the run does only after a long silence.
+plain lines. A line says what the run does at the start, once for each kind of work that takes seconds, and after a long
+silence.
 """
 
+import re
 import signal
 import threading
 import time
@@ -27,6 +29,8 @@ _SPARE = 5
 _PLAIN_WIDTH = 160  # columns of a line in a file
 _PATIENCE = 2.0  # seconds to wait at the end for a terminal that blocks
 
+_FIRST = 0.5  # seconds after which a file gets its first line: a command that ends at once does not need one
+_NEW = 2.0  # seconds after which a file gets a line about a kind of work that it was not told of before
 _QUIET = 10.0  # seconds of silence after which a file gets a line that says what the run does
 _LONGEST_QUIET = 600.0
 
@@ -69,6 +73,8 @@ class Display:
         self.console = console
         self._clock = clock
         self._silence = _Silence(clock())
+        # Kinds of work that a file has a line about. A display that begins later does not repeat an earlier one's line.
+        self._said = {self._kind()} if self._seconds() > _NEW else set()
         self.lines: Lines = _no_lines  # the run's lines: the first is drawn above the line of the phase, the rest below
         self.asked_to_stop: Callable[[], int | None] = lambda: None  # returns the number of the stop signal
         self._live = console.is_interactive and not console.quiet
@@ -145,8 +151,26 @@ class Display:
             self._answer(number)
         if self._live:
             self._draw(self._frame(self._width))
-        elif self._silence.due(self._clock()) and (doing := self._doing(_PLAIN_WIDTH)):
+        elif (
+            not self._closing.is_set()
+            and (self._is_new() or self._silence.due(self._clock()))
+            and (doing := self._doing(_PLAIN_WIDTH))
+        ):
             self._print(doing)
+
+    def _is_new(self) -> bool:
+        """Tell whether the current work gets a line: the first after `_FIRST` seconds, another kind after `_NEW`."""
+        kind = self._kind()
+        if not kind or kind in self._said or self._seconds() < (_NEW if self._said else _FIRST):
+            return False
+        self._said.add(kind)
+        return True
+
+    @staticmethod
+    def _kind() -> str:
+        """Return the names of the current phase and work, without numbers."""
+        names = [progress.current_phase()[0], *(work.name for work in progress.works()[-1:])]
+        return re.sub(r"\d+", "", ": ".join(filter(None, names)))
 
     def _answer(self, number: int) -> None:
         how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -173,11 +197,13 @@ class Display:
 
     def _doing(self, width: int) -> str:
         """Return the line with the current work, its progress and its time so far."""
-        phase, since = progress.current_phase()
-        works = progress.works()
-        seconds = self._clock() - max([since, *(work.since for work in works[-1:])])
+        phase, works = progress.current_phase()[0], progress.works()
         waits = [what for what in progress.waits() if not what.startswith("the disk")]
-        return doing_in_words(phase, works, waits, seconds, self._token_rate(), width)
+        return doing_in_words(phase, works, waits, self._seconds(), self._token_rate(), width)
+
+    def _seconds(self) -> float:
+        """Return the seconds that the current work takes so far."""
+        return self._clock() - max([progress.current_phase()[1], *(work.since for work in progress.works()[-1:])])
 
     def _token_rate(self) -> float:
         """Compute the tokens per second that this process sampled over the last `_RATE_OVER` seconds."""

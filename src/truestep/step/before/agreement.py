@@ -33,9 +33,9 @@ class Fault:
     """A sampler whose log-probs are not the policy's, or whose tokens were not drawn by them."""
 
     server: str
-    places: tuple[int, ...]  # indices of its documents in the plan, those with the most evidence first
+    places: tuple[int, ...]  # indices of its documents in the plan, in order of decreasing evidence
     problem: str
-    of_draws: bool = False  # True: its log-probs are right, but its draws are not
+    of_draws: bool = False  # True: the log-probs are right, but the tokens were not drawn with them
 
 
 def server_of(document: Rollout) -> str:
@@ -78,7 +78,7 @@ class Judge:
         self,
         server: str,
         places: Sequence[int],
-        rows: np.ndarray,  # the rows of its documents
+        rows: np.ndarray,  # the rows of the server's documents
         step: list[float],  # the sums of `rows`
         bound: float,
         agree: bool,

@@ -9,8 +9,8 @@ from truestep.text import printable
 from truestep.types import Rollout
 
 _EXPLAINS = 0.1  # a cause is accepted if it reduces the gap to less than this share
-_MOST_NAMED = 3  # most documents that are listed by id
-_MOST_OTHERS = 16  # most documents whose log-probs are compared with those of other documents
+_MOST_NAMED = 3  # the largest number of documents listed by id
+_MOST_OTHERS = 16  # the largest number of documents whose log-probs are compared with those of others
 
 
 def explain(

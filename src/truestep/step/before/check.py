@@ -20,8 +20,8 @@ from truestep.step.plan.plan import StepRule, plan_exactly
 from truestep.text import discard
 from truestep.types import Rollout, StepPlan
 
-_MOST_EXPLAINED = 64  # most documents that are scored again to explain a fault
-_MOST_ANSWERS = 64  # most answers of an evaluation that are scored
+_MOST_EXPLAINED = 64  # the largest number of documents scored again to explain a fault
+_MOST_ANSWERS = 64  # the largest number of scored answers of an evaluation
 _EVERY = 8  # with sampling in process, the first 8 steps and every 8th step are compared
 
 
@@ -64,8 +64,8 @@ class SamplerCheck:
         )
 
     def due(self, step: int) -> bool:
-        """Tell whether a step's documents are compared. With servers, every step's are. With sampling in process, a
-        fault is in the engine and in all steps, so some steps suffice; it only causes a warning."""
+        """Tell whether a step's documents are compared. With servers, all steps are compared. With sampling in process,
+        some steps suffice, because a fault of the engine is in all of them; such a fault only causes a warning."""
         return self.warn is None or step <= _EVERY or step % _EVERY == 0
 
     def before_update(self, plan: StepPlan, accumulated: Accumulated) -> str | None:

@@ -40,8 +40,8 @@ class StepRule:
 
     @property
     def least_saved(self) -> int:
-        """Fewest tokens that a shared segment must save. `auto` needs more, so that documents are not cut into very
-        short segments."""
+        """The smallest number of tokens that a shared segment must save. It is larger for `auto`, so that documents are
+        not cut into very short segments."""
         return 64 if self.share == "auto" else 1
 
     @property
@@ -105,7 +105,7 @@ def _packed(sequences: Sequence[Rollout], rule: StepRule) -> tuple[list[list[int
 
 
 def _busy(sequences: Sequence[Rollout], rule: StepRule) -> bool:
-    """Tell whether micro-batches without shared prefixes keep the device busy. Only then do fewer tokens save time."""
+    """Tell whether micro-batches without shared prefixes keep the device busy. Else fewer tokens save no time."""
     cost = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
     tokens = sum(sequence.num_tokens for sequence in sequences)
     return cost >= rule.busy * max(rule.multiple, tokens / rule.tokens_per_microbatch)

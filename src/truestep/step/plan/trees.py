@@ -35,7 +35,7 @@ class _Part:
 
 
 def find_ties(sequences: Sequence[np.ndarray], least: int) -> Forest:
-    """Find the segments that keep sequences in one micro-batch. `least`: the fewest tokens that a segment must save."""
+    """Find the segments that keep sequences in one micro-batch. `least`: how many tokens a segment must save."""
     return find_segments(sequences, least, _TIES)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from truestep.ranks.axes import WEIGHT_PARTS
+from truestep.weights.digests import Squares
 from truestep.weights.finite import LARGEST
 from truestep.weights.protocol import Weights
 
@@ -21,7 +22,7 @@ _SLICE = 2**22  # numbers that are copied to float64 at a time
 
 @torch.no_grad()
 def gradient_norm(
-    weights: Weights, meanwhile: Callable[[], None] = lambda: None, squares: dict[str, torch.Tensor] | None = None
+    weights: Weights, meanwhile: Callable[[], None] = lambda: None, squares: Squares | None = None
 ) -> float:
     """Compute the norm over the gradients of all weights, each counted once, after `gradient_divisor`, before clipping.
     There is one host-device sync; `meanwhile` is called just before it. If squares may leave the range of float32, the
@@ -42,12 +43,12 @@ def _norm(
     gradients: Mapping[str, torch.Tensor],
     squares: Callable[[Sequence[torch.Tensor]], torch.Tensor],
     meanwhile: Callable[[], None] = lambda: None,
-    kept: dict[str, torch.Tensor] | None = None,
+    kept: Squares | None = None,
 ) -> float:
     sums = squares(list(gradients.values())) if gradients else None  # [gradients, parts of each]
     total = torch.zeros((), dtype=torch.float64, device=weights.device) if sums is None else sums.sum()
     if sums is not None and kept is not None:
-        kept.update(zip(gradients, sums.sum(1).unbind(), strict=True))
+        kept.names, kept.sums = list(gradients), sums.sum(1)
     for group in WEIGHT_PARTS:
         weights.ranks.sum_over(group, total)
     meanwhile()

@@ -1,5 +1,5 @@
-"""Copies optimizer state between host and device on side streams. While one load is updated, the next load is copied to
-the device and the previous load is copied back.
+"""Copies optimizer state between host and device on side streams. A load is the state that one update needs. While one
+load is updated, the next load is copied to the device and the previous load is copied back.
 
 Copies also overlap with the model's passes. The first loads are fetched during the last backward pass of a step, and
 the last loads are copied back during the first passes of the next step, if memory allows. Passes and loads together use
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 # Tensors on the host, and a function that updates copies of them on the device in place.
 Load = tuple[Sequence[Tensors], Callable[[Sequence[Tensors]], None]]
 
-_GOING = 2  # most copies back in flight if memory is short
+_GOING = 2  # the largest number of copies back to the host in flight, if memory is short
 _FILLED = 0.9  # share of device memory that loads may fill; the allocator reserves more than is in use
 
 
