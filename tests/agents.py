@@ -47,7 +47,7 @@ def _worker(folder: str, number: int, words: list[str], nodes: tuple[int, int], 
     with (Path(folder) / f"agent-{number}.workers").open("a", encoding="utf-8") as file:
         print(os.getpid(), file=file, flush=True)
     if own_machine:  # what keepers of states go by
-        memories.place = keeper_client.place = lambda: f"machine {number}"  # type: ignore[assignment]
+        memories.machine_key = keeper_client.machine_key = lambda: f"machine {number}"  # type: ignore[assignment]
     made = Trainer._train
 
     def slowly(self: Trainer, *arguments: Any) -> None:

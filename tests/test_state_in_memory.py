@@ -16,7 +16,7 @@ from small_runs import sampled_config, sort_prompts, word_model, write_lines
 from test_elastic import STEPS, compare, disturb, make_config, nothing_left, undisturbed
 from truestep.config.load import dump_config
 from truestep.ranks import keeper
-from truestep.ranks.keeper_client import Here, KeeperError
+from truestep.ranks.keeper_client import KeeperError, LocalKeeper
 
 EVERY = 2  # steps between copies in memory
 RARE = 1000  # steps between checkpoints on the disk
@@ -36,7 +36,7 @@ def whole(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 def keeper_of(name: str) -> int:
     """The process of a keeper; 0 if there is none."""
     try:
-        with Here(name).connected() as connection:
+        with LocalKeeper(name).connected() as connection:
             return keeper.user_of(connection.socket)[0]
     except KeeperError:
         return 0
@@ -47,7 +47,7 @@ def keepers(agents: Agents) -> list[int]:
     places = [f"machine {number}" for number in agents.agents]
     of_machines = [hashlib.sha256(f"{place} {agents.run.resolve()}".encode()).hexdigest()[:24] for place in places]
     names = [f"truestep-keeper-{os.geteuid()}-{told}-0" for told in of_machines]
-    names += [Here.of(agents.run, number).name for number in (0, 1)]
+    names += [LocalKeeper.of(agents.run, number).name for number in (0, 1)]
     return [process for name in names if (process := keeper_of(name))]
 
 
@@ -140,7 +140,9 @@ def test_seeded_losses_and_joins(
         nothing_is_left(agents, [])
         steps = [line["step"] for line in agents.lines("metrics.jsonl")]
         assert steps == list(range(1, STEPS + 1))
-        assert all(line.get("lost_steps", 0) <= EVERY for line in agents.generations if line.get("from") == "memory")
+        # On machines of their own both copies of a part may be lost at once.
+        used = [line for line in agents.generations if line.get("from") == "memory" or not own_machines]
+        assert all(line.get("lost_steps", 0) <= EVERY for line in used)
     compare(agents.run, whole)
 
 

@@ -28,18 +28,19 @@ from truestep.plan.advice import layout_of
 from truestep.plan.memory import kept_bytes
 from truestep.plan.shape import read_shape
 from truestep.ranks import keeper
-from truestep.ranks.elastic import Agent
+from truestep.ranks.elastic import Agent, RankLostError
 from truestep.ranks.forks import fork_context
 from truestep.ranks.group import ALONE
 from truestep.ranks.keeper import Key
-from truestep.ranks.keeper_client import Elsewhere, Here, KeeperError
+from truestep.ranks.keeper_client import KeeperError, LocalKeeper, RemoteKeeper
 from truestep.run.checkpoint.memory import Memory, MemoryStore, Recalled
 from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.staging import SharedStaging
 from truestep.run.checkpoint.store import read_progress
-from truestep.run.elastic import still_stands
-from truestep.run.train import _tell_again, train
+from truestep.run.elastic import Elastic, still_stands
+from truestep.run.train import _tell_again, make_trainer, train
 from truestep.run.trainer import Trainer
+from truestep.weights.remote_parts import forget_remote, note_remote
 
 Model = Callable[[str], Path]
 PART = "truestep/part-00000.safetensors"
@@ -57,10 +58,10 @@ def config(tiny_model: Model, tmp_path: Path) -> Config:
 def _no_keeper_is_left(tmp_path: Path) -> Iterator[None]:
     yield
     for number in (0, 1):
-        end(Here.of(tmp_path / "run", number))
+        end(LocalKeeper.of(tmp_path / "run", number))
 
 
-def end(here: Here) -> None:
+def end(here: LocalKeeper) -> None:
     try:
         with here.connected() as connection:
             connection.ask("end", generation=99)
@@ -104,7 +105,7 @@ def keys(run: Path) -> list[Key]:
 
 
 def handle_of(run: Path, name: str, step: int, number: int = 0) -> int:
-    with Here.of(run, number).connected() as connection:
+    with LocalKeeper.of(run, number).connected() as connection:
         return connection.open((1, 1.0, step), name)
 
 
@@ -145,7 +146,7 @@ def test_a_part_of_another_step_is_not_taken(config: Config, tmp_path: Path) -> 
     run = tmp_path / "run"
     trained(config)
     other = (run / "checkpoints" / f"step-{STEPS:08d}" / PART).read_bytes()
-    with Here.of(run, 0).connected() as connection:
+    with LocalKeeper.of(run, 0).connected() as connection:
         connection.put((1, 1.0, STEPS - 1), PART, other)
     found, notes = recalled(run)
     assert "is damaged" in notes[0] and found is not None and found.step == STEPS - 2
@@ -177,7 +178,7 @@ def test_one_keeper_of_two_is_enough(killed: list[int], config: Config, tmp_path
     run = tmp_path / "run"
     trained(config)
     for number in killed:
-        with Here.of(run, number).connected() as connection:
+        with LocalKeeper.of(run, number).connected() as connection:
             os.kill(keeper.user_of(connection.socket)[0], signal.SIGKILL)
     until(lambda: not any(there(run, number) for number in killed))
     found, notes = recalled(run)
@@ -189,7 +190,7 @@ def test_one_keeper_of_two_is_enough(killed: list[int], config: Config, tmp_path
 
 def there(run: Path, number: int) -> bool:
     try:
-        with Here.of(run, number).connected() as connection:
+        with LocalKeeper.of(run, number).connected() as connection:
             return bool(keeper.started(keeper.user_of(connection.socket)[0]))
     except KeeperError:
         return False
@@ -217,7 +218,7 @@ def test_a_keeper_that_is_lost_is_started_again(config: Config, tmp_path: Path) 
 
 def test_a_full_keeper_is_told_of_and_the_run_goes_on(config: Config, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    Here.of(run, 1).start(1000, [os.getpid()])
+    LocalKeeper.of(run, 1).start(1000, [os.getpid()])
     (said,) = trained(config)
     assert "the keeper refuses: it is full: 1,000 bytes are the most that it holds" in said
     found, _ = recalled(run)
@@ -232,13 +233,105 @@ def test_a_state_without_a_copy_is_told_of(config: Config, tmp_path: Path) -> No
     assert recalled(run) == (None, [])
 
 
+def test_where_the_next_state_does_not_fit_the_one_before_stands(config: Config, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    given = config.changed({"checkpoint.every": 0, "checkpoint.in_memory_every": 1})
+    two = kept_bytes(given, read_shape(given), layout_of(given, 1))
+    (said,) = trained(config, limit=int(0.75 * two))
+    assert "it is full" in said and "the state of this step is not kept" in said
+    found, notes = recalled(run)
+    assert found is not None and found.step == 1 and notes == []
+    compare(found, run)
+    found.close()
+
+
+def test_a_commit_that_fails_leaves_the_state_before(config: Config, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer, memory = quiet_trainer(config), opened(run)
+    said, commits = keep(trainer, memory), memory.commit
+
+    def commit(step: int) -> list[str]:
+        return commits(step) if step == 1 else ["it is gone"] * 2
+
+    memory.commit = commit  # type: ignore[method-assign]
+    trainer.run()
+    assert said == ["warning: a copy in memory is missing: it is gone: the state of this step is not kept"]
+    found, notes = recalled(run)
+    assert found is not None and found.step == 1 and notes == []
+    compare(found, run)
+    found.close()
+
+
+def test_a_keeper_that_answers_late_is_told_what_counts(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalKeeper, "start", lambda *_: None)
+        memory = opened(tmp_path / "run")
+    trainer = quiet_trainer(config)
+    assert keep(trainer, memory) == []
+    trainer.run()
+    found, _ = recalled(tmp_path / "run")
+    assert found is not None and found.step == STEPS - 1
+    found.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), OSError("too many open files")])
+@pytest.mark.parametrize("where", ["copy", "rest"])
+def test_a_run_goes_on_without_a_copy_that_fails(
+    where: str, error: Exception, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    if where == "copy":
+        monkeypatch.setattr(SharedStaging, "_make_room", fails)
+    else:
+        monkeypatch.setattr(MemoryStore, "_write_rest", fails)
+    (said,) = trained(config)
+    assert str(error) in said and "the state of this step is not kept" in said
+    assert (tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}").is_dir()
+    assert recalled(tmp_path / "run") == (None, [])
+
+
+def test_a_state_that_cannot_be_restored_is_forgotten(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    trained(config)
+    elastic = Elastic(Agent(os.getpid(), 1, 4), run, keeps=True)
+    elastic.memory = asked(run, generation=2)
+    elastic.recalled, _ = elastic.memory.recall(lambda key: True, 1, run / "checkpoints")
+    assert elastic.recalled is not None
+
+    def fails(*_: object) -> None:
+        raise KeyError("no such field")
+
+    monkeypatch.setattr("truestep.run.train.read_progress", fails)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
+    with pytest.raises(RankLostError, match=r"the state of step 3 in memory cannot be read: .*no such field.*the disk"):
+        make_trainer(config, Console(quiet=True), elastic=elastic)
+    elastic.recalled.close()
+    assert recalled(run, generation=3) == (None, [])
+
+
+def test_what_a_kill_leaves_does_not_stand_in_the_way(config: Config, tmp_path: Path) -> None:
+    trained(config)
+    first, _ = recalled(tmp_path / "run")
+    second, _ = recalled(tmp_path / "run")
+    assert first is not None and second is not None
+    compare(second, tmp_path / "run")
+    first.close()
+    second.close()
+
+
 def test_a_generation_that_has_ended_keeps_nothing(config: Config, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(config)
     opened(run, generation=2)
     with (
         pytest.raises(KeeperError, match="a generation that has ended"),
-        Here.of(run, 0).connected() as connection,
+        LocalKeeper.of(run, 0).connected() as connection,
     ):
         connection.put((1, 1.0, STEPS), PART, b"late")
 
@@ -262,7 +355,7 @@ def test_which_states_a_generation_may_go_on_from(key: Key, stands: bool) -> Non
 
 def test_a_keeper_ends_with_the_processes_that_it_keeps_for(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    Here.of(tmp_path / "run", 0).start(1000, [child.pid])
+    LocalKeeper.of(tmp_path / "run", 0).start(1000, [child.pid])
     assert there(tmp_path / "run", 0)
     child.kill()
     child.wait()
@@ -270,25 +363,25 @@ def test_a_keeper_ends_with_the_processes_that_it_keeps_for(tmp_path: Path) -> N
 
 
 def test_bytes_without_the_secret_are_not_read(tmp_path: Path) -> None:
-    here = Here.of(tmp_path / "run", 0)
+    here = LocalKeeper.of(tmp_path / "run", 0)
     here.start(1000, [os.getpid()])
     fields: dict[str, Any] = {"generation": 1, "processes": [], "address": "127.0.0.1", "port": 0, "secret": "ab" * 32}
     with here.connected() as connection:
         port = connection.ask("hello", **fields)["port"]
-    with Elsewhere("127.0.0.1", port, bytes.fromhex("ab" * 32)).connected() as connection:
+    with RemoteKeeper("127.0.0.1", port, bytes.fromhex("ab" * 32)).connected() as connection:
         connection.put((1, 1.0, 1), "a", b"content")
         connection.ask("commit", set=[1, 1.0, 1])
         assert connection.read((1, 1.0, 1), "a", 3, 4) == b"tent"
         with pytest.raises(KeeperError, match="not for other machines"):
             connection.ask("end")
-    wrong = Elsewhere("127.0.0.1", port, bytes.fromhex("cd" * 32))
+    wrong = RemoteKeeper("127.0.0.1", port, bytes.fromhex("cd" * 32))
     with pytest.raises(KeeperError, match="does not answer"), wrong.connected() as connection:
         connection.read((1, 1.0, 1), "a", 3, 4)
 
 
 @pytest.mark.parametrize("message", [b"\0\0\0\4null", b"\xff\xff\xff\xff", b"\0\0\0\2{}", b"\0\0\0\5[[[[["])
 def test_a_malformed_message_ends_its_connection_alone(message: bytes, tmp_path: Path) -> None:
-    here = Here.of(tmp_path / "run", 0)
+    here = LocalKeeper.of(tmp_path / "run", 0)
     here.start(1000, [os.getpid()])
     with here.connected() as connection:
         connection.socket.sendall(message)
@@ -301,13 +394,13 @@ _DUMPABLE = 4
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_connect_and_no_process_opens_what_is_held(tmp_path: Path) -> None:
-    here = Here.of(tmp_path / "run", 0)
+    here = LocalKeeper.of(tmp_path / "run", 0)
     here.start(1000, [os.getpid()])
     assert _as_nobody(lambda: _asks(here)) == "refused"
     assert _as_nobody(_opens_its_own) == "denied"
 
 
-def _asks(here: Here) -> str:
+def _asks(here: LocalKeeper) -> str:
     with socket.socket(socket.AF_UNIX) as opened_socket:
         opened_socket.connect(f"\0{here.name}")
         try:
@@ -325,7 +418,7 @@ def _opens_its_own() -> str:
     if not os.fork():
         os._exit(keeper.main(name, "1000", str(os.getppid())))
     os.wait()
-    with Here(name).connected() as connection:
+    with LocalKeeper(name).connected() as connection:
         number = keeper.user_of(connection.socket)[0]
         connection.ask("hello", generation=1, processes=[])
         try:
@@ -400,12 +493,15 @@ def test_without_an_elastic_launcher_it_is_refused(config: Config) -> None:
         train(config.changed({"checkpoint.every": 0, "checkpoint.in_memory_every": 1}), Console(quiet=True))
 
 
-@pytest.mark.parametrize(("name", "told"), [("step-00000003", [6, "step-00000003"]), (".step-00000003.partial", [])])
-def test_senders_do_not_hear_of_a_state_in_memory(name: str, told: list[object]) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_senders_do_not_hear_of_a_state_in_memory(kept: bool, tmp_path: Path) -> None:
     """What they acknowledge or announce must survive the loss of all memory."""
     heard: list[object] = []
     source = SimpleNamespace(checkpointed=heard.append)
     publication = SimpleNamespace(saved=lambda path, step, documents_seen: heard.append(path.name))
     supply: Any = SimpleNamespace(source=source, publication=publication)
-    _tell_again(supply, Path("run/checkpoints") / name, 3, 6)
-    assert heard == told
+    if kept:
+        note_remote(tmp_path, {})
+    _tell_again(supply, tmp_path, 3, 6)
+    forget_remote(tmp_path)
+    assert heard == ([] if kept else [6, tmp_path.name])

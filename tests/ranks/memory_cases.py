@@ -21,14 +21,14 @@ from truestep.run.checkpoint.memory import Memory, MemoryStore
 from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.staging import SharedStaging
 from truestep.run.train import make_trainer
-from truestep.weights.elsewhere import read_elsewhere
+from truestep.weights.remote_parts import remote_parts
 from truestep.weights.tensor_parts import FOLDER
 
 
 def on_machines(rank: int) -> None:
     """Let each rank be on a machine of its own."""
     name = f"machine {rank}"
-    memories.place = keeper_client.place = lambda: name  # type: ignore[assignment]
+    memories.machine_key = keeper_client.machine_key = lambda: name  # type: ignore[assignment]
     os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
@@ -38,9 +38,9 @@ def opened(ranks: Ranks, run: Path, generation: int) -> Memory:
     return made
 
 
-def keep_and_lose(config: dict[str, Any], lost: list[int], harmed: list[int], expected: list[str]) -> None:
-    """Make steps and keep each in memory. Then the keepers of some machines are lost, and bytes of the part of rank 0
-    flip in others; what is recalled is compared with the disk. `expected`: on which ranks parts are read from afar."""
+def keep_and_lose(config: dict[str, Any], lost: list[int], harmed: list[int], expected: list[str], part: str) -> None:
+    """Make steps and keep each in memory. Then the keepers of some machines are lost, and bytes of a part flip in
+    others; what is recalled is compared with the disk. `expected`: on which ranks parts are read from afar."""
     from rich.console import Console
 
     given = Config.model_validate(config)
@@ -53,15 +53,15 @@ def keep_and_lose(config: dict[str, Any], lost: list[int], harmed: list[int], ex
         trainer.save_rule = replace(trainer.save_rule, in_memory_every=1)
         trainer.run()
         step = trainer.step - 1
-        _harm(run, ranks, lost, harmed, step)
+        _harm(run, ranks, lost, harmed, step, part)
         again = Memory.open(ranks, run, Agent(os.getpid(), 1, 4), None, 2)
         found, notes = again.recall(lambda key: True, 1, run / "checkpoints")
         if not expected:
-            assert len(notes) == bool(harmed), notes
+            assert len(notes) == bool(harmed) and all(f"{part} is damaged" in note for note in notes), notes
             assert (found.step if found is not None else 0) == (step - 1 if harmed else 0)
             return
         assert found is not None and found.step == step and notes == [], notes
-        far = sorted(read_elsewhere(found.path / FOLDER))
+        far = sorted(remote_parts(found.path))
         assert " ".join(far) == expected[ranks.rank], far
         _compare(found.path, run / "checkpoints" / f"step-{step:08d}", (read_weights, read_states))
         ranks.gather(None)  # others may still read from here
@@ -70,11 +70,11 @@ def keep_and_lose(config: dict[str, Any], lost: list[int], harmed: list[int], ex
         memory.end()
 
 
-def _harm(run: Path, ranks: Ranks, lost: list[int], harmed: list[int], step: int) -> None:
-    here = keeper_client.Here.of(run, 0)
+def _harm(run: Path, ranks: Ranks, lost: list[int], harmed: list[int], step: int, part: str) -> None:
+    here = keeper_client.LocalKeeper.of(run, 0)
     if ranks.rank in harmed:
         with here.connected() as connection:
-            handle = connection.open((1, 1.0, step), f"{FOLDER}/part-00000.safetensors")
+            handle = connection.open((1, 1.0, step), f"{FOLDER}/{part}")
             byte = os.pread(handle, 1, 4000)
             os.pwrite(handle, bytes([byte[0] ^ 1]), 4000)
             os.close(handle)

@@ -23,6 +23,8 @@ CASES = [
     pytest.param(2, [1], [0], [], id="the copy that is left is damaged", marks=pytest.mark.long),
     # The first machine's keeper has its own part and that of the third; and so on.
     pytest.param(3, [1], [], [SECOND, f"{FIRST} {SECOND} {THIRD}", FIRST], id="three machines", marks=pytest.mark.long),
+    # The third machine has no copy of the manifest, and the only one of its part.
+    pytest.param(3, [0], [2], [], id="the only copy, far from the manifest, is damaged", marks=pytest.mark.long),
 ]
 
 
@@ -40,4 +42,4 @@ def test_what_is_recalled_after_a_loss(
         tiny_model("llama"), tmp_path / "rollouts.jsonl", tmp_path / "run",
         schedule={"steps": 3}, checkpoint={"every": 1, "keep": 9},
     )  # fmt: skip
-    on_ranks(size, keep_and_lose, given, lost, harmed, expected)
+    on_ranks(size, keep_and_lose, given, lost, harmed, expected, THIRD if size == 3 else FIRST)

@@ -34,8 +34,8 @@ _POLL_SECONDS = 0.5
 _PATIENCE = 60.0  # seconds without a byte, or without a request
 _MOST_UNKNOWN = 64  # connections of other machines that have not shown that they know the secret
 _LONGEST = 1 << 26  # bytes of a message, without the content that follows it
-_PIECE = 1 << 20
-_LEGAL_ELSEWHERE = ("put", "commit", "read")  # requests of other machines
+PIECE = 1 << 20
+_FOR_OTHER_MACHINES = ("put", "commit", "read", "forget")
 NONCE = 32  # bytes
 
 Key = tuple[int, float, int]  # generation, when it began, and step
@@ -52,8 +52,8 @@ def send(connection: socket.socket, message: dict[str, Any], content: Any = b"",
     connection.sendall(text)
     rest = memoryview(content)
     while rest:  # in pieces: the timeout of a socket is that of a whole call
-        connection.sendall(rest[:_PIECE])
-        rest = rest[_PIECE:]
+        connection.sendall(rest[:PIECE])
+        rest = rest[PIECE:]
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -87,7 +87,7 @@ def receive_bytes(connection: socket.socket, count: int) -> bytearray:
 
 def receive_into(connection: socket.socket, room: memoryview) -> None:
     while room:
-        count = connection.recv_into(room[:_PIECE])
+        count = connection.recv_into(room[:PIECE])
         if not count:
             raise EOFError
         room = room[count:]
@@ -151,7 +151,7 @@ class _Keeper:
         self._processes = {process: started(process) for process in processes}
         self._secret = b""
         self._listener: socket.socket | None = None
-        self._port = 0
+        self._port, self._address = 0, ""
 
     def watch(self) -> None:
         """End when no agent and no rank is left."""
@@ -171,6 +171,8 @@ class _Keeper:
             try:
                 connection, _ = listener.accept()
             except OSError:  # such as too many open files
+                if listener.fileno() < 0:
+                    return
                 time.sleep(_POLL_SECONDS)
                 continue
             connection.settimeout(_PATIENCE)
@@ -192,7 +194,6 @@ class _Keeper:
                 try:
                     reply, content, given = self._answer(connection, message, handles)
                 except _Refused as refused:
-                    _skip(connection, message)
                     reply, content, given = {"refused": str(refused)}, b"", []
                 finally:
                     for handle in handles:
@@ -219,7 +220,7 @@ class _Keeper:
         self, connection: socket.socket, message: dict[str, Any], handles: list[int]
     ) -> tuple[dict[str, Any], Any, list[int]]:
         what = message["ask"]
-        if connection.family != socket.AF_UNIX and what not in _LEGAL_ELSEWHERE:
+        if connection.family != socket.AF_UNIX and what not in _FOR_OTHER_MACHINES:
             raise _Refused(f"{what} is not for other machines")
         if what == "hello":
             return self._hello(connection, message), b"", []
@@ -263,21 +264,26 @@ class _Keeper:
             return {"sets": held, "port": self._port, "held": self._size(), "limit": self._limit}
 
     def _listen(self, address: str, port: int, secret: bytes) -> None:
-        if secret == self._secret:
-            return
+        """Listen at an address of this machine; at another one than before, only there."""
         self._secret = secret
-        if self._listener is None:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:  # the port of a keeper that was lost, which others know
-                self._listener = socket.create_server((address, port), family=family)
-            except OSError:
-                self._listener = socket.create_server((address, 0), family=family)
-            self._port = self._listener.getsockname()[1]
-            threading.Thread(target=self.accept, args=(self._listener, self.knows_secret), daemon=True).start()
+        if self._listener is not None and self._address == address:
+            return
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends its thread
+            self._listener.close()
+        self._listener, self._port, self._address = None, 0, address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        for wanted in (port, 0):  # first the port of a keeper that was lost, which others know
+            with contextlib.suppress(OSError):
+                self._listener = socket.create_server((address, wanted), family=family)
+                self._port = self._listener.getsockname()[1]
+                threading.Thread(target=self.accept, args=(self._listener, self.knows_secret), daemon=True).start()
+                return
 
     def _put(self, connection: socket.socket, message: dict[str, Any], handles: list[int]) -> None:
         key, name = _key(message), str(message["name"])
-        size = os.fstat(handles[0]).st_size if handles else int(message["bytes"])
+        size = os.fstat(handles[0]).st_size if handles else int(message["size"])
         with self._lock:
             if key[0] < self._generation:
                 raise _Refused("it is of a generation that has ended")
@@ -310,6 +316,7 @@ class _Keeper:
     def _receive(self, connection: socket.socket, size: int) -> int:
         handle = new_memory(size)
         try:
+            send(connection, {})  # there is room for it
             if size:
                 with mmap.mmap(handle, size) as memory, memoryview(memory) as room:
                     receive_into(connection, room)
@@ -351,12 +358,6 @@ class _Keeper:
 def _key(message: dict[str, Any]) -> Key:
     generation, began, step = message["set"]
     return int(generation), float(began), int(step)
-
-
-def _skip(connection: socket.socket, message: dict[str, Any]) -> None:
-    left = int(message.get("bytes", 0))
-    while left:
-        left -= len(receive_bytes(connection, min(left, _PIECE)))
 
 
 def main(name: str, limit: str, *processes: str) -> int:

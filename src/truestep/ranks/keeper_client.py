@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from truestep.process import progress
 from truestep.ranks import keeper
 from truestep.ranks.elastic import RankLostError
 from truestep.ranks.keeper import Key
@@ -26,7 +27,7 @@ class KeeperError(RankLostError):
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteKeeper:
     """The keeper of another machine."""
 
     host: str
@@ -36,6 +37,8 @@ class Elsewhere:
     @contextlib.contextmanager
     def connected(self) -> Iterator["Connection"]:
         address = self.host, self.port
+        if not self.port:
+            raise KeeperError(f"the keeper of {self.host or 'another machine'} has no address that others reach")
         with _failures(f"the keeper of {self.host}"), socket.create_connection(address, _PATIENCE) as opened:
             nonce = bytes(keeper.receive_bytes(opened, keeper.NONCE))
             own = secrets.token_bytes(keeper.NONCE)
@@ -47,16 +50,16 @@ class Elsewhere:
 
 
 @dataclass(frozen=True)
-class Here:
+class LocalKeeper:
     """A keeper of this machine."""
 
     name: str
 
     @staticmethod
-    def of(run: Path, number: int) -> "Here":
+    def of(run: Path, number: int) -> "LocalKeeper":
         """Name a keeper of a run on this machine."""
-        told = hashlib.sha256(f"{place()} {run.resolve()}".encode()).hexdigest()[:24]
-        return Here(f"truestep-keeper-{os.geteuid()}-{told}-{number}")
+        told = hashlib.sha256(f"{machine_key()} {run.resolve()}".encode()).hexdigest()[:24]
+        return LocalKeeper(f"truestep-keeper-{os.geteuid()}-{told}-{number}")
 
     def start(self, limit: int, processes: Sequence[int]) -> None:
         """Start the keeper, unless another process has."""
@@ -82,7 +85,7 @@ class Here:
             yield Connection(opened)
 
 
-Keeper = Here | Elsewhere
+Keeper = LocalKeeper | RemoteKeeper
 
 
 @contextlib.contextmanager
@@ -97,13 +100,14 @@ def _failures(whose: str) -> Iterator[None]:
 class Connection:
     socket: socket.socket
 
-    def ask(self, what: str, content: Any = b"", handle: int | None = None, **fields: Any) -> dict[str, Any]:
-        return self._ask(what, content, [] if handle is None else [handle], fields)[0]
+    def ask(self, what: str, handle: int | None = None, **fields: Any) -> dict[str, Any]:
+        return self._ask(what, [] if handle is None else [handle], fields)[0]
 
-    def _ask(
-        self, what: str, content: Any, handles: Sequence[int], fields: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], list[int]]:
-        keeper.send(self.socket, {"ask": what, **fields}, content, handles)
+    def _ask(self, what: str, handles: Sequence[int], fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        keeper.send(self.socket, {"ask": what, **fields}, handles=handles)
+        return self._answer()
+
+    def _answer(self) -> tuple[dict[str, Any], list[int]]:
         reply, given = keeper.receive(self.socket)
         if "refused" in reply:
             raise KeeperError(f"the keeper refuses: {reply['refused']}")
@@ -115,18 +119,24 @@ class Connection:
         if handle is not None and self.socket.family == socket.AF_UNIX:
             self.ask("put", handle=handle, set=list(key), name=name, standing=stands)
         else:
-            self.ask("put", content, set=list(key), name=name, standing=stands)
+            self.ask("put", size=len(content), set=list(key), name=name, standing=stands)  # it has room
+            rest = memoryview(content)
+            while rest:
+                self.socket.sendall(rest[: keeper.PIECE])
+                progress.made("bytes handed over to keepers", len(rest[: keeper.PIECE]))
+                rest = rest[keeper.PIECE :]
+            self._answer()
 
     def open(self, key: Key, name: str) -> int:
         """Return a handle of a file's memory."""
-        return self._ask("open", b"", (), {"set": list(key), "name": name})[1][0]
+        return self._ask("open", (), {"set": list(key), "name": name})[1][0]
 
     def read(self, key: Key, name: str, start: int, count: int) -> bytearray:
         reply = self.ask("read", set=list(key), name=name, start=start, count=count)
         return keeper.receive_bytes(self.socket, int(reply["bytes"]))
 
 
-def place() -> str:
+def machine_key() -> str:
     """Return what the keepers of a machine can be reached from: its memory and its network."""
     network = ""
     with contextlib.suppress(OSError):

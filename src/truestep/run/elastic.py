@@ -197,6 +197,16 @@ class Elastic:
         self._remove_notes()
         return line
 
+    def unreadable(self, error: Exception) -> RankLostError:
+        """Have all keepers forget the state that this generation went on from, which cannot be read; return the error
+        that begins another generation."""
+        assert self.memory is not None and self.recalled is not None
+        self.memory.forget(everywhere=True)
+        return RankLostError(
+            f"the state of step {self.recalled.step} in memory cannot be read: {error}. Keepers forget it, and the run "
+            "goes on from the disk"
+        )
+
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """Note why this generation ends. End the agent too where its rank leaves, or where the run is over."""

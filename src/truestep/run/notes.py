@@ -24,10 +24,10 @@ from truestep.plan.rates import kept_here
 from truestep.plan.shape import read_shape
 from truestep.rollouts.rejects import reason_kind
 from truestep.rollouts.source import FileSource, Source
-from truestep.run.checkpoint.memory import in_memory
 from truestep.run.directory import RunDirectory
 from truestep.text import printable, redacted_options
 from truestep.types import Rejected
+from truestep.weights.remote_parts import from_keepers
 
 
 def run_notes(
@@ -44,7 +44,7 @@ def run_notes(
     the steps so far), on rejected records, and on options that look like mistakes."""
     notes = []
     if latest is not None:
-        where = "the state in memory" if in_memory(latest) else latest
+        where = "the state in memory" if from_keepers(latest) else latest
         notes += [f"going on after step {step} of {where}", *_changes_since(before, config)]
     elif done := count_lines(directory.ledger):
         notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")

@@ -47,7 +47,7 @@ from truestep.run.assemble.step import (
 )
 from truestep.run.callbacks import Callback, Callbacks, Run
 from truestep.run.checkpoint.checksums import find_damage
-from truestep.run.checkpoint.memory import MemoryStore, Recalled, in_memory
+from truestep.run.checkpoint.memory import MemoryStore, Recalled
 from truestep.run.checkpoint.saves import SaveRule, Saves
 from truestep.run.checkpoint.staging import SharedStaging
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
@@ -67,10 +67,15 @@ from truestep.text import keep_secrets_of, printable, shown
 from truestep.types import Rejected
 from truestep.weights.digests import Trace
 from truestep.weights.errors import ModelError
+from truestep.weights.remote_parts import from_keepers
 from truestep.weights.tensor_parts import StoredTensors
 
 # The exceptions that a damaged checkpoint can raise when it is read.
 ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
+
+
+class DamagedError(TrainingError):
+    """A checkpoint that cannot be read."""
 
 
 def train(
@@ -184,7 +189,10 @@ def make_trainer(
 ) -> Trainer:
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     with ExitStack() as opened:
-        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened, elastic)
+        try:
+            trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened, elastic)
+        except DamagedError as error:
+            raise error if elastic is None or elastic.recalled is None else elastic.unreadable(error) from error
         if config.schedule.preemption_file is not None:
             trainer.notice = Path(config.schedule.preemption_file)
         opened.pop_all()  # from here on they end with the run
@@ -278,7 +286,7 @@ def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDire
 def _tell_again(supply: Supply, checkpoint: Path, step: int, documents_seen: int) -> None:
     """Tell the source of a checkpoint: the run may have been killed before it did. It does not hear of one in memory:
     after a further loss the run may go on from the disk."""
-    if in_memory(checkpoint):
+    if from_keepers(checkpoint):
         return
     supply.source.checkpointed(documents_seen)
     if supply.publication is not None:
@@ -323,7 +331,7 @@ def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], Non
 
 
 def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:
-    saved = progress.step if latest and not in_memory(latest) else None
+    saved = progress.step if latest and not from_keepers(latest) else None
     return RunState(progress.step, queue.documents_seen, last_evaluated, saved)
 
 
@@ -439,12 +447,14 @@ def restore(
     return progress
 
 
-def _damaged(checkpoint: Path, problem: object) -> TrainingError:
+def _damaged(checkpoint: Path, problem: object) -> DamagedError:
+    if from_keepers(checkpoint):
+        return DamagedError(printable(problem))
     before = CheckpointStore(checkpoint.parent, 1).before(checkpoint)
     goes_on = (
         "starts again from its beginning: it has no other checkpoint" if before is None else f"goes on from {before}"
     )
-    return TrainingError(
+    return DamagedError(
         f"the checkpoint {checkpoint} cannot be read: {printable(problem)}. Without it the run {goes_on}. For that, "
         "remove that directory and start again"
     )

@@ -20,9 +20,9 @@ from truestep.files.tensors import TYPES_BY_NAME, tensor_places
 from truestep.files.whole import exact_object
 from truestep.process import progress
 from truestep.ranks.group import divide
-from truestep.weights.elsewhere import read_elsewhere
 from truestep.weights.lazy import Unread
 from truestep.weights.protocol import Weights
+from truestep.weights.remote_parts import remote_parts
 
 FOLDER = "truestep"
 INDEX = "tensors.json"
@@ -179,7 +179,7 @@ class StoredTensors(Tensors):
     def __init__(self, checkpoint: Path):
         self._folder = checkpoint / FOLDER
         self._entries = _read_index(self._folder / INDEX)
-        self._elsewhere = read_elsewhere(self._folder)
+        self._remote = remote_parts(checkpoint)
 
     @staticmethod
     def has_weights(directory: Path) -> bool:
@@ -215,15 +215,15 @@ class StoredTensors(Tensors):
 
     def _values(self, place: _Place, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of a box of a place, from its file or from another machine."""
-        far = self._elsewhere.get(place.file.name)
-        if far is None:
+        remote = self._remote.get(place.file.name)
+        if remote is None:
             return _mapped(place, dtype)[box.inside(place.box)]
         outer, start = place.box, 0
         if outer.shape:  # whole rows
             rows = math.prod(outer.shape[1:]) * dtype.itemsize
             start = (box.start[0] - outer.start[0]) * rows
             outer = Box((box.start[0], *outer.start[1:]), (box.shape[0], *outer.shape[1:]))
-        content = far.read(place.byte + start, outer.numbers * dtype.itemsize)
+        content = remote.read(place.byte + start, outer.numbers * dtype.itemsize)
         return torch.frombuffer(content, dtype=dtype).view(outer.shape)[box.inside(outer)]
 
     def read_whole(self, key: str) -> torch.Tensor:

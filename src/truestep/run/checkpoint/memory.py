@@ -12,8 +12,10 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,15 @@ from truestep.process import progress as process_progress
 from truestep.ranks.elastic import Agent
 from truestep.ranks.group import Ranks
 from truestep.ranks.keeper import Key
-from truestep.ranks.keeper_client import Elsewhere, Here, Keeper, KeeperError, default_limit, place
+from truestep.ranks.keeper_client import Keeper, KeeperError, LocalKeeper, RemoteKeeper, default_limit, machine_key
 from truestep.run.checkpoint.checksums import MANIFEST, entry_of, find_damage, manifest_of, names_in
 from truestep.run.checkpoint.staging import SharedStaging, Staged
 from truestep.run.checkpoint.store import ModelFiles, Progress, Written, progress_files, random_name
 from truestep.text import printable
-from truestep.weights.elsewhere import read_far, write_elsewhere
+from truestep.weights.remote_parts import RemotePart, forget_remote, note_remote, read_remote
 from truestep.weights.tensor_parts import FOLDER, INDEX, describe_parts, index_of, part_name
 
 _SILENT = "a keeper did not answer, and is left out from then on"
-
-
-def in_memory(checkpoint: Path) -> bool:
-    """Tell whether keepers held the checkpoint that the run resumes from."""
-    return checkpoint.name.startswith(".")
 
 
 class MemoryStore:
@@ -80,6 +77,13 @@ class MemoryStore:
 
     def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
         """Hand the other files over, and let the set be the one that counts."""
+        try:
+            return self._write_rest(progress, model, parts)
+        except (OSError, MemoryError) as error:
+            self._say(f"{type(error).__name__}: {printable(error)}: the state of this step is not kept")
+            return None
+
+    def _write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
         files = {f"{FOLDER}/{INDEX}": index_of([part.tensors for part in parts]), **model.others}
         files |= {f"{FOLDER}/{name}": content for name, content in progress_files(progress).items()}
         known = {name: entry for part in parts for name, entry in part.files.items()}
@@ -96,6 +100,11 @@ class MemoryStore:
     def stands(self, step: int) -> None:
         self._memory.stands(step)
 
+    def not_written(self, error: Exception) -> Written:
+        """The run goes on without a copy."""
+        problem = f"{type(error).__name__}: {printable(error)}"
+        return Written({}, {}, problem, missing=True)
+
 
 @dataclass
 class Recalled:
@@ -106,6 +115,7 @@ class Recalled:
     handles: list[int] = field(default_factory=list)
 
     def close(self) -> None:
+        forget_remote(self.path)
         shutil.rmtree(self.path, ignore_errors=True)
         while self.handles:
             os.close(self.handles.pop())
@@ -146,7 +156,7 @@ class Memory:
     _answers: Sequence[_Answer] = ()
     _began: float = 0.0
     _silent: set[Keeper] = field(default_factory=set)
-    _port: dict[int, int] = field(default_factory=dict)
+    _ports: dict[int, int] = field(default_factory=dict)
     _address: str = ""
     _several: bool = False  # machines
     _standing: Key | None = None  # the set that counts
@@ -157,25 +167,34 @@ class Memory:
         this."""
         secret = ranks.share(lambda: secrets.token_bytes(32))
         memory = Memory(ranks, run, agent, limit or default_limit(), generation, secret)
-        places = ranks.gather(place())
+        places = ranks.gather(machine_key())
         distinct = list(dict.fromkeys(places))
         several = len(distinct) > 1
-        host, memory._address = _addresses(places[0] == place()) if several else ("", "")
+        memory._address = memory._own_address(places[0]) if several else ""
         ports, sets = {}, {}
         for number in (0, 1):
             with contextlib.suppress(KeeperError):
                 reply = memory._hello(number, start=number == 0 or not several)
                 ports[number], sets[number] = reply["port"], reply["sets"]
-        memory._port = ports
+        memory._ports = ports
         memory._several = several
-        memory._answers = ranks.gather(_Answer(place(), host, ports, sets))
+        memory._answers = ranks.gather(_Answer(machine_key(), memory._address, ports, sets))
         firsts = {answer.place: answer for answer in reversed(memory._answers)}
         memory.everyone = [
             memory._keeper(firsts[name], number) for name in distinct for number in ((0,) if several else (0, 1))
         ]
-        partner = distinct[(distinct.index(place()) + 1) % len(distinct)]
-        memory.own = [memory._keeper(firsts[name], number) for name, number in memory._pair(place(), partner)]
+        partner = distinct[(distinct.index(machine_key()) + 1) % len(distinct)]
+        memory.own = [memory._keeper(firsts[name], number) for name, number in memory._pair(machine_key(), partner)]
         return memory
+
+    def _own_address(self, first: str) -> str:
+        """Return the address of this machine by which other machines reach it, "" if there is none. The first machine
+        may know itself by a name that means the machine itself: then it takes the address that others know."""
+        own, meeting = _addresses()
+        others = [there for where, there in self.ranks.gather((machine_key(), meeting)) if where != first]
+        if machine_key() == first and _only_here(own):
+            return next((address for address in others if not _only_here(address)), own)
+        return own
 
     @staticmethod
     def _pair(here: str, partner: str) -> list[tuple[str, int]]:
@@ -183,16 +202,16 @@ class Memory:
         return [(here, 0), (partner, int(partner == here))]
 
     def _keeper(self, answer: _Answer, number: int) -> Keeper:
-        if answer.place == place():
-            return Here.of(self.run, number)
-        return Elsewhere(answer.host, answer.ports.get(number, 0), self.secret)
+        if answer.place == machine_key():
+            return LocalKeeper.of(self.run, number)
+        return RemoteKeeper(answer.host, answer.ports.get(number, 0), self.secret)
 
     def _hello(self, number: int, start: bool = True) -> dict[str, Any]:
         """Introduce this rank to a keeper of this machine; with `start`, start the keeper if it is not there."""
-        here = Here.of(self.run, number)
+        here = LocalKeeper.of(self.run, number)
         processes = [os.getpid(), self.agent.number]
         fields: dict[str, Any] = {"generation": self.generation, "processes": processes, "address": self._address}
-        fields |= {"port": self._port.get(number, 0), "secret": self.secret.hex()}
+        fields |= {"port": self._ports.get(number, 0), "secret": self.secret.hex()}
         for attempt in (1, 2):
             try:
                 with here.connected() as connection:
@@ -204,7 +223,7 @@ class Memory:
         raise AssertionError
 
     def _end(self, number: int) -> None:
-        with contextlib.suppress(KeeperError), Here.of(self.run, number).connected() as connection:
+        with contextlib.suppress(KeeperError), LocalKeeper.of(self.run, number).connected() as connection:
             connection.ask("end", generation=self.generation)
 
     def end(self) -> None:
@@ -219,10 +238,11 @@ class Memory:
         if self._standing is None:
             self.forget()
 
-    def forget(self) -> None:
-        """Have the keepers of this machine forget what they hold."""
-        for number in (0, 1):
-            with contextlib.suppress(KeeperError), Here.of(self.run, number).connected() as connection:
+    def forget(self, everywhere: bool = False) -> None:
+        """Have the keepers of this machine, or of all machines, forget what they hold."""
+        own = [LocalKeeper.of(self.run, number) for number in (0, 1)]
+        for keeper in dict.fromkeys([*own, *(self.everyone if everywhere else ())]):
+            with contextlib.suppress(KeeperError), keeper.connected() as connection:
                 connection.ask("forget", generation=self.generation)
 
     def stands(self, step: int) -> None:
@@ -241,7 +261,7 @@ class Memory:
         Return a sentence for each keeper that did not take all."""
 
         def put(keeper: Keeper) -> None:
-            if isinstance(keeper, Here):  # it may have been lost
+            if isinstance(keeper, LocalKeeper):  # it may have been lost
                 self._hello(int(keeper.name.rpartition("-")[2]))
             with keeper.connected() as connection:
                 for name, content in small.items():
@@ -278,7 +298,9 @@ class Memory:
         notes: list[str] = []
         for key in self._complete(valid, least):
             held = self._where(key)
-            recalled = Recalled(folder / f".step-{key[2]:08d}-rank-{self.ranks.rank}-of-{os.getpid()}.partial", key[2])
+            recalled: Recalled | str = self._try(partial(_new_directory, folder, key[2]))
+            if isinstance(recalled, str):
+                return None, [*notes, f"the state of step {key[2]} in memory cannot be used: {recalled}"]
             try:
                 problem = self._read(held, recalled)
             except BaseException:
@@ -305,7 +327,7 @@ class Memory:
                 for name in [name for one in sets if _key_of(one) == key for name in one["files"]]:
                     if answer.place not in places.setdefault(name, []):
                         places[name].append(answer.place)
-                    if answer.place == place():
+                    if answer.place == machine_key():
                         here.setdefault(name, number)
         return _Held(key, places, here)
 
@@ -320,17 +342,16 @@ class Memory:
         lost = [name for name in names if name not in held.places]
         if lost:
             return f"{lost[0]} is lost"
-        (recalled.path / FOLDER).mkdir(parents=True)
         (recalled.path / MANIFEST).write_bytes(manifest)  # before anything is compared with it
         damaged = self._damaged([name for name in names if name in held.here], held, recalled)
-        found = self.ranks.gather((place(), damaged))
+        found = self.ranks.gather((machine_key(), damaged))
         bad = {(where, name): damage for where, damages in found for name, damage in damages.items()}
         good = {name: [where for where in held.places[name] if (where, name) not in bad] for name in names}
         for name, places in good.items():
             if not places:
                 return bad[held.places[name][0], name]
-        far = {name: places[0] for name, places in good.items() if place() not in places}
-        problem = self._try(lambda: self._link_elsewhere(held.key, far, recalled.path))
+        remote = {name: places[0] for name, places in good.items() if machine_key() not in places}
+        problem = self._try(lambda: self._note_remote(held.key, remote, recalled.path))
         return problem if isinstance(problem, str) else None
 
     def _try(self, do: Callable[[], Any]) -> Any:
@@ -350,18 +371,18 @@ class Memory:
             with os.fdopen(handle, "rb") as file:
                 return os.pread(file.fileno(), os.fstat(handle).st_size, 0)
         keeper, size = self._holder(held.key, name, held.places[name][0])
-        return bytes(read_far(keeper, held.key, name, 0, size))
+        return bytes(read_remote(keeper, held.key, name, 0, size))
 
-    def _at(self, number: int) -> Here:
-        return Here.of(self.run, number)
+    def _at(self, number: int) -> LocalKeeper:
+        return LocalKeeper.of(self.run, number)
 
-    def _holder(self, key: Key, name: str, where: str) -> tuple[Elsewhere, int]:
+    def _holder(self, key: Key, name: str, where: str) -> tuple[RemoteKeeper, int]:
         """Return the keeper of another machine that holds a file, and the file's size."""
         answer = next(answer for answer in self._answers if answer.place == where)
         for number, sets in answer.sets.items():
             for one in sets:
                 if _key_of(one) == key and name in one["files"]:
-                    return Elsewhere(answer.host, answer.ports[number], self.secret), one["files"][name]
+                    return RemoteKeeper(answer.host, answer.ports[number], self.secret), one["files"][name]
         raise KeeperError(f"{name} is not held")
 
     def _damaged(self, names: Sequence[str], held: _Held, recalled: Recalled) -> dict[str, str]:
@@ -376,7 +397,7 @@ class Memory:
                 continue
             recalled.handles.append(handle)
             (recalled.path / name).symlink_to(f"/proc/self/fd/{handle}")
-        beside = [rank for rank, answer in enumerate(self._answers) if answer.place == place()]
+        beside = [rank for rank, answer in enumerate(self._answers) if answer.place == machine_key()]
         part = beside.index(self.ranks.rank)
         for name in names:
             if name not in damaged:
@@ -384,20 +405,19 @@ class Memory:
                 damaged |= {} if damage is None else {name: damage}
         return damaged
 
-    def _link_elsewhere(self, key: Key, far: Mapping[str, str], folder: Path) -> None:
-        """Write where the parts are that only other machines hold, and copy small files."""
+    def _note_remote(self, key: Key, remote: Mapping[str, str], folder: Path) -> None:
+        """Note where the parts are that only other machines hold, and copy small files."""
         parts = {}
-        for name, where in far.items():
+        for name, where in remote.items():
             keeper, size = self._holder(key, name, where)
             if Path(name).suffix == ".safetensors":
-                parts[Path(name).name] = {"host": keeper.host, "port": keeper.port, "set": list(key), "name": name}
+                parts[Path(name).name] = RemotePart(keeper, key, name)
             else:
                 (folder / name).unlink(missing_ok=True)
-                (folder / name).write_bytes(read_far(keeper, key, name, 0, size))
+                (folder / name).write_bytes(read_remote(keeper, key, name, 0, size))
         for name in parts:
             (folder / FOLDER / name).unlink(missing_ok=True)
-        if parts:
-            write_elsewhere(folder / FOLDER, parts, self.secret)
+        note_remote(folder, parts)
 
 
 def _key_of(one: Mapping[str, Any]) -> Key:
@@ -405,15 +425,24 @@ def _key_of(one: Mapping[str, Any]) -> Key:
     return generation, began, step
 
 
-def _addresses(of_first: bool) -> tuple[str, str]:
-    """Return the address by which other machines reach this one, and the one to listen at."""
-    meeting = os.environ.get("MASTER_ADDR", "localhost")
+def _new_directory(folder: Path, step: int) -> Recalled:
+    """Make a directory for the links of a state; a later save removes it if a kill leaves it there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".step-{step:08d}-", suffix=".partial", dir=folder))
+    (made / FOLDER).mkdir()
+    return Recalled(made, step)
+
+
+def _addresses() -> tuple[str, str]:
+    """Return the address of this machine on the way to where the ranks meet, and the address of that place."""
     with contextlib.suppress(OSError):
+        meeting = os.environ.get("MASTER_ADDR", "localhost")
         family, _, _, _, there = socket.getaddrinfo(meeting, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(there)
-            own = str(probe.getsockname()[0])
-        listens = "::" if family == socket.AF_INET6 else "0.0.0.0"
-        loopback = own.startswith("127.") or own == "::1"
-        return (meeting if of_first else own), (listens if loopback else own)
-    return meeting, ""  # others cannot reach it
+            return str(probe.getsockname()[0]), str(there[0])
+    return "", ""
+
+
+def _only_here(address: str) -> bool:
+    return not address or address.startswith("127.") or address == "::1"

@@ -96,6 +96,10 @@ class Store(Protocol):
         """Called on every rank when a checkpoint is complete."""
         ...
 
+    def not_written(self, error: Exception) -> Written:
+        """Raise an error of a part that was not written, or return what is missing if the run can go on without."""
+        ...
+
 
 class Saves:
     """The saves of a run, one after another."""
@@ -145,6 +149,12 @@ class Saves:
         random = encode_random()
 
         def write() -> Written:
+            try:
+                return copy_and_write()
+            except (OSError, MemoryError, RuntimeError) as error:
+                return self._store.not_written(error)
+
+        def copy_and_write() -> Written:
             staged.copy()
             if staged.not_finite:
                 raise SaveError(

@@ -199,6 +199,9 @@ class CheckpointStore:
 
     def stands(self, step: int) -> None: ...
 
+    def not_written(self, error: Exception) -> Written:
+        raise error
+
     def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
         """Write the other files of a checkpoint, the manifest last; rename the checkpoint; remove old ones."""
         partial, final = self.partial(progress.step), self.final(progress.step)
