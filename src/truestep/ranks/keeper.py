@@ -8,7 +8,7 @@ holds. PROCESS: ids of agents and ranks. When all that it has heard of have ende
 
 Parts are anonymous memory. A rank of this machine hands over the memory that it has copied its part to, and nothing is
 copied again. A rank of another machine sends the bytes, over a connection that it opens with a secret. Only processes
-of the same user can connect on this machine, and no process can open what a keeper holds.
+of the same user can connect on this machine, and no other user can open what a keeper holds.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 Such a checkpoint has the files of one on the disk. Each rank hands its part over to two keepers: those of its machine
 and of the next one, or both keepers of the only machine, which then hold the same memory. When all parts are handed
 over, the first rank hands over the other files, and tells all keepers that the set is complete; they forget the one
-before it. After a loss the ranks ask the keepers that are left.
+before it when the next set comes. After a loss the ranks ask the keepers that are left.
 """
 
 import contextlib
