@@ -18,6 +18,7 @@ from truestep.plan.memory import (
     computed_size,
     has_reference,
     host_bytes,
+    kept_bytes,
     masters_offloaded,
     offloaded,
     offloads_reference,
@@ -240,6 +241,11 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         f"The plan assumes that {LABELS:.0%} of the tokens are labels. The allocator holds a few percent more.",
         f"A rank holds up to {staged / GIB:.1f} GiB of host memory for what it saves, from the first step or save on.",
     ]
+    if kept := kept_bytes(config, shape, layout):
+        lines.append(
+            f"Keepers hold {kept / GIB:.1f} GiB of host memory for each rank (checkpoint.in_memory_every): its state "
+            f"twice. On several machines its partner's machine holds {kept / GIB:.1f} GiB too."
+        )
     if offloaded(config):
         held = host_bytes(config, shape, trained)
         what = "the optimizer's state" + (" and float32 weights" if masters_offloaded(config) else "")

@@ -25,6 +25,7 @@ from truestep.process import progress
 from truestep.ranks.group import divide
 from truestep.weights.lazy import Unread
 from truestep.weights.protocol import Weights
+from truestep.weights.remote_parts import remote_parts
 
 FOLDER = "truestep"
 INDEX = "tensors.json"
@@ -130,19 +131,24 @@ def part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-def describe_parts(file: Path, parts: Iterable[TensorPart]) -> bytes:
-    """Describe a file of parts for `write_index`. Every rank is sent the descriptions of all: they are compressed."""
+def describe_parts(file: Path, parts: Iterable[TensorPart], name: str | None = None) -> bytes:
+    """Describe a file of parts for `write_index`. Every rank is sent the descriptions of all: they are compressed.
+    `name`: the file's name in the checkpoint."""
     places = tensor_places(file)
     described = {
         part.key: {"type": places[part.key][0], "whole": list(part.whole), "start": list(part.start)}
-        | {"shape": list(part.values.shape), "file": file.name, "byte": places[part.key][1]}
+        | {"shape": list(part.values.shape), "file": name or file.name, "byte": places[part.key][1]}
         for part in parts
     }
     return zlib.compress(json.dumps(described).encode(), 1)
 
 
 def write_index(folder: Path, described: Iterable[bytes]) -> None:
-    """Write the index of all parts of all tensors. If several ranks wrote a scalar, the first entry is kept."""
+    (folder / INDEX).write_bytes(index_of(described))
+
+
+def index_of(described: Iterable[bytes]) -> bytes:
+    """Make the index of all parts of all tensors. If several ranks wrote a scalar, the first entry is kept."""
     tensors: dict[str, dict[str, Any]] = {}
     files: dict[str, int] = {}
     for content in described:
@@ -152,7 +158,7 @@ def write_index(folder: Path, described: Iterable[bytes]) -> None:
                 file = files.setdefault(part["file"], len(files))
                 entry["parts"].append([file, part["byte"], *part["start"], *part["shape"]])
     packed = {key: entry | {"parts": _packed(entry["parts"])} for key, entry in tensors.items()}
-    (folder / INDEX).write_text(json.dumps({"files": list(files), "tensors": packed}), encoding="utf-8")
+    return json.dumps({"files": list(files), "tensors": packed}).encode()
 
 
 def _packed(rows: Sequence[Sequence[int]]) -> str:
@@ -211,6 +217,7 @@ class StoredTensors(Tensors):
     def __init__(self, checkpoint: Path):
         self._folder = checkpoint / FOLDER
         self._entries = _read_index(self._folder / INDEX)
+        self._remote = remote_parts(checkpoint)
 
     @staticmethod
     def has_weights(directory: Path) -> bool:
@@ -235,12 +242,25 @@ class StoredTensors(Tensors):
         result = torch.empty(box.shape, dtype=entry.dtype)
         found = 0
         for place, common in entry.common(box):
-            result[common.inside(box)].copy_(_mapped(place, entry.dtype)[common.inside(place.box)])
+            result[common.inside(box)].copy_(self._values(place, common, entry.dtype))
             found += common.numbers
             progress.made("bytes read", common.numbers * entry.dtype.itemsize)
         if found != box.numbers:
             raise ValueError(f"{key} has {found:,} of the {box.numbers:,} numbers that are asked for")
         return result
+
+    def _values(self, place: _Place, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of a box of a place, from its file or from another machine."""
+        remote = self._remote.get(place.file.name)
+        if remote is None:
+            return _mapped(place, dtype)[box.inside(place.box)]
+        outer, start = place.box, 0
+        if outer.shape:  # whole rows
+            rows = math.prod(outer.shape[1:]) * dtype.itemsize
+            start = (box.start[0] - outer.start[0]) * rows
+            outer = Box((box.start[0], *outer.start[1:]), (box.shape[0], *outer.shape[1:]))
+        content = remote.read(place.byte + start, outer.numbers * dtype.itemsize)
+        return torch.frombuffer(content, dtype=dtype).view(outer.shape)[box.inside(outer)]
 
     def read_whole(self, key: str) -> torch.Tensor:
         shape = self.shape(key)

@@ -25,7 +25,7 @@ import torch
 
 from truestep.files.disks import writing
 from truestep.files.tensors import write_image
-from truestep.files.whole import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
+from truestep.files.whole import exact_object, json_line, read_exact_lines, sync_directory, sync_tree, write_whole
 from truestep.metrics.best import Best, step_by_name
 from truestep.model import towers
 from truestep.model.adapter import Adapter, is_adapters
@@ -108,6 +108,8 @@ class Written:
 
     files: Mapping[str, Mapping[str, Any]]
     tensors: bytes  # from `describe_parts`
+    problem: str | None = None  # why a copy in memory is missing
+    missing: bool = False  # no copy in memory was made
 
 
 def step_of(checkpoint: Path) -> int:
@@ -200,9 +202,17 @@ class CheckpointStore:
         size = sum(part.values.nbytes for part in staged.parts)
         with self._fenced(), working("writing a checkpoint", "bytes written", size):
             write_image(staged.image, file, watch=checksums.add)
-            with writing(folder / _random_name(rank)):
-                (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
+            with writing(folder / random_name(rank)):
+                (folder / random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
         return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
+
+    def written(self, parts: Sequence[Written]) -> bool:
+        return True
+
+    def stands(self, step: int) -> None: ...
+
+    def not_written(self, error: Exception) -> Written:
+        raise error
 
     def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
         """Write the other files of a checkpoint, the manifest last; rename the checkpoint; remove old ones."""
@@ -260,12 +270,16 @@ def _is_complete(path: Path) -> bool:
     return (path / FOLDER / "state.json").is_file() and (path / MANIFEST).is_file()
 
 
-def _random_name(rank: int) -> str:
+def random_name(rank: int) -> str:
     return f"random-{rank:05d}.json"
 
 
 def _write_progress(folder: Path, progress: Progress) -> None:
-    write_json_lines(folder / "carried.jsonl", [document_line(document) for document in progress.carried])
+    for name, content in progress_files(progress).items():
+        write_whole(folder / name, content)
+
+
+def progress_files(progress: Progress) -> dict[str, bytes]:
     state = {
         "step": progress.step,
         "queue": progress.queue,
@@ -275,16 +289,17 @@ def _write_progress(folder: Path, progress: Progress) -> None:
     }
     if progress.callbacks:
         state["callbacks"] = progress.callbacks
-    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    carried = "".join(json_line(document_line(document)) for document in progress.carried)
+    return {"carried.jsonl": carried.encode(), "state.json": json.dumps(state).encode()}
 
 
 def read_progress(checkpoint: Path, rank: int = 0) -> Progress:
     """Read a checkpoint's progress, and restore a rank's random state."""
     folder = checkpoint / FOLDER
     state = exact_object((folder / "state.json").read_bytes())
-    own = folder / _random_name(rank)
+    own = folder / random_name(rank)
     # A rank that the checkpoint's run did not have takes the random state of the first rank.
-    restore_encoded(exact_object((own if own.is_file() else folder / _random_name(0)).read_bytes()))
+    restore_encoded(exact_object((own if own.is_file() else folder / random_name(0)).read_bytes()))
     return Progress(
         step=state["step"],
         queue=state["queue"],
