@@ -8,6 +8,7 @@ context, by its process id.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -23,8 +24,9 @@ from typing import Any
 import truestep.run.train as training
 from small_runs import read_lines
 from truestep.commands.cli import main
-from truestep.ranks import elastic
+from truestep.ranks import elastic, keeper_client
 from truestep.ranks.forks import fork_context
+from truestep.run.checkpoint import memory as memories
 from truestep.run.trainer import Trainer
 
 LEAST, MOST = 2, 5
@@ -38,13 +40,15 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _worker(folder: str, number: int, words: list[str], nodes: tuple[int, int]) -> None:
+def _worker(folder: str, number: int, words: list[str], nodes: tuple[int, int], own_machine: bool) -> None:
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # those of the agent that forked it
         signal.signal(kind, signal.SIG_DFL)
     agent = os.getppid()
     training.find_agent = lambda: elastic.agent_of(agent, *nodes)
     with (Path(folder) / f"agent-{number}.workers").open("a", encoding="utf-8") as file:
         print(os.getpid(), file=file, flush=True)
+    if own_machine:  # what keepers of states go by
+        memories.machine_key = keeper_client.machine_key = lambda: f"machine {number}"  # type: ignore[assignment]
     made = Trainer._train
 
     def slowly(self: Trainer, *arguments: Any) -> None:
@@ -52,7 +56,11 @@ def _worker(folder: str, number: int, words: list[str], nodes: tuple[int, int]) 
         made(self, *arguments)
 
     Trainer._train = slowly  # type: ignore[method-assign]
-    main(words, prog_name="truestep", standalone_mode=False)
+    if words[0] != "train":  # a function of a test, by its import path
+        module, _, name = words[0].partition(":")
+        getattr(importlib.import_module(module), name)(*words[1:])
+    else:
+        main(words, prog_name="truestep", standalone_mode=False)
 
 
 def _agent(
@@ -62,6 +70,7 @@ def _agent(
     words: list[str],
     nodes: tuple[int, int],
     present: tuple[int, int],
+    own_machine: bool,
     environment: dict[str, str],
 ) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -88,7 +97,7 @@ def _agent(
         local_addr="127.0.0.1",
     )
     try:
-        elastic_launch(config, _worker)(folder, number, words, nodes)
+        elastic_launch(config, _worker)(folder, number, words, nodes, own_machine)
     except BaseException as error:  # also what a signal raises
         print(f"agent {number} ends: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -104,8 +113,10 @@ class Agents:
     run: Path
     nodes: tuple[int, int] = (LEAST, MOST)
     waits_for_all: bool = False  # a generation has the most agents, so that the layout never changes
+    own_machines: bool = False  # each agent is on a machine of its own, as far as states in memory go
     environment: dict[str, str] = field(default_factory=lambda: {elastic.OWN_STORE: "1"})
     port: int = field(default_factory=free_port)
+    program: str = "train"  # the command of truestep, or a function of the configuration's path
     agents: dict[int, BaseProcess] = field(default_factory=dict)
 
     def __enter__(self) -> Agents:
@@ -121,9 +132,9 @@ class Agents:
     def start(self, *numbers: int, options: tuple[str, ...] = ()) -> None:
         """Start agents. They may have further options of the command."""
         for number in numbers:
-            words = ["train", str(self.config), *options]
+            words = [self.program, str(self.config), *options]
             least = self.nodes[self.waits_for_all], self.nodes[1]
-            given = str(self.folder), number, self.port, words, self.nodes, least, self.environment
+            given = str(self.folder), number, self.port, words, self.nodes, least, self.own_machines, self.environment
             self.agents[number] = fork_context().Process(target=_agent, args=given)
             self.agents[number].start()
 

@@ -130,9 +130,9 @@ def test_a_rank_that_stands_still(tiny_model: Callable[[str], Path], tmp_path: P
     compare(agents.run, whole)
 
 
-def first_rank(agents: Agents) -> int:
-    """The agent that has rank 0, whose process has the store of the generation."""
-    number = int(agents.generations[-1]["agents"][0].rpartition("/")[2])
+def number_of(agents: Agents, rank: int) -> int:
+    """The agent that has a rank of the last generation."""
+    number = int(agents.generations[-1]["agents"][rank].rpartition("/")[2])
     return next(name for name, agent in agents.agents.items() if agent.pid == number)
 
 
@@ -142,7 +142,7 @@ def test_the_first_rank_stands_still(tiny_model: Callable[[str], Path], tmp_path
     with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
         agents.start(0, 1, 2, options=("--schedule.stall_timeout", "4"))
         agents.until(lambda: agents.steps >= 5)
-        agents.signal(first_rank(agents), signal.SIGSTOP)
+        agents.signal(number_of(agents, 0), signal.SIGSTOP)
         agents.until(lambda: "the data ended after step" in agents.log())
         agents.end()
         assert "the store of rank 0 has not answered" in agents.generations[1]["reason"]

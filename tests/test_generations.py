@@ -55,6 +55,12 @@ def part(path: Path, *agents: str, agent: Agent = AGENT) -> Elastic:
     return made
 
 
+def begin(elastic: Elastic) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Write the line of a generation that goes on from the disk; return it and the one before."""
+    lines, step = elastic._before()
+    return elastic._begin(lines, step), lines[-1] if lines else None
+
+
 def note(run: Path, generation: str, *failed: str) -> None:
     (run / f".generation-ended-{generation}").write_text(json.dumps({"reason": "it failed", "failed": failed}))
 
@@ -97,13 +103,13 @@ def steps(run: Path, last: int, ago: float) -> None:
 
 
 def test_the_first_generation(tmp_path: Path) -> None:
-    line, before = part(tmp_path / "run", "a/1", "b/2")._begin()
+    line, before = begin(part(tmp_path / "run", "a/1", "b/2"))
     assert before is None and (line["generation"], line["step"], line["agents"]) == (1, 0, ["a/1", "b/2"])
     assert line["left"] == line["joined"] == [] and "lost_seconds" not in line
 
 
 def test_a_generation_after_a_loss(tmp_path: Path) -> None:
-    part(tmp_path, "a/1", "b/2", "c/3")._begin()
+    begin(part(tmp_path, "a/1", "b/2", "c/3"))
     checkpoint(tmp_path, 5)
     steps(tmp_path, 7, ago=100)
     survivor = part(tmp_path, "a/1", "b/2", "c/3")
@@ -111,7 +117,7 @@ def test_a_generation_after_a_loss(tmp_path: Path) -> None:
     survivor.watch.lost = [1]
     survivor.note("rank 1 is gone", own=False)
     survivor.note("rank 0 is gone", own=False)  # the first reason stays
-    line, before = part(tmp_path, "a/1", "c/3", "d/4")._begin()
+    line, before = begin(part(tmp_path, "a/1", "c/3", "d/4"))
     assert before is not None and line["generation"] == 2
     assert (line["left"], line["joined"], line["failed"]) == (["b/2"], ["d/4"], ["b/2"])
     assert (line["step"], line["lost_steps"], line["lost_documents"]) == (5, 2, 16)
@@ -121,22 +127,22 @@ def test_a_generation_after_a_loss(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_started_anew_has_lost_no_time(tmp_path: Path) -> None:
-    part(tmp_path, "a/1")._begin()
+    begin(part(tmp_path, "a/1"))
     checkpoint(tmp_path, 5)
     steps(tmp_path, 7, ago=1e6)
-    line, _ = part(tmp_path, "a/9")._begin()
+    line, _ = begin(part(tmp_path, "a/9"))
     assert "lost_seconds" not in line and line["left"] == ["a/1"]
 
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_an_agent_that_fails_twice_is_left_out_unless_the_run_got_further(saved: bool, tmp_path: Path) -> None:
     for failure in range(2):
-        line, _ = part(tmp_path, "a/1", "b/2")._begin()
+        line, _ = begin(part(tmp_path, "a/1", "b/2"))
         assert line["unfit"] == []
         note(tmp_path, "host-1", "b/2")
         if saved and failure:
             checkpoint(tmp_path, 3)
-    line, _ = part(tmp_path, "a/1", "b/2")._begin()
+    line, _ = begin(part(tmp_path, "a/1", "b/2"))
     assert line["unfit"] == ([] if saved else ["b/2"])
 
 
@@ -161,7 +167,7 @@ def test_how_a_generation_ends(
             raise error
     finally:
         signal.signal(signal.SIGTERM, before)
-    line, _ = part(tmp_path, "a/1")._begin()
+    line, _ = begin(part(tmp_path, "a/1"))
     assert line["failed"] == ([own.agent.name] if failed else [])
     assert ended == [1] * over, "an error that would come again ends the agent too"
 
@@ -203,47 +209,47 @@ def test_a_rank_that_is_killed_because_it_did_not_stop_is_no_failure(
     asked: float, failed: list[str], tmp_path: Path
 ) -> None:
     own = part(tmp_path, "a/1", "b/2")
-    own._begin()
+    begin(own)
     own.watch = Watch(ALONE, 60)
     own.watch.lost = [1]
     own.asked_at = lambda: time.monotonic() - asked if asked < math.inf else math.inf
     own.note("rank 1 is gone", own=False)
-    assert part(tmp_path, "a/1", "b/2")._begin()[0]["failed"] == failed
+    assert begin(part(tmp_path, "a/1", "b/2"))[0]["failed"] == failed
 
 
 def test_a_note_of_an_earlier_generation_is_not_taken(tmp_path: Path, meets: Callable[[int], None]) -> None:
     for port in (1, 2):
         meets(port)
-        part(tmp_path, "a/1", "b/2")._begin()
+        begin(part(tmp_path, "a/1", "b/2"))
     note(tmp_path, "host-1", "b/2")  # of a rank that was stopped, and went on later
     meets(3)
-    assert part(tmp_path, "a/1", "b/2")._begin()[0]["failed"] == []
+    assert begin(part(tmp_path, "a/1", "b/2"))[0]["failed"] == []
     note(tmp_path, "host-1", "b/2")
     note(tmp_path, "host-3", "a/1")
     meets(4)
-    assert part(tmp_path, "a/1", "b/2")._begin()[0]["failed"] == ["a/1"]
+    assert begin(part(tmp_path, "a/1", "b/2"))[0]["failed"] == ["a/1"]
     note(tmp_path, "host-5", "b/2")  # of a generation that ended before its line
     meets(6)
-    assert part(tmp_path, "a/1", "b/2")._begin()[0]["failed"] == ["b/2"]
+    assert begin(part(tmp_path, "a/1", "b/2"))[0]["failed"] == ["b/2"]
 
 
 def test_steps_that_were_lost_are_counted_once(tmp_path: Path) -> None:
     """A generation may end before it has rolled the files back."""
-    part(tmp_path, "a/1")._begin()
+    begin(part(tmp_path, "a/1"))
     checkpoint(tmp_path, 5)
     steps(tmp_path, 7, ago=100)
-    first, _ = part(tmp_path, "a/1")._begin()
-    second, _ = part(tmp_path, "a/1")._begin()
+    first, _ = begin(part(tmp_path, "a/1"))
+    second, _ = begin(part(tmp_path, "a/1"))
     assert (first["lost_steps"], second["lost_steps"], second["lost_documents"]) == (2, 0, 0)
     assert first["lost_seconds"] > 90 and second["lost_seconds"] < 30
 
 
 def test_generations_are_numbered_on_after_a_damaged_line(tmp_path: Path) -> None:
     for _ in range(2):
-        part(tmp_path, "a/1")._begin()
+        begin(part(tmp_path, "a/1"))
     lines = (tmp_path / GENERATIONS).read_text().splitlines()
     (tmp_path / GENERATIONS).write_text(f"{lines[0][:20]}\n{lines[1]}\n")
-    assert part(tmp_path, "a/1")._begin()[0]["generation"] == 3
+    assert begin(part(tmp_path, "a/1"))[0]["generation"] == 3
 
 
 HOLDS = "import sys, time; from truestep.run.directory import *; d = RunDirectory(Path(sys.argv[1])); d.lock(); "
@@ -253,7 +259,7 @@ HOLDS = "import sys, time; from truestep.run.directory import *; d = RunDirector
 def test_a_generation_waits_for_the_lock_before_it_writes(
     ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part(tmp_path, "a/1")._begin()
+    begin(part(tmp_path, "a/1"))
     note(tmp_path, "host-1", "a/1")
     what = "print(1, flush=True); sys.stdin.read()"
     holder = subprocess.Popen(
@@ -274,10 +280,10 @@ def test_a_generation_waits_for_the_lock_before_it_writes(
     monkeypatch.setattr(progress, "made", note_wait)
     try:
         if ends:
-            assert own._begin()[0]["generation"] == 2
+            assert begin(own)[0]["generation"] == 2
         else:
             with pytest.raises(RankLostError, match="is being written by another process"):
-                own._begin()
+                begin(own)
             assert len((tmp_path / GENERATIONS).read_text().splitlines()) == 1
             assert [path.name for path in tmp_path.glob(".generation*")] == [".generation-ended-host-1"]
         assert "waits for the lock" in waits, "the watch sees that it does not stall"
@@ -286,13 +292,10 @@ def test_a_generation_waits_for_the_lock_before_it_writes(
         holder.communicate()
 
 
-def test_a_rank_of_an_earlier_generation_cannot_write_into_a_checkpoint(
-    tmp_path: Path, meets: Callable[[int], None]
-) -> None:
+def test_a_rank_of_an_earlier_start_cannot_write_into_a_checkpoint(tmp_path: Path) -> None:
     stores = []
-    for port in (1, 2):
-        meets(port)
-        stores.append(CheckpointStore(tmp_path, 1, mark=part(tmp_path, "a/1").mark))
+    for _ in range(2):
+        stores.append(CheckpointStore(tmp_path, 1, mark=RunDirectory(tmp_path).token))
         stores[-1].prepare(3)
     old, new = (store.partial(3) for store in stores)
     assert old != new and new.is_dir() and not old.exists()

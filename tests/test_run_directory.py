@@ -10,7 +10,7 @@ import pytest
 
 from documents import make_documents
 from truestep.files.whole import append_json_line, read_json_lines
-from truestep.rollouts.digests import digest_of, digests_of
+from truestep.rollouts.digests import digest_of
 from truestep.run.directory import RunDirectory, RunError
 from truestep.step.plan.plan import make_plan
 from truestep.types import PutAside, Rejected
@@ -89,9 +89,9 @@ def test_a_directory_without_files(tmp_path: Path) -> None:
 
 def test_a_ledger_line(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    plan = make_plan(DOCUMENTS, [[2], [0, 1]], 30)
-    for digests in (None, digests_of(plan.documents, own_reference=False)):
-        directory.record_step(4, plan, digests=digests)
+    digests = [digest_of(document) for document in DOCUMENTS]
+    for given in (None, digests):
+        directory.record_step(4, make_plan(DOCUMENTS, [[2], [0, 1]], 30), digests=given)
     line = {
         "step": 4,
         "documents": ["d0", "d1", "d2"],
@@ -99,7 +99,6 @@ def test_a_ledger_line(tmp_path: Path) -> None:
         "num_labels": sum(document.num_labels for document in DOCUMENTS),
         "documents_seen": 33,
     }
-    digests = [digest_of(document) for document in DOCUMENTS]
     found = [json.loads(line) for line in directory.ledger.read_text().splitlines()]
     assert found == [line, line | {"digests": digests}]
 

@@ -5,12 +5,11 @@ Dimensions: L tokens of one document, S tokens of a packed micro-batch (padding 
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -24,6 +23,7 @@ if TYPE_CHECKING:  # reward processes import this file, and must not import torc
 ShareMode = Literal["auto", "always", "off"]
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
+_AT_ONCE = 2048  # documents that are counted while the processor's cache holds them
 LONGEST_REASON = 1000  # the largest number of characters of `Rejected.reason`
 
 
@@ -89,6 +89,9 @@ class Rollout:
     one_advantage: float | None = None  # the record's advantage, if it is one number
     membership: Membership | None = None  # set for a sequence returned by `sequences`; None: this is a whole document
 
+    def __post_init__(self) -> None:
+        _ = self.num_tokens, self.num_labels  # counted once, when the document is made, and not for each plan
+
     def value(self, name: str) -> Any:
         """Return a field by its name: an attribute, or an entry of the mappings in `PLACES`; None if it is missing."""
         if name in _ATTRIBUTES:  # faster than getattr; this is called for every field of every document
@@ -101,13 +104,13 @@ class Rollout:
         others = {name: value for name, value in values.items() if name not in _ATTRIBUTES}
         return replace(self, **own, fields={**self.fields, **others})
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
-    @property
+    @cached_property
     def num_labels(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))  # much faster than a sum
 
     @cached_property
     def completion(self) -> bytes:
@@ -162,6 +165,16 @@ NO_ROUTES = RouteShape((), 0)
 ROUTES = "routed_experts"  # the per-token field with the chosen experts
 
 
+def counts_of(documents: Sequence[Rollout]) -> np.ndarray:  # [2, D]
+    """Count the tokens and the labels of each document."""
+    tokens, labels = list[int](), list[int]()
+    for start in range(0, len(documents), _AT_ONCE):
+        some = documents[start : start + _AT_ONCE]
+        tokens += [document.num_tokens for document in some]
+        labels += [document.num_labels for document in some]
+    return np.array([tokens, labels], np.int64)
+
+
 def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:
     """Return the sequences of documents, in order."""
     return tuple(sequence for document in documents for sequence in document.sequences)
@@ -169,6 +182,7 @@ def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:
 
 # the mappings that hold fields which are not attributes of a rollout
 PLACES = ("fields", "token_fields", "document_fields")
+CACHED = frozenset(name for name, value in vars(Rollout).items() if isinstance(value, cached_property))
 _ATTRIBUTES = frozenset(item.name for item in fields(Rollout))
 
 
@@ -235,8 +249,7 @@ class StepPlan:
     forests: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        packed = sorted(index for micro_batch in self.micro_batches for index in micro_batch)
-        if packed != list(range(len(self.sequences))):
+        if not np.array_equal(np.sort(self.packed), np.arange(len(self.sequences))):
             raise ValueError("a plan packs each sequence of its documents exactly once")
         if len(self.micro_batches) % self.ranks:
             raise ValueError("a plan gives every rank the same number of micro-batches")
@@ -248,8 +261,20 @@ class StepPlan:
         return sequences_of(self.documents) if several else self.documents
 
     @cached_property
+    def counts(self) -> np.ndarray:  # [2, D]
+        """The tokens and the labels of each document."""
+        return counts_of(self.documents)
+
+    @cached_property
+    def packed(self) -> np.ndarray:
+        """The members of all micro-batches, one after another."""
+        return np.fromiter(chain.from_iterable(self.micro_batches), np.int64)
+
+    @cached_property
     def document_of(self) -> tuple[int, ...]:
         """The index in `documents` of each sequence's document."""
+        if len(self.sequences) == len(self.documents):
+            return tuple(range(len(self.documents)))
         counts = (len(document.starts) or 1 for document in self.documents)
         return tuple(index for index, count in enumerate(counts) for _ in range(count))
 
@@ -263,20 +288,6 @@ class StepPlan:
     def at_once(self, number: int) -> tuple[tuple[int, ...], ...]:
         """Return the `number`-th micro-batch of every rank; the ranks run these at the same time."""
         return self.micro_batches[number * self.ranks : (number + 1) * self.ranks]
-
-    @property
-    def digest(self) -> str:
-        """A hash of the plan's data. It must be equal on all ranks before they compute."""
-        content = hashlib.sha256(f"{self.micro_batches} {self.totals} {self.documents_seen} {self.ranks}\n".encode())
-        for document in self.documents:
-            content.update(
-                f"{document.id}\n{document.num_tokens} {document.num_labels}\n".encode(errors="surrogatepass")
-            )
-            if document.starts:
-                content.update(f"{document.starts}\n".encode())
-            if document.advantages is not None:  # a user's own advantage function may not be deterministic
-                content.update(document.advantages.tobytes())
-        return content.hexdigest()
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -29,6 +29,8 @@ from truestep.weights.tensor_parts import (
     Box,
     StoredTensors,
     TensorPart,
+    _packed,
+    _unpacked,
     describe_parts,
     part_name,
     unread_weight,
@@ -95,10 +97,31 @@ def test_a_hole_is_refused(tmp_path: Path) -> None:
     write_cut(tmp_path, {"a": torch.arange(12.0).view(6, 2)}, 3, random.Random(3))
     file = tmp_path / FOLDER / "tensors.json"
     index = json.loads(file.read_text())
-    index["tensors"]["a"]["parts"].pop()
+    entry = index["tensors"]["a"]
+    whole = entry["parts"]
+    entry["parts"] = _packed(_unpacked(whole, 6)[:-1])
     file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match="a has .* of the 12 numbers"):
         StoredTensors(tmp_path).read_whole("a")
+    entry["parts"] = whole[:-8]
+    file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="damaged|buffer|padding|reshape"):
+        StoredTensors(tmp_path).read_whole("a")
+
+
+def test_an_index_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It had a list for each part, with the file's name."""
+    tensors = {"a": torch.arange(12.0).view(6, 2), "b": torch.tensor(3.0)}
+    write_cut(tmp_path, tensors, 3, random.Random(3))
+    file = tmp_path / FOLDER / "tensors.json"
+    index = json.loads(file.read_text())
+    for key, entry in index["tensors"].items():
+        ndim = tensors[key].ndim
+        rows = _unpacked(entry["parts"], 2 + 2 * ndim).tolist()
+        entry["parts"] = [[index["files"][row[0]], row[1], row[2 : 2 + ndim], row[2 + ndim :]] for row in rows]
+    file.write_text(json.dumps({"tensors": index["tensors"]}))
+    stored = StoredTensors(tmp_path)
+    assert all(same_bits(stored.read_whole(key), tensor) for key, tensor in tensors.items())
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:

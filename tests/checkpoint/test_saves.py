@@ -327,7 +327,10 @@ def test_a_save_goes_on_when_all_ranks_have_written() -> None:
     written: Any = SimpleNamespace(result=None)
     completed: list[Any] = []
     store: Any = SimpleNamespace(
-        write_rest=lambda progress, model, parts: completed.append(parts), final=lambda step: Path(f"step-{step}")
+        written=lambda parts: True,
+        stands=lambda step: None,
+        write_rest=lambda progress, model, parts: completed.append(parts) or Path("kept"),
+        final=lambda step: Path(f"step-{step}"),
     )
     saves = Saves(store, ALONE)
     saves._model = SimpleNamespace()  # type: ignore[assignment]

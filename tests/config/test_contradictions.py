@@ -69,6 +69,19 @@ CASES = [
         "drawn",
     ),
     (
+        MODEL + "checkpoint: {in_memory_gigabytes: 2}\n",
+        "2: checkpoint.in_memory_gigabytes does nothing without checkpoint.in_memory_every: set it too",
+    ),
+    (
+        MODEL + "checkpoint: {every: 5, in_memory_every: 5}\n",
+        "2: checkpoint.in_memory_every: 5 does nothing beside checkpoint.every: 5, which saves as often: set it lower",
+    ),
+    (
+        MODEL + "adapter: {}\ncheckpoint: {in_memory_every: 2}\n",
+        "3, run.yaml:2: checkpoint.in_memory_every is for whole models, and with adapter a checkpoint is small: set "
+        "checkpoint.every lower instead",
+    ),
+    (
         MODEL + "adapter: {}\ncheckpoint: {hugging_face_every: 2}\n",
         "3, run.yaml:2: checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the "
         "adapter alone: leave it out, and use truestep export, which merges the adapter",

@@ -225,7 +225,7 @@ OPTION_ERRORS = [
     (
         "checkpoint: {qqqq: 3}",
         "2: checkpoint.qqqq is unknown: section checkpoint has directory, every, keep, keep_best, hugging_face_every, "
-        "grace, lock",
+        "in_memory_every, in_memory_gigabytes, grace, lock",
     ),
     ("loss.type: gspo", "2: 'loss.type' is unknown: in a file it is type under loss"),
     (

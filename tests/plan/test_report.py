@@ -161,3 +161,11 @@ def test_states_that_have_no_room_are_named_and_not_activations(config: Path) ->
     assert "--optimizer.offload all would need" in message
     message = explain_exhausted(given, 1, "computing step 1", lasting + 3 * GIB, error)
     assert "the activations and the head's logits: 3.00 GiB of them" in message
+
+
+def test_the_state_in_memory_is_counted(config: Path) -> None:
+    """Master weights and two moments in float32, over four ranks, twice."""
+    held = 2 * 3 * 4 * 8.19e9 / 4 / GIB
+    asked = ["plan", str(config), "--ranks", "4", "--checkpoint.in_memory_every", "5"]
+    assert f"Keepers hold {held:.1f} GiB of host memory for each rank" in CliRunner().invoke(main, asked).output
+    assert "Keepers" not in CliRunner().invoke(main, asked[:-2]).output

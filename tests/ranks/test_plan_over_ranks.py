@@ -69,10 +69,12 @@ def test_ranks_cost_alike(lengths: list[int], ranks: int) -> None:
     given_rule = dataclasses.replace(rule(len(lengths), ranks, budget=sum(lengths)), even_length=300.0)
     plan = plan_exactly(make_documents(lengths), given_rule, 0)
 
-    def cost(members: tuple[int, ...]) -> float:
-        return sum(given_rule.cost(plan.documents[i].num_tokens) for i in members)
+    costs_alone = [length * (1 + length / given_rule.even_length) for length in lengths]
 
-    dearest = max(given_rule.cost(length) for length in lengths)
+    def cost(members: tuple[int, ...]) -> float:
+        return sum(costs_alone[index] for index in members)
+
+    dearest = max(costs_alone)
     for number in range(len(plan.micro_batches) // ranks):
         costs = [cost(members) for members in plan.at_once(number)]
         assert max(costs) - min(costs) <= dearest

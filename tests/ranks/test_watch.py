@@ -155,7 +155,7 @@ def _disagree() -> None:
 
 
 def test_ranks_that_plan_another_step_stop_before_anything_is_computed() -> None:
-    with pytest.raises(RankError, match=r"ranks \[2\] planned another step after document 0 than the rest"):
+    with pytest.raises(RankError, match=r"after document 0 ranks 2 planned another step than the rest"):
         run_ranks(3, _disagree)
 
 
@@ -253,6 +253,21 @@ def test_silence_counts_after_a_minute_or_five_beats() -> None:
     assert watch_of(None)._silence == 60.0 and watch_of(None, timeout=20.0)._silence == 20.0
     many = Watch(Ranks(rank=1, layout=RankLayout(data_shard=1024)), 600.0, AGENT)
     assert many._silence == 5 * many._beat == 80.0
+
+
+def test_a_rank_that_is_lost_in_its_first_second_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would else wait for a cause that nobody knows, and be killed meanwhile."""
+    store = _Store()
+    monkeypatch.setattr("truestep.ranks.watch.dist.TCPStore", lambda *given, **named: store)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    lost = Watch(Ranks(rank=1, layout=TWO), 600.0)
+    lost._beat = 600.0
+    with pytest.raises(ZeroDivisionError), lost.watching():
+        said = dict(store.entries)
+        lost._stopped.set()
+        raise ZeroDivisionError
+    assert set(said) == {"truestep/rank/1"}
 
 
 def test_the_ranks_that_failed_are_known() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from small_runs import (
 )
 from truestep.config.load import load_config
 from truestep.config.schema import Config
+from truestep.files.tensors import tensor_places
 from truestep.rollouts.kept.records import RecordFiles, RecordsError, blocks_of, encode
 from truestep.run.again import ReplayError
 from truestep.run.directory import RunDirectory
@@ -163,9 +163,8 @@ def test_a_flipped_bit_in_a_record_is_named(of_files: Callable[..., Path], tmp_p
 def test_a_flipped_weight_of_the_checkpoint_is_named(of_files: Callable[..., Path], tmp_path: Path) -> None:
     run = of_files()
     (part,) = (run / "checkpoints" / "step-00000002" / "truestep").glob("part-*.safetensors")
-    index = json.loads((part.parent / "tensors.json").read_text())["tensors"]
     weight = "model.layers.1.mlp.up_proj.weight"
-    flip(part, index[f"weight/{weight}"]["parts"][0][1] + 2)
+    flip(part, tensor_places(part)[f"weight/{weight}"][1] + 2)
     found = replay(run, 3)
     assert not found.exact and not found.lawful
     assert f"are not those that step 2 left: the bits of {weight} differ" in found.text

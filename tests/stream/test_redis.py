@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 
 from stream.redis_server import RedisServer, needs_redis
+from truestep.errors import TruestepError
 from truestep.rollouts.source import SourceError
+from truestep.rollouts.stream.owned import OwnedTransport
 from truestep.rollouts.stream.redis import RedisTransport
 from truestep.rollouts.stream.transport import TransportError
 
 pytestmark = needs_redis
+
+
+class RunLostError(TruestepError):
+    """Stands for the error of a run's directory that another process locked."""
 
 
 def transport(server: RedisServer, **options: Any) -> RedisTransport:
@@ -322,3 +328,44 @@ def test_last_words_that_nobody_hears_end_with_a_warning(
     reader.announce({"event": "training_finished"})
     with pytest.warns(UserWarning, match="not announced: training_finished"):
         reader.close()
+
+
+def test_a_process_whose_run_was_taken_over_takes_nothing_from_it(redis_server: RedisServer) -> None:
+    lost: list[str] = []
+
+    def fence() -> None:
+        if lost:
+            raise RunLostError("another process writes the run")
+
+    kept = transport(redis_server)
+    old = OwnedTransport(kept, fence)
+    redis_server.send("s", list("abcdef"))
+    assert len(old.fetch(4, 0.2)) == 4
+    checkpoint = old.state()
+    old.acknowledge(checkpoint)
+    lost.append("its machine stands still")
+    new = restored(redis_server, checkpoint)
+    assert payloads(new) == ["e", "f"]
+    redis_server.send("s", list("gh"))
+    pending = redis_server.pending("s")
+    for ask in (
+        lambda: old.fetch(4, 0.2),
+        lambda: old.acknowledge(new.state()),
+        lambda: old.announce({"event": "training_finished"}),
+    ):
+        with pytest.raises(RunLostError):
+            ask()
+    old.close()
+    assert redis_server.pending("s") == pending, "nothing is given back"
+    assert payloads(new) == ["g", "h"] and payloads(new, seconds=0.1) == []
+
+
+def test_a_run_that_ends_gives_back_what_it_holds(redis_server: RedisServer) -> None:
+    redis_server.send("s", list("abc"))
+    reader = OwnedTransport(transport(redis_server), lambda: None)
+    reader.fetch(1, 0.2)
+    reader.acknowledge(reader.state())
+    reader.fetch(1, 0.2)
+    reader.close()
+    assert redis_server.pending("s") == []
+    assert payloads(transport(redis_server)) == ["b", "c"]

@@ -264,8 +264,9 @@ def test_a_checkpoint_is_acknowledged_by_the_restart_if_need_be(redis_server: Re
     dead._reading.close()
     again = over_redis(redis_server, ids=tmp_path)
     again.restore(held)
-    assert len(redis_server.pending("s")) <= 1, "what the dead one read ahead of its place"
+    assert len(redis_server.pending("s")) >= 2, "it may be a state in memory, which can be lost"
     again.checkpointed(2)
+    assert len(redis_server.pending("s")) <= 1, "what the dead one read ahead of its place"
     Announcements(again._transport).saved(tmp_path, 1, 2)
     assert [event["event"] for event in redis_server.events("s:events")] == ["weights_ready"]
     assert ids(again.take(2, 2).documents) == ["3", "4"]

@@ -223,6 +223,8 @@ def train(config: "Config") -> None:
 )
 @click.option("--memory", type=click.FloatRange(0, min_open=True), help="GiB of each GPU. If too few: exit code 1.")
 @click.option("--card", help="Plan for another GPU: a name (H200, H100, ...), or a file of its measured rates.")
+@click.option("--hosts", type=click.IntRange(1), default=1, help="Number of machines. --gpus is then of each.")
+@click.option("--network", type=click.FloatRange(0, min_open=True), help="GB/s that a GPU sends to other machines.")
 @click.option("--length", type=click.FloatRange(1), help="Tokens in a document, for the predicted time.")
 @click.option("--output", type=click.Path(path_type=Path), help="Directory to write plan.json to.")
 def plan(
@@ -230,14 +232,19 @@ def plan(
     ranks: int | None,
     memory: float | None,
     card: str | None,
+    hosts: int,
+    network: float | None,
     length: float | None,
     output: Path | None,
 ) -> None:
     """Print the memory that CONFIG needs, and the time of a step. It needs no GPU and reads no weights."""
     from truestep.plan.rates import named_rates, rates_of_plan
-    from truestep.plan.report import make_plan_report
+    from truestep.plan.report import hosts_of, make_plan_report
 
-    size = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    size = ranks or int(os.environ.get("WORLD_SIZE" if hosts == 1 else "LOCAL_WORLD_SIZE", "0" if hosts > 1 else "1"))
+    if not size:
+        raise click.UsageError("--hosts needs --gpus, the number of GPUs of each machine")
+    several = hosts_of(hosts, size, network)
     if card:
         cards_memory, rates = named_rates(card)
         memory = memory or cards_memory
@@ -246,7 +253,7 @@ def plan(
         memory = memory or (None if rates is None else rates.memory)
         for note in notes:
             _print(note)
-    text, fits = make_plan_report(config, size, memory, output, rates, length)
+    text, fits = make_plan_report(config, hosts * size, memory, output, rates, length, several)
     _print(text)
     if not fits:
         sys.exit(1)

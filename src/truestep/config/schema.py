@@ -653,6 +653,17 @@ def _transfer(config: "Config") -> Iterator[str]:
         yield f"{name} sends weights from a GPU, and model.device is cpu"
 
 
+def _memory(config: "Config") -> Iterator[str]:
+    given = config.checkpoint
+    if given.in_memory_every is None and given.in_memory_gigabytes is not None:
+        yield "checkpoint.in_memory_gigabytes does nothing without checkpoint.in_memory_every: set it too"
+    if given.in_memory_every is not None and 0 < given.every <= given.in_memory_every:
+        yield (
+            f"checkpoint.in_memory_every: {given.in_memory_every} does nothing beside checkpoint.every: {given.every}, "
+            "which saves as often: set it lower"
+        )
+
+
 def _adapter(config: "Config") -> Iterator[str]:
     sampler = config.sampler
     if sampler is not None and sampler.type == "server" and sampler.adapter == "served":
@@ -672,6 +683,11 @@ def _adapter(config: "Config") -> Iterator[str]:
             "model.freeze does nothing with adapter, which freezes every weight of the model: leave layers without an "
             "adapter by adapter.targets"
         )
+    if config.checkpoint.in_memory_every is not None:
+        yield (
+            "checkpoint.in_memory_every is for whole models, and with adapter a checkpoint is small: set "
+            "checkpoint.every lower instead"
+        )
     if config.checkpoint.hugging_face_every:
         yield (
             "checkpoint.hugging_face_every is for whole models, and with adapter a checkpoint holds the adapter alone: "
@@ -685,6 +701,7 @@ def _adapter(config: "Config") -> Iterator[str]:
 
 _RULES = (
     _presets,
+    _memory,
     _adapter,
     _attention,
     _activations,

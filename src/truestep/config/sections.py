@@ -740,6 +740,11 @@ class CheckpointConfig(Section):
     """Also write every n-th checkpoint as a Hugging Face directory with float32 weights. `0`: none; `truestep export`
     converts any checkpoint later. `null`: 1 if data.source is a stream or a directory, whose senders load the
     checkpoints; else 0."""
+    in_memory_every: Count | None = None
+    """Steps between copies of the state in host memory, each on two machines, which a run whose ranks come and go
+    (`truestep elastic-command`) goes on from after a loss. `null`: none."""
+    in_memory_gigabytes: Positive | None = None
+    """The most GB of a machine's memory for such copies. `null`: half of its memory."""
     grace: Annotated[float, Field(gt=0)] | None = None
     """Seconds for saving a checkpoint after a signal to stop. If they are not enough, the run keeps its last complete
     checkpoint and says so. `null`: no limit."""

@@ -19,15 +19,16 @@ _LONGEST_LINE = 500
 class PrintedLog:
     """A log file of rewards' output, without control characters. When it is full, the oldest lines are removed."""
 
-    def __init__(self, path: Path, say: Callable[[str], None] | None = None):
-        """`say` is called with a note about the file when a reward first prints."""
-        self._path, self._say = path, say
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None, owned: Callable[[], bool] = lambda: True):
+        """`say` is called with a note about the file when a reward first prints. `owned`: False if another process
+        writes the run."""
+        self._path, self._say, self._owned = path, say, owned
         self._lock = threading.Lock()
 
     def add(self, worker: str, text: str) -> None:
         """Append a worker's output. Errors of the file are ignored, so that they do not end the run."""
         lines = "".join(f"{worker}: {printable(line, _LONGEST_LINE)}\n" for line in text.splitlines() if line.strip())
-        if not lines:
+        if not lines or not self._owned():
             return
         with self._lock, contextlib.suppress(OSError):
             if self._path.exists() and self._path.stat().st_size + len(lines) > _MOST_BYTES:

@@ -99,7 +99,7 @@ def write_tensors(
         written = _Written(stream.fileno())
         written.add(layout.header)
         for name in layout.starts:
-            written.add(_bytes_of(tensors[name]))
+            written.add(bytes_of(tensors[name]))
         written.sync()
 
 
@@ -110,7 +110,7 @@ def write_image(
 
     Direct I/O is used where the file system supports it: no copies in the page cache.
     """
-    content = _bytes_of(image)
+    content = bytes_of(image)
     whole_pages = len(content) // _PAGE * _PAGE if image.data_ptr() % _PAGE == 0 else 0
     waiting = progress.waiting_for(f"the disk to write {file}")
     with waiting, writing(file), open(file, "wb", buffering=0) as stream:
@@ -120,7 +120,7 @@ def write_image(
         written.sync()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(content)

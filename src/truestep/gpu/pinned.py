@@ -19,15 +19,25 @@ def zeros_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> 
     count = torch.empty(tuple(shape), dtype=dtype, device="meta").nbytes
     if not pinned or count < _LARGE:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=pinned)
-    memory = mapped(count)
+    return _zeros_in(mapped(count), pinned=True).view(dtype).view(tuple(shape))
+
+
+def zeros_of_file(handle: int, count: int, *, pinned: bool) -> torch.Tensor:
+    """Make a tensor of bytes of a file that is in memory, which other processes can open too; zero it."""
+    return _zeros_in(mmap.mmap(handle, count), pinned=pinned)
+
+
+def _zeros_in(memory: mmap.mmap, *, pinned: bool) -> torch.Tensor:
     # All of torch's threads touch the pages here. The registration would touch them with one thread.
     tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(0)
     address = tensor.data_ptr()
-    if int(torch.cuda.cudart().cudaHostRegister(address, count, 0)):  # pageable memory works, too, but is slower
+    if not pinned:
+        return tensor
+    if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)):  # pageable memory works, too, but is slower
         _forget_error()
     else:
         weakref.finalize(memory, _unregister, address).atexit = False
-    return tensor.view(dtype).view(tuple(shape))
+    return tensor
 
 
 def mapped(count: int) -> mmap.mmap:

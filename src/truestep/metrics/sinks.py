@@ -115,10 +115,12 @@ def transcript(blocks: Iterable[Mapping[str, Any]]) -> str:
 
 
 class JsonLines:
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, fence: Callable[[], None] = lambda: None):
+        """`fence` raises if another process writes the run."""
+        self._path, self._fence = path, fence
 
     def step(self, line: Mapping[str, Any]) -> None:
+        self._fence()
         append_json_line(self._path, line)
 
     def evaluation(self, line: Mapping[str, Any]) -> None:

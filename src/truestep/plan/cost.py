@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, AdamWConfig, MuonConfig
 from truestep.model.heads import HeadSizes, attending_layers
-from truestep.plan.memory import LABELS, computed_size, copies_of_a_token, host_bytes, recomputes, reduces_each, remakes
+from truestep.plan.memory import LABELS, computed_size, host_bytes, recomputes, remakes
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape
+from truestep.plan.volumes import Gathered, RankShare, Volume, volumes
 from truestep.ranks.axes import RankLayout
 
+BUBBLES = "pipeline that fills and empties"  # the name of a part
 _LENGTH = 1000  # tokens per document, if no option gives a length
 # How often a layer's elementwise work reads or writes its activations, forward and backward together.
 _PASSES_EAGER, _PASSES_COMPILED, _PASSES_FLASH, _PASSES_ADAPTER = 100, 20, 12, 6
@@ -55,6 +57,20 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """The hosts of a run: their GPUs, and the bytes a second that a rank sends to ranks of other hosts."""
+
+    count: int
+    gpus: int  # of each
+    network: float | None  # None: not known
+    measured: bool = False  # the rate of the network; else it was given
+
+    @property
+    def network_from(self) -> str:
+        return "a run on as many" if self.measured else "--network"
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by part, on the slowest rank."""
 
@@ -83,7 +99,6 @@ class _Rank:
     weights: float  # weights of its layers that each token is multiplied with
     trained: float  # number of trained weights, before sharding
     untrained: float  # share of its layers' products without a weight gradient
-    gathered: float  # share of its weights that it all-gathers; of the experts, only those of its expert rank
     heads: HeadSizes
 
     @property
@@ -92,9 +107,14 @@ class _Rank:
 
 
 def plan_time(
-    config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, work: Work | None = None
+    config: Config,
+    shape: ModelShape,
+    layout: RankLayout,
+    rates: Rates,
+    work: Work | None = None,
+    hosts: Hosts | None = None,
 ) -> StepTime:
-    """Compute the time of a step by part, without sampling and without waiting for documents."""
+    """Compute the time of a step by part, without sampling and without waiting for documents. `hosts`: None: one."""
     sizes = layout.every
     work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
     rank = _rank(config, shape, sizes, work)
@@ -102,9 +122,9 @@ def plan_time(
     busy = sum(parts.values())
     parts["waiting for the host"] = _waiting(config, rates, rank, busy)
     beside = busy + parts["waiting for the host"]
-    parts["exchange between ranks"] = _exchange(config, shape, rates, rank, beside)
+    parts["exchange between ranks"] = _exchange(config, shape, layout, rates, rank, beside, hosts)
     bubbles = (sizes["pipeline"] - 1) / (rank.micro_batches * config.parallel.stages_per_rank)
-    parts["pipeline that fills and empties"] = beside * bubbles
+    parts[BUBBLES] = beside * bubbles
     parts["optimizer"] = _update(config, shape, rates, rank)
     # Offloaded state moves to the device and back, in both directions at once. The transfer overlaps with the last
     # backward pass, up to the size of `optimizer.offload_room`.
@@ -119,7 +139,6 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
     data, stages, tensor = sizes["data_shard"] * sizes["data_replicate"], sizes["pipeline"], sizes["tensor"]
     place = (0, stages, config.parallel.stages_per_rank, tensor, tensor if sizes["expert"] > 1 else 1)
     trained, whole = shape.part(*place, trained=True), shape.part(*place)
-    gathered = shape.part(*place[:-1], sizes["expert"]).all / max(1, whole.all)
     return _Rank(
         sizes,
         max(1, math.ceil(work.tokens / data / config.data.tokens_per_microbatch - 0.05)),
@@ -131,7 +150,6 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
         sum(shape.layer_costs) / stages / tensor,
         float(trained.all),
         1 - sum(trained.layers) / max(1, sum(whole.layers)),
-        gathered,
         HeadSizes.of(shape.config),
     )
 
@@ -195,27 +213,38 @@ def _waiting(config: Config, rates: Rates, rank: _Rank, busy: float) -> float:
     return rates.launch * _OPERATIONS_WAIT * rank.micro_batches + max(0.0, launched - busy)
 
 
-def _exchange(config: Config, shape: ModelShape, rates: Rates, rank: _Rank, beside: float) -> float:
+def _share(config: Config, shape: ModelShape, rank: _Rank) -> RankShare:
+    sizes, tied = rank.sizes, shape.head == shape.embedding
+    place, expert = (0, sizes["pipeline"], config.parallel.stages_per_rank, sizes["tensor"]), sizes["expert"]
+    whole, trained = (
+        Gathered.of(shape.part(*place, 1, trained=only), shape.part(*place, expert, trained=only), expert, tied=tied)
+        for only in (False, True)
+    )
+    sent = 2 * rank.heads.width + 2 * rank.heads.keys * rank.heads.size
+    return RankShare(sizes, rank.micro_batches, rank.tokens, rank.labels, rank.layers, whole, trained, sent)
+
+
+def exchanges(config: Config, shape: ModelShape, layout: RankLayout, work: Work | None = None) -> list[Volume]:
+    """Compute what each rank sends to others in a step."""
+    sizes = layout.every
+    work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
+    return volumes(config, shape, _share(config, shape, _rank(config, shape, sizes, work)))
+
+
+def _exchange(
+    config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, rank: _Rank, beside: float, hosts: Hosts | None
+) -> float:
     """Compute the time of communication. Within a layer it blocks; communication of weights overlaps with
     computation."""
-    sizes, size = rank.sizes, computed_size(config)
-    if math.prod(sizes.values()) == 1:
-        return 0.0
-    tensor, context, replicas = sizes["tensor"], sizes["context"], sizes["data_replicate"]
-    state = size * shape.hidden * rank.tokens  # bytes of the hidden states of this rank's tokens
-    again = 1.5 if recomputes(config) in ("selective", "full") else 1.0
-    within = (tensor - 1) / tensor + rank.heads.width / shape.hidden * (context - 1) / context**2
-    waits = 8 * again * state * rank.layers * within
-    waits += 2 * state if sizes["pipeline"] > 1 else 0.0
-    waits += 8 * rank.trained / rank.shards * (replicas - 1) / replicas
-    whole = rank.trained / (1 - rank.untrained) if rank.untrained < 1 else rank.weights
-    gathers = (2 if config.parallel.reshard_after_forward else 1) * rank.micro_batches
-    reductions = rank.micro_batches if reduces_each(config) else 1
-    whole, trained = whole * rank.gathered, rank.trained * rank.gathered
-    travels = copies_of_a_token(shape.config, sizes["expert"]) * (1 - 1 / sizes["expert"])  # copies to other ranks
-    waits += 4 * again * state * rank.layers * travels  # sent and sent back, in both passes
-    weights = (size * whole * gathers + 4 * trained * reductions) * (rank.shards - 1) / rank.shards
-    return waits / rates.link + max(0.0, weights / rates.link - _HIDDEN * beside)
+    waits, overlaps = 0.0, 0.0
+    for volume in volumes(config, shape, _share(config, shape, rank)):
+        rate = rates.link
+        if hosts is not None and volume.crosses(layout, hosts.gpus):
+            assert hosts.network is not None, "no time is planned without it"
+            rate = hosts.network
+        overlaps += volume.sent / rate if volume.hidden else 0.0
+        waits += 0.0 if volume.hidden else volume.sent / rate
+    return waits + max(0.0, overlaps - _HIDDEN * beside)
 
 
 def _update(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> float:

@@ -192,6 +192,12 @@ def staged_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float
     return max(of_stage(stage) for stage in range(sizes["pipeline"]))
 
 
+def kept_bytes(config: Config, shape: ModelShape, layout: RankLayout) -> float:
+    """Count the bytes of host memory that hold a rank's last state and the one that is copied, on one machine. Its
+    partner on another machine has as many."""
+    return 0.0 if config.checkpoint.in_memory_every is None else 2 * staged_bytes(config, shape, layout)
+
+
 def state_bytes(config: Config, shape: ModelShape, part: WeightGroup) -> float:
     """Count the bytes of the optimizer's state of a part's trained weights. A user's own optimizer is assumed to have
     one float32 moment."""

@@ -79,10 +79,10 @@ def named_rates(name: str) -> tuple[float, Rates | None]:
     return found.memory, found
 
 
-def rates_file(card: str, ranks: int) -> Path:
-    """Return the path of the file with a card's rates for a number of ranks."""
+def rates_file(card: str, ranks: int, beside: int | None = None) -> Path:
+    """Return the path of the file with a card's rates for a number of ranks, `beside` of them on each host."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    beside = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))  # ranks per host
+    beside = beside or min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     words = (card, f"torch {torch.__version__}", f"{ranks} ranks, {beside} of a host")
     return base / "truestep" / "rates" / f"{'; '.join(words).replace('/', ' ')}.json"
 
@@ -105,6 +105,14 @@ def rates_here(ranks: Ranks, notes: list[str], measure: Callable[[], Rates] | No
             rates = replace(rates, link=ranks.share(lambda: link))
         notes += ranks.share(lambda: _keep(file, rates, idle))
     return rates
+
+
+def kept_network(ranks: int, beside: int) -> float | None:
+    """Return the bytes a second between hosts that a run on this machine's card measured; None if there was none."""
+    if not torch.cuda.is_available():
+        return None
+    found = _kept(rates_file(torch.cuda.get_device_name(), ranks, beside))[0]
+    return None if found is None or not found.link else found.link
 
 
 def kept_here(ranks: int) -> Rates | None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from truestep.config.schema import Config
+from truestep.errors import TruestepError
 from truestep.files.whole import write_whole
 from truestep.plan.advice import layout_of, savings
-from truestep.plan.cost import StepTime, Work, plan_time
+from truestep.plan.cost import BUBBLES, Hosts, StepTime, Work, exchanges, plan_time
 from truestep.plan.memory import (
     GIB,
     LABELS,
@@ -17,13 +18,14 @@ from truestep.plan.memory import (
     computed_size,
     has_reference,
     host_bytes,
+    kept_bytes,
     masters_offloaded,
     offloaded,
     offloads_reference,
     plan_memory,
     staged_bytes,
 )
-from truestep.plan.rates import Rates
+from truestep.plan.rates import Rates, kept_network
 from truestep.plan.room import too_small
 from truestep.plan.search import ROOM, first_that_fits, settle
 from truestep.plan.shape import ModelShape, read_shape
@@ -45,17 +47,26 @@ class PlanReport:
     rates: Rates | None  # None if not known for this number of ranks; then no time is planned
     length: float | None  # tokens per document
     switched_on: dict[str, Any]
+    hosts: Hosts | None = None  # None: one
 
     @staticmethod
     def of(
-        config: Config, ranks: int, memory: float | None = None, rates: Rates | None = None, length: float | None = None
+        config: Config,
+        ranks: int,
+        memory: float | None = None,
+        rates: Rates | None = None,
+        length: float | None = None,
+        hosts: Hosts | None = None,
     ) -> "PlanReport":
         shape, layout = read_shape(config), layout_of(config, ranks)
-        rates = None if rates is None else rates.among(ranks)
+        if rates is not None:  # without a rate of what is exchanged, no time is planned
+            rates = rates.among(ranks if hosts is None else hosts.gpus)
+        if hosts is not None and hosts.network is None:
+            rates = None
         switched_on = dict[str, Any]()
         if memory is not None:
-            config, switched_on = settle(config, shape, layout, memory * GIB * ROOM, rates)
-        return PlanReport(config, shape, layout, ranks, memory, rates, length, switched_on)
+            config, switched_on = settle(config, shape, layout, memory * GIB * ROOM, rates, hosts)
+        return PlanReport(config, shape, layout, ranks, memory, rates, length, switched_on, hosts)
 
     @property
     def planned(self) -> list[RankMemory]:
@@ -71,7 +82,9 @@ class PlanReport:
 
     @property
     def time(self) -> StepTime | None:
-        return None if self.rates is None else plan_time(self.config, self.shape, self.layout, self.rates, self._work)
+        if self.rates is None:
+            return None
+        return plan_time(self.config, self.shape, self.layout, self.rates, self._work, self.hosts)
 
     @property
     def _work(self) -> Work:
@@ -90,6 +103,8 @@ class PlanReport:
             )
         lines += [f"auto: {name} is {str(value).lower()} here." for name, value in self.switched_on.items()]
         lines += ["", *self._time_lines()]
+        if self.hosts is not None:
+            lines += ["", *exchange_lines(self, self.hosts)]
         if self.memory is not None:
             lines += ["", *self._verdict()]
         elif (warning := too_small(self.config, self.ranks)) is not None:
@@ -98,6 +113,11 @@ class PlanReport:
 
     def _time_lines(self) -> list[str]:
         step = self.time
+        if self.hosts is not None and self.hosts.network is None:
+            return [
+                "The time is not planned: the rate between hosts is not known here. --network GB/s gives it; a run on "
+                "several hosts measures it, and keeps it in ~/.cache/truestep/rates."
+            ]
         if step is None or self.rates is None:
             among = f" among {self.ranks} ranks" if self.ranks > 1 else ""
             return [
@@ -143,14 +163,49 @@ def make_plan_report(
     output: Path | None,
     rates: Rates | None = None,
     length: float | None = None,
+    hosts: Hosts | None = None,
 ) -> tuple[str, bool]:
     """Return the plan as text, and whether it fits `memory` GiB per rank (True without `memory`). With `output`, also
     write plan.json there."""
-    plan = PlanReport.of(config, ranks, memory, rates, length)
+    plan = PlanReport.of(config, ranks, memory, rates, length, hosts)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "plan.json", json.dumps(_values(plan), indent=1).encode())
     return "\n".join(plan.lines()), plan.fits
+
+
+def hosts_of(count: int, gpus: int, network: float | None = None) -> Hosts | None:
+    """Return so many hosts of so many GPUs; None for one. `network`: GB/s of a GPU between them; None: as a run
+    measured it."""
+    if count == 1:
+        if network is not None:
+            raise TruestepError("--network is of several machines: --hosts says how many there are")
+        return None
+    if network is not None:
+        return Hosts(count, gpus, network * 1e9)
+    return Hosts(count, gpus, kept_network(count * gpus, gpus), measured=True)
+
+
+def exchange_lines(plan: PlanReport, hosts: Hosts) -> list[str]:
+    """Say what a rank sends in a step, and what of the plan was measured and what was calculated."""
+    found = exchanges(plan.config, plan.shape, plan.layout, plan._work)
+    if not found:
+        return ["Ranks exchange nothing but a few numbers."]
+    width = max(len(volume.what) for volume in found)
+    lines = [f"{'':<{width}}   ranks  between hosts   GiB a rank sends"]
+    for volume in found:
+        crosses = "yes" if volume.crosses(plan.layout, hosts.gpus) else "no"
+        lines.append(f"{volume.what:<{width}}{volume.ranks(plan.layout):>8}{crosses:>15}{volume.sent / GIB:>19.3f}")
+    step, pipeline = plan.time, plan.layout.every["pipeline"]
+    if step is not None and pipeline > 1:
+        share = step.parts.get(BUBBLES, 0.0) / step.total
+        lines.append(f"Pipeline stages wait {share:.1%} of a step while it fills and empties.")
+    lines.append("Calculated: what ranks send, from the model's shape and the layout; the seconds of each part.")
+    if plan.rates is not None and hosts.network is not None:
+        network = f"{hosts.network / 1e9:g} GB/s of a rank between hosts ({hosts.network_from})"
+        lines.append(f"Measured: the rates of {plan.rates.card}, {plan.rates.link / 1e9:g} GB/s of its link in a host.")
+        lines.append(f"{'Measured' if hosts.measured else 'Given'}: {network}. Nothing was tried over hosts.")
+    return lines
 
 
 def _title(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]:
@@ -186,6 +241,11 @@ def _remarks(config: Config, shape: ModelShape, layout: RankLayout) -> list[str]
         f"The plan assumes that {LABELS:.0%} of the tokens are labels. The allocator holds a few percent more.",
         f"A rank holds up to {staged / GIB:.1f} GiB of host memory for what it saves, from the first step or save on.",
     ]
+    if kept := kept_bytes(config, shape, layout):
+        lines.append(
+            f"Keepers hold {kept / GIB:.1f} GiB of host memory for each rank (checkpoint.in_memory_every): its state "
+            f"twice. On several machines its partner's machine holds {kept / GIB:.1f} GiB too."
+        )
     if offloaded(config):
         held = host_bytes(config, shape, trained)
         what = "the optimizer's state" + (" and float32 weights" if masters_offloaded(config) else "")
@@ -207,5 +267,7 @@ def _values(plan: PlanReport) -> dict[str, Any]:
         "memory": plan.memory,
         "stages": [{"stage": rank.stage, "bytes": rank.kinds, "total": rank.total} for rank in plan.planned],
         "card": None if plan.rates is None else plan.rates.card,
+        "hosts": 1 if plan.hosts is None else plan.hosts.count,
+        "sent": {volume.what: volume.sent for volume in exchanges(plan.config, plan.shape, plan.layout, plan._work)},
         "step": None if step is None else {"seconds": step.parts, "total": step.total, "tokens": step.tokens},
     }

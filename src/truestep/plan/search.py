@@ -20,7 +20,7 @@ from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.gpu.memory import device_memory
 from truestep.plan.advice import FEWEST_TOKENS, changed_plainly, layout_of, most_of
-from truestep.plan.cost import plan_time
+from truestep.plan.cost import Hosts, plan_time
 from truestep.plan.memory import reduces_each
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape, read_shape
@@ -130,7 +130,12 @@ def _value(config: Config, name: str) -> Any:
 
 
 def settle(
-    config: Config, shape: ModelShape, layout: RankLayout, room: float, rates: Rates | None
+    config: Config,
+    shape: ModelShape,
+    layout: RankLayout,
+    room: float,
+    rates: Rates | None,
+    hosts: Hosts | None = None,
 ) -> tuple[Config, dict[str, Any]]:
     """Choose values for the options that say `auto`: the least recomputation that fits, or the options with the
     smallest memory if none fit. Planned times choose whether gradients are reduced after each micro-batch; without
@@ -155,7 +160,7 @@ def settle(
         best = fitting[0]
     else:  # at equal times, prefer one reduction per step
         fitting.sort(key=lambda way: reduces_each(way.config))
-        best = min(fitting, key=lambda way: plan_time(way.config, shape, layout, rates).total)
+        best = min(fitting, key=lambda way: plan_time(way.config, shape, layout, rates, hosts=hosts).total)
     return best.config, best.changes
 
 

@@ -7,6 +7,7 @@ pipeline          stages of a pipeline, and their groups
 peers             sums and gathers through GPU memory that all ranks of a machine can read
 peer_kernels      the Triton kernels of peers
 elastic           the agent of torch's elastic launcher
+keeper            the program that keeps parts of a run's state in memory; keeper_client: what ranks ask it
 watch             ends a run that stalls, or whose rank failed, and names the cause
 place             where in the code the main thread is, for the watch
 processes         activity of processes, by the operating system, for the watch

@@ -34,7 +34,9 @@ _ENDED = "truestep/ended"
 _DONE = "done"
 _OF_MESSAGES = ("connection", "gloo", "nccl", "timed out", "broken pipe")
 _OF_AN_END = ("closed", "reset by peer", "broken pipe", "remote worker")
-_CAUSE_SHOWS = 30.0  # seconds within which the cause of a closed connection is known
+# Seconds within which the cause of a closed connection is known. An agent kills its workers 30 s after it told them to
+# end, and the cause must be written before.
+_CAUSE_SHOWS = 20.0
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _MOST_READ = 64  # most entries that a rank reads in a second; each rank reads those of all others
 # In a run whose ranks come and go: seconds without a word of a rank of another machine, or of the store of rank 0. A
@@ -192,6 +194,8 @@ class Watch:
                 is_master=False,
                 timeout=timedelta(seconds=10),
             )
+            with contextlib.suppress(Exception):  # the watch finds what is wrong with the store
+                self._report(self._own())  # at once: of a rank that is lost without a word nobody knows
         self._thread.start()
         if self._agent is not None:
             threading.Thread(target=self._guard, args=(self._agent,), daemon=True, name="guard").start()

@@ -3,6 +3,7 @@
 page              the HTML page
 runs, tables      read the files of a run
 parts, static     scripts and styles of the page
+generations       the changes of ranks, as a table and as marks on charts
 verdicts          judgements of a run; during training they are warnings
 health, figures   the page's verdicts and key numbers
 chart_specs       the metrics of each chart, and how they are drawn

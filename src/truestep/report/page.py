@@ -10,6 +10,7 @@ from truestep.report.charts import Chart, charts_of
 from truestep.report.examples import examples_html
 from truestep.report.figures import facts, keeps_best, tiles
 from truestep.report.formats import format_number
+from truestep.report.generations import generations_html
 from truestep.report.health import Health, health
 from truestep.report.numbers import numbers_html
 from truestep.report.parts import packed, policy, script, style
@@ -48,6 +49,7 @@ def page_html(paths: Sequence[Path], title: str | None = None) -> str:
     drawn = [chart for charts in groups.values() for chart in charts if chart.constant is None]
     payload = Payload(runs, drawn)
     parts = {
+        "Generations": generations_html(runs),
         "Sources": sources_html(runs),
         "Rollouts": rollouts_html(runs),
         "Evaluations": examples_html(runs),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from truestep.report.charts import Chart, Line
+from truestep.report.generations import begun_after
 from truestep.report.runs import Run
 from truestep.report.series import Axis, Series
 from truestep.report.tables import Table
@@ -27,6 +28,7 @@ class Payload:
     """The charts of a page, in the format of the script."""
 
     def __init__(self, runs: Sequence[Run], charts: Sequence[Chart]) -> None:
+        self._runs = runs
         self._tables = [table for run in runs for table in (run.metrics, run.evaluations)]
         self._axes = [_places(run, table) for run in runs for table in (run.metrics, run.evaluations)]
         self._numbers = {id(table): number for number, table in enumerate(self._tables)}
@@ -55,7 +57,20 @@ class Payload:
                 axis: [_short(place, 12) for place in self._axes[table][axis][among].tolist()] for axis in self.axes
             }
         axes = [{"name": axis, "button": AXES[axis][0], "title": AXES[axis][1]} for axis in self.axes]
-        return {"axes": axes, "tables": tables, "places": places, "charts": self._charts}
+        return {"axes": axes, "tables": tables, "places": places, "charts": self._charts, "marks": self._marks()}
+
+    def _marks(self) -> dict[str, list[float | int | None]]:
+        """Return where generations begin on each axis, on a page of one run."""
+        if len(self._runs) > 1:
+            return {}
+        run, found = self._runs[0], dict[str, list[float | int | None]]()
+        steps = begun_after(run)
+        rows = np.flatnonzero(np.isin(run.metrics.steps, steps))
+        for axis in self.axes:
+            at = self._axes[0][axis][rows]
+            start = [0] if 0.0 in steps else []  # it began again from the beginning
+            found[axis] = [*start, *(_short(place, 12) for place in at.tolist() if place == place)]
+        return found
 
     def _chart(self, chart: Chart) -> dict[str, Any]:
         spec = chart.spec

@@ -22,6 +22,7 @@ from truestep.text import printable, redacted
 
 Record = dict[str, Any]
 MOST_WARNINGS = 1000  # the largest number of warnings that are read
+MOST_GENERATIONS = 10_000  # the largest number of generations that are read
 LONGEST_CONFIG = 200_000  # the largest number of characters of config.yaml that are shown
 __all__ = ["Record", "Run", "finite", "is_finite", "number", "read_run", "read_runs", "run_names"]
 
@@ -57,6 +58,7 @@ class Run:
     ledger: Ledger = field(default_factory=lambda: Ledger(Path()))
     rejected: Reasons = field(default_factory=Reasons)
     warnings: list[Record] = field(default_factory=list)  # the lines of warnings.jsonl
+    generations: list[Record] = field(default_factory=list)  # the lines of generations.jsonl
     config_text: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -167,6 +169,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
     for record in _read_lines(run, "rejected.jsonl", None):
         run.rejected.add(record.get("reason", "no reason given"))
     run.warnings = list(islice(_read_lines(run, "warnings.jsonl", None), MOST_WARNINGS))
+    run.generations = list(islice(_read_lines(run, "generations.jsonl", None), MOST_GENERATIONS))
     run.documents_at = _documents_at(run, seen)
     if len(run.metrics) and not run.documents_at:
         run.problems.append("No file says how many documents were seen: the run is drawn over steps only.")

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from truestep.rollouts.documents import at_labels, written
-from truestep.types import PLACES, Rollout
+from truestep.types import CACHED, PLACES, Rollout
 
 # Metadata are not trained on, and a run's own computations are no data.
-_LEFT_OUT = frozenset({"metadata", "recomputed_logprobs", "chosen", "membership", "input_ids", "loss_mask", *PLACES})
+_LEFT_OUT = CACHED | {"metadata", "recomputed_logprobs", "chosen", "membership", "input_ids", "loss_mask", *PLACES}
 REFERENCE = "reference_logprobs"
 
 
@@ -45,7 +45,7 @@ def digest_of(document: Rollout, own_reference: bool = False) -> str:
 def fields_of(document: Rollout) -> Iterator[tuple[str, Any]]:
     """Yield the values of a document besides its tokens and labels, by name: arrays of labels only at labels."""
     for name, value in vars(document).items():
-        if name in _LEFT_OUT or name.startswith("_") or name == "completion" or value is None:
+        if name in _LEFT_OUT or value is None:
             continue
         yield name, at_labels(value, document.loss_mask) if isinstance(value, np.ndarray) else value
     for place in PLACES:

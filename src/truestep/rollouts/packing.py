@@ -125,8 +125,10 @@ def _evenly(lengths: Sequence[int], costs: Sequence[float], budget: int, count: 
     # in order of length, longest first, a micro-batch is set aside about once for each document that it takes. So the
     # time is not quadratic.
     set_aside: list[tuple[int, float, int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-costs[index], index)):
-        length = lengths[index]
+    prices = np.asarray(costs, np.float64)
+    order = np.argsort(-prices, kind="stable")  # the costliest first
+    columns = (order, np.asarray(lengths, np.int64)[order], prices[order])
+    for index, length, price in zip(*(column.tolist() for column in columns), strict=True):
         while set_aside and -set_aside[0][0] >= length:
             _, cost, number = heapq.heappop(set_aside)
             heapq.heappush(open_bins, (cost, number))
@@ -138,7 +140,7 @@ def _evenly(lengths: Sequence[int], costs: Sequence[float], budget: int, count: 
         cost, number = open_bins[0]
         bins[number].append(index)
         room[number] -= length
-        heapq.heapreplace(open_bins, (cost + costs[index], number))
+        heapq.heapreplace(open_bins, (cost + price, number))
     return [sorted(members) for members in bins]
 
 

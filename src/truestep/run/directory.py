@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import socket
 import tempfile
 import time
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from truestep.errors import TruestepError
+from truestep.errors import MachineError, TruestepError
 from truestep.files.disks import writing
 from truestep.files.whole import (
     Line,
@@ -38,6 +39,7 @@ from truestep.types import PutAside, Rejected, StepPlan
 
 _REPLACED = "config-until-"  # config-until-00000012.yaml has the options of the steps up to 12
 _END = 1 << 20  # bytes at a file's beginning and at its end that are hashed
+_UNSURE = 10.0  # seconds in which a network disk may fail to say who has the lock
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)  # the errors of flock when another process holds the lock
 
 
@@ -45,7 +47,7 @@ class RunError(TruestepError):
     """A run's directory cannot be used."""
 
 
-class LockedError(RunError):
+class LockedError(RunError, MachineError):
     """Another process writes the run."""
 
 
@@ -70,6 +72,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._first_weights = path / "first_weights.json"
         self._lock: TextIO | None = None
+        # In the file of the lock: another process that locks the run writes its own.
+        self.token = secrets.token_hex(8)
         self._coming: str | None = None  # the options of this start, written to config.yaml at its first step
 
     def check(self) -> None:
@@ -112,8 +116,46 @@ class RunDirectory:
         self._lock = handle
         with writing(self.path / ".lock"):
             handle.truncate(0)
-            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n{self.token}\n")
             handle.flush()
+            os.fsync(handle)
+
+    def check_owner(self) -> None:
+        """Raise if another process has locked the run since. A network disk takes a lock from a machine that it does
+        not hear of: a process that stood still there goes on later, and must not write."""
+        if self._lock is None:
+            return
+        content = self._read_lock(self._lock)
+        if content is not None and self.token not in content.splitlines():
+            raise LockedError(f"the lock of {self.path} was lost, and another process writes it ({_owner(content)})")
+
+    def _read_lock(self, handle: TextIO) -> str | None:
+        """Return the content of the lock's file; None if the file was removed, and this process holds the lock."""
+        deadline = time.monotonic() + _UNSURE
+        while True:
+            try:
+                return (self.path / ".lock").read_text(encoding="utf-8", errors="replace")
+            except FileNotFoundError:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise self._lost(error) from error
+                return None
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise self._lost(error) from error
+            time.sleep(0.1)
+
+    def _lost(self, error: OSError) -> LockedError:
+        return LockedError(f"the lock of {self.path} is lost: {error.strerror or error}")
+
+    def owned(self) -> bool:
+        """Tell whether no other process has locked the run since."""
+        try:
+            self.check_owner()
+        except LockedError:
+            return False
+        return True
 
     def _why_not_locked(self, handle: TextIO, error: OSError) -> str:
         if error.errno not in _HELD:
@@ -123,8 +165,7 @@ class RunDirectory:
                 "damage it. If you see to it that only one does, set checkpoint.lock: false"
             )
         handle.seek(0)
-        owner = printable(handle.read(200).strip()) or "one that has not written its name yet"
-        return f"{self.path} is being written by another process ({owner})"
+        return f"{self.path} is being written by another process ({_owner(handle.read(200))})"
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -165,6 +206,7 @@ class RunDirectory:
 
     def _append(self, file: Path, line: dict[str, Any]) -> None:
         if self.writes:
+            self.check_owner()
             append_json_line(file, line)
 
     def first_weights(self, model: str) -> str:
@@ -218,6 +260,7 @@ class RunDirectory:
         """Append the step's line to the ledger. `digests`: of the plan's documents, if the run keeps them."""
         if not self.writes:
             return
+        self.check_owner()
         self._note_options(step)
         line: dict[str, Any] = {
             "step": step,
@@ -227,7 +270,7 @@ class RunDirectory:
             "documents_seen": plan.documents_seen_after,
         }
         if digests is not None:
-            line["digests"] = digests
+            line["digests"] = list(digests)
         records = {document.id: list(document.record_ids) for document in plan.documents if document.record_ids}
         self._append(self.ledger, line | ({"records": records} if records else {}) | _named(put_aside))
 
@@ -265,6 +308,7 @@ class RunDirectory:
 
     def record_rejected(self, rejected: Sequence[Rejected]) -> None:
         if rejected and self.writes:
+            self.check_owner()
             write_rejected(self.path, rejected, append=True)
 
     def rejected_bytes(self) -> int:
@@ -274,6 +318,10 @@ class RunDirectory:
     def ledger_bytes(self) -> int:
         """Return the size of ledger.jsonl, which `roll_back` needs."""
         return self.ledger.stat().st_size if self.ledger.is_file() else 0
+
+
+def _owner(content: str) -> str:
+    return printable(content.partition("\n")[0].strip()) or "one that has not written its name yet"
 
 
 def _until(file: Path) -> int:

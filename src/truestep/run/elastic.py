@@ -11,8 +11,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from truestep.files.whole import append_json_line, lines_from_the_end, read_json
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.elastic import MAX_RESTARTS, OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id
 from truestep.ranks.group import Ranks
+from truestep.ranks.keeper import Key
 from truestep.ranks.processes import machine
 from truestep.ranks.watch import Watch, ends_run, raised_between_ranks
 from truestep.run.assemble.policy import layout_of
 from truestep.run.assemble.sources import own_part
+from truestep.run.checkpoint.memory import Memory, Recalled
 from truestep.run.checkpoint.store import CheckpointStore, step_of
 from truestep.run.directory import LockedError, RunDirectory
 from truestep.text import printable
@@ -36,6 +39,7 @@ MARKS = ("generation", "ranks", "lost_seconds")  # metrics
 _NOTE = ".generation-ended-"  # why a generation ended: written by the first rank that knows, removed by the next
 _MOST_FAILURES = 2  # of an agent's ranks after the same checkpoint
 _LEAST_RESTARTS = 10
+_FROM = {"memory": "memory", "disk": "the disk"}
 JOIN_PATIENCE = 180.0  # seconds in which all ranks must be connected
 _LOCK_PATIENCE = 120.0  # seconds to wait for the lock of a rank that is ending: a lease of NFS lasts 90
 _MOST_TO_FAIL = 20.0  # seconds after a signal to stop in which the end of a rank is its own failure
@@ -100,11 +104,10 @@ class Elastic:
     watch: Watch | None = None
     directory: RunDirectory | None = None  # locked by the first rank
     asked_at: Callable[[], float] = lambda: math.inf  # `time.monotonic` when this rank was first asked to stop
-
-    @property
-    def mark(self) -> str:
-        """What the names of this generation's incomplete checkpoints end with."""
-        return f"-{generation_id()}"
+    keeps: bool = False  # the last state in memory
+    limit: int | None = None  # the most bytes that a keeper holds
+    memory: Memory | None = None
+    recalled: Recalled | None = None  # what the generation goes on from, if it is in memory
 
     def count_beside(self, ranks: Ranks) -> None:
         """Let LOCAL_WORLD_SIZE be the ranks of this machine, which share its memory and cores: an agent counts its own.
@@ -125,18 +128,23 @@ class Elastic:
                 f"{ranks.size} ranks are fewer than those of {self.agent.least} agents: all wait for more"
             )
         self.directory = RunDirectory(self.path, writes=ranks.first, patience=_LOCK_PATIENCE)
-        line, before = ranks.share(self._begin)
+        lines, on_disk = ranks.share(self._before)
+        notes = self._recall(lines, on_disk) if self.keeps else []
+        step = on_disk if self.recalled is None else self.recalled.step
+        line = ranks.share(lambda: self._begin(lines, step))
+        if self.memory is not None:
+            self.memory.begin(line["time"])
         if line["unfit"]:
             if self.agent.name in line["unfit"]:
                 self.agent.leave()
             names = ", ".join(line["unfit"])
             raise RankLostError(f"{names} failed {_MOST_FAILURES} times without a checkpoint in between, and leaves")
         marks: dict[str, float] = {name: float(line[name]) for name in MARKS if name in line}
-        return marks, _sentence(line, before)
+        return marks, "; ".join([_sentence(line, lines[-1] if lines else None), *notes])
 
-    def _begin(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Write the line of this generation; return it and the line before. Called on the first rank, which locks the
-        run first: a rank of the generation before may still write it."""
+    def _before(self) -> tuple[list[dict[str, Any]], int]:
+        """Return the lines of the generations before, and the step of the last checkpoint on the disk. Called on the
+        first rank, which locks the run first: a rank of the generation before may still write it."""
         directory = self.directory or RunDirectory(self.path)
         directory.check()
         try:
@@ -144,10 +152,22 @@ class Elastic:
         except LockedError as error:
             raise RankLostError(f"{error}; all try again") from error
         file = self.path / GENERATIONS
-        lines = read_json_lines(file) if file.is_file() else []
-        note = self._read_note([line.get("id", "") for line in lines])
         latest = CheckpointStore(directory.checkpoints, 1).latest()
-        step = 0 if latest is None else step_of(latest)
+        return read_json_lines(file) if file.is_file() else [], 0 if latest is None else step_of(latest)
+
+    def _recall(self, lines: Sequence[dict[str, Any]], on_disk: int) -> list[str]:
+        """Look for a state in memory that is not older than the last checkpoint on the disk. Return a sentence for each
+        that cannot be used. Every rank calls this."""
+        number = lines[-1]["generation"] + 1 if lines else 1
+        self.memory = Memory.open(self.ranks, self.path, self.agent, self.limit, number)
+        assert self.directory is not None
+        stands = partial(still_stands, lines=lines)
+        self.recalled, notes = self.memory.recall(stands, max(1, on_disk), self.directory.checkpoints)
+        return notes
+
+    def _begin(self, lines: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
+        """Write the line of this generation, which goes on after `step`; return it. Called on the first rank."""
+        note = self._read_note([line.get("id", "") for line in lines])
         agents, before = list(dict.fromkeys(self.agents)), set(lines[-1]["agents"]) if lines else set()
         failed = note.get("failed", [])
         failures = [name for line in lines if line["step"] == step for name in line["failed"]] + failed
@@ -164,11 +184,23 @@ class Elastic:
             "reason": note.get("reason"),
             "unfit": [name for name in agents if failures.count(name) >= _MOST_FAILURES],
         }
+        if self.keeps and step:
+            line["from"] = "disk" if self.recalled is None else "memory"
         if before & set(agents):  # else all launchers were started anew
-            line |= _lost(directory, step, lines[-1]["time"])
-        append_json_line(file, line)
+            line |= _lost(RunDirectory(self.path), step, lines[-1]["time"])
+        append_json_line(self.path / GENERATIONS, line)
         self._remove_notes()
-        return line, lines[-1] if lines else None
+        return line
+
+    def unreadable(self, error: Exception) -> RankLostError:
+        """Have all keepers forget the state that this generation went on from, which cannot be read; return the error
+        that begins another generation."""
+        assert self.memory is not None and self.recalled is not None
+        self.memory.forget(everywhere=True)
+        return RankLostError(
+            f"the state of step {self.recalled.step} in memory cannot be read: {error}. Keepers forget it, and the run "
+            "goes on from the disk"
+        )
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -188,6 +220,9 @@ class Elastic:
             if ends_run(error) or over or self.agent.last_start:
                 self.agent.leave()
             raise
+        finally:
+            if self.recalled is not None:
+                self.recalled.close()
 
     def ended(self, stopped: bool, notice: Path | None) -> None:
         """End a generation in which no rank failed. `notice`: the file that may announce the end of this machine."""
@@ -198,6 +233,8 @@ class Elastic:
             self.agent.leave()
         if not stopped and self.ranks.first:
             self._remove_notes()
+        if not stopped and self.memory is not None:
+            self.memory.end()
 
     def _told_to_end(self, number: int, frame: object) -> None:
         """End all ranks at once, by a signal of the agent before the first step, or by a second one."""
@@ -240,6 +277,13 @@ class Elastic:
             file.unlink(missing_ok=True)
 
 
+def still_stands(key: Key, lines: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether a generation of this run kept a state, and no later one went on from before it."""
+    generation, began, step = key
+    its_own = any(line["generation"] == generation and line["time"] == began for line in lines)
+    return its_own and all(line["step"] >= step for line in lines if line["generation"] > generation)
+
+
 def _lost(directory: RunDirectory, step: int, began: float) -> dict[str, Any]:
     """Count the steps that are rolled back, and the seconds since the step that the run goes on from. `began`: when the
     generation before began; if it wrote no step, what was lost before it is counted already."""
@@ -274,6 +318,8 @@ def _sentence(line: dict[str, Any], before: dict[str, Any] | None) -> str:
             said.append(f"{what}: {', '.join(line[what])}")
     if line["reason"]:
         said.append(f"the one before ended because {line['reason']}")
+    if "from" in line:
+        said.append(f"it goes on after step {line['step']} from {_FROM[line['from']]}")
     if line.get("lost_steps"):
         made = f"{line['lost_steps']} step{'s' * (line['lost_steps'] > 1)} ({line['lost_documents']} documents)"
         said.append(f"{made} {'are' if line['lost_steps'] > 1 else 'is'} made again")

@@ -27,6 +27,7 @@ from truestep.rollouts.source import FileSource, Source
 from truestep.run.directory import RunDirectory
 from truestep.text import printable, redacted_options
 from truestep.types import Rejected
+from truestep.weights.remote_parts import from_keepers
 
 
 def run_notes(
@@ -43,7 +44,8 @@ def run_notes(
     the steps so far), on rejected records, and on options that look like mistakes."""
     notes = []
     if latest is not None:
-        notes += [f"going on after step {step} of {latest}", *_changes_since(before, config)]
+        where = "the state in memory" if from_keepers(latest) else latest
+        notes += [f"going on after step {step} of {where}", *_changes_since(before, config)]
     elif done := count_lines(directory.ledger):
         notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
     if policy.device.type == "cuda":

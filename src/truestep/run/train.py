@@ -47,7 +47,9 @@ from truestep.run.assemble.step import (
 )
 from truestep.run.callbacks import Callback, Callbacks, Run
 from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.memory import MemoryStore, Recalled
 from truestep.run.checkpoint.saves import SaveRule, Saves
+from truestep.run.checkpoint.staging import SharedStaging
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.run.directory import RunDirectory
 from truestep.run.elastic import JOIN_PATIENCE, Elastic, check_elastic
@@ -65,10 +67,15 @@ from truestep.text import keep_secrets_of, printable, shown
 from truestep.types import Rejected
 from truestep.weights.digests import Trace
 from truestep.weights.errors import ModelError
+from truestep.weights.remote_parts import from_keepers
 from truestep.weights.tensor_parts import StoredTensors
 
 # The exceptions that a damaged checkpoint can raise when it is read.
 ODD_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError)
+
+
+class DamagedError(TrainingError):
+    """A checkpoint that cannot be read."""
 
 
 def train(
@@ -93,7 +100,16 @@ def train(
 def _elastic(config: Config) -> Elastic | None:
     """Return this rank's part in a run whose ranks come and go; None if their number is fixed."""
     agent = find_agent()
-    return None if agent is None else Elastic(agent, Path(config.checkpoint.directory or "."))
+    given = config.checkpoint
+    if agent is None:
+        if given.in_memory_every is not None:
+            raise TrainingError(
+                f"checkpoint.in_memory_every: {given.in_memory_every} keeps the state for ranks that come again, which "
+                "only torchrun with --nnodes MIN:MAX starts (truestep elastic-command): leave it out, or start so"
+            )
+        return None
+    limit = None if given.in_memory_gigabytes is None else int(given.in_memory_gigabytes * 1e9)
+    return Elastic(agent, Path(given.directory or "."), keeps=given.in_memory_every is not None, limit=limit)
 
 
 def _train(
@@ -173,10 +189,15 @@ def make_trainer(
 ) -> Trainer:
     display, watch = display or Display(console), watch or Watch(ranks, config.schedule.stall_timeout)
     with ExitStack() as opened:
-        trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened, elastic)
+        try:
+            trainer = _make_trainer(config, title, ranks, watch, callbacks, display, rates, opened, elastic)
+        except DamagedError as error:
+            raise error if elastic is None or elastic.recalled is None else elastic.unreadable(error) from error
         if config.schedule.preemption_file is not None:
             trainer.notice = Path(config.schedule.preemption_file)
         opened.pop_all()  # from here on they end with the run
+    if elastic is not None and elastic.recalled is not None:
+        elastic.recalled.close()
     return trainer
 
 
@@ -193,18 +214,17 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks, elastic)
-    mark = "" if elastic is None else elastic.mark
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, Best(config.checkpoint.keep_best), mark)
+    store = _make_store(config, directory, ranks.share(lambda: directory.token))
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
-    latest, damaged = _undamaged(store, directory, ranks)
+    latest, damaged = _undamaged(store, directory, ranks, None if elastic is None else elastic.recalled)
     started = _start_servers(config, ranks, latest, directory, say, opened)  # while the model is loaded
     policy = policy_of(config, ranks, latest, directory, rates)
     runner = make_runner(config, policy)
     annotators = annotators_of(config, runner, directory, latest)
     watch.phase("reading the data")
     raters = _make_raters(directory, ranks, say)
-    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started)
+    supply, queue, check, evaluator = _make_data(config, runner, ranks, raters, say, started, directory)
     optimizer = make_optimizer(config, policy.weights)
     seed_random(config.seed)
     told = Callbacks(Run(directory.path), callbacks if ranks.first else ())
@@ -231,6 +251,7 @@ def _make_trainer(
         directory=directory,
         checkpoints=store,
         saves=Saves(store, ranks),
+        memory=None if elastic is None else _kept_in_memory(elastic, store, say),
         save_rule=_save_rule(config, elastic is not None),
         observers=make_observers(config, directory, policy, sinks, told, supply.publication, display.say, trace),
         steps=config.schedule.steps,
@@ -242,6 +263,18 @@ def _make_trainer(
     )
 
 
+def _make_store(config: Config, directory: RunDirectory, mark: str) -> CheckpointStore:
+    best = Best(config.checkpoint.keep_best)
+    return CheckpointStore(directory.checkpoints, config.checkpoint.keep, best, mark, directory.check_owner)
+
+
+def _kept_in_memory(elastic: Elastic, store: CheckpointStore, say: Callable[[str], None]) -> Saves | None:
+    if elastic.memory is None:
+        return None
+    elastic.memory.say, staging = say, SharedStaging()
+    return Saves(MemoryStore(elastic.memory, staging, store.latest), elastic.ranks, staging)
+
+
 def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> int | None:
     """Tell the store which of its checkpoints is the best. Return the step before the last evaluation."""
     metric = config.checkpoint.keep_best
@@ -251,7 +284,10 @@ def _evaluated_before(config: Config, store: CheckpointStore, directory: RunDire
 
 
 def _tell_again(supply: Supply, checkpoint: Path, step: int, documents_seen: int) -> None:
-    """Tell the source of a checkpoint: the run may have been killed before it did."""
+    """Tell the source of a checkpoint: the run may have been killed before it did. It does not hear of one in memory:
+    after a further loss the run may go on from the disk."""
+    if from_keepers(checkpoint):
+        return
     supply.source.checkpointed(documents_seen)
     if supply.publication is not None:
         supply.publication.saved(checkpoint, step, documents_seen)
@@ -281,9 +317,10 @@ def _make_data(
     raters: Raters,
     say: Callable[[str], None],
     started: StartedServers | None,
+    directory: RunDirectory,
 ) -> tuple[Supply, PlanQueue, SamplerCheck | None, Evaluates | None]:
     policy = runner.policy
-    supply = make_supply(config, policy, ranks, raters, started)
+    supply = make_supply(config, policy, ranks, raters, started, directory.check_owner)
     check = make_check(config, runner, supply.servers, say)
     evaluator = make_evaluator(config, policy, raters, supply.servers, check)
     return supply, make_queue(config, policy, supply.source), check, evaluator
@@ -291,11 +328,12 @@ def _make_data(
 
 def _make_raters(directory: RunDirectory, ranks: Ranks, say: Callable[[str], None]) -> Raters:
     """Make the reward services. Only the first rank shows their messages and keeps the output that rewards print."""
-    return Raters(say, PrintedLog(directory.printed, say)) if ranks.first else Raters()
+    return Raters(say, PrintedLog(directory.printed, say, directory.owned)) if ranks.first else Raters()
 
 
 def _state(progress: Progress, queue: PlanQueue, last_evaluated: int | None, latest: Path | None) -> RunState:
-    return RunState(progress.step, queue.documents_seen, last_evaluated, progress.step if latest else None)
+    saved = progress.step if latest and not from_keepers(latest) else None
+    return RunState(progress.step, queue.documents_seen, last_evaluated, saved)
 
 
 def _say_one(display: Display, config: Config, ranks: Ranks, note: str) -> None:
@@ -359,12 +397,17 @@ def _save_rule(config: Config, elastic: bool) -> SaveRule:
     announced &= config.adapter is None  # a checkpoint of an adapter is in peft's format already
     nth = int(announced) if given.hugging_face_every is None else given.hugging_face_every
     grace = SECONDS_TO_STOP if elastic and given.grace is None else given.grace
-    return SaveRule(given.every, nth, grace)
+    return SaveRule(given.every, nth, grace, in_memory_every=given.in_memory_every or 0)
 
 
-def _undamaged(store: CheckpointStore, directory: RunDirectory, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """Find the newest undamaged checkpoint. Rename newer, damaged checkpoints and return a warning for each. A run does
-    not go on by itself from a checkpoint that was kept only as the best, which may be thousands of steps older."""
+def _undamaged(
+    store: CheckpointStore, directory: RunDirectory, ranks: Ranks, recalled: Recalled | None
+) -> tuple[Path | None, list[str]]:
+    """Find the newest undamaged checkpoint, in memory or on the disk. Rename newer, damaged checkpoints and return a
+    warning for each. A run does not go on by itself from a checkpoint that was kept only as the best, which may be
+    thousands of steps older."""
+    if recalled is not None:
+        return recalled.path, []
     ranks.share(lambda: directory.lock() if directory.path.exists() else None)
     said: list[str] = []
     newest = ranks.share(store.newest)
@@ -405,12 +448,14 @@ def restore(
     return progress
 
 
-def _damaged(checkpoint: Path, problem: object) -> TrainingError:
+def _damaged(checkpoint: Path, problem: object) -> DamagedError:
+    if from_keepers(checkpoint):
+        return DamagedError(printable(problem))
     before = CheckpointStore(checkpoint.parent, 1).before(checkpoint)
     goes_on = (
         "starts again from its beginning: it has no other checkpoint" if before is None else f"goes on from {before}"
     )
-    return TrainingError(
+    return DamagedError(
         f"the checkpoint {checkpoint} cannot be read: {printable(problem)}. Without it the run {goes_on}. For that, "
         "remove that directory and start again"
     )

@@ -20,7 +20,7 @@ from truestep.model.policy import Policy
 from truestep.process.garbage import LongLived
 from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
-from truestep.rollouts.digests import REFERENCE, digests_of
+from truestep.rollouts.digests import REFERENCE
 from truestep.rollouts.source import Interrupted, Source
 from truestep.run.callbacks import Callbacks, Run
 from truestep.run.checkpoint.saves import Complete, SaveRule, Saves
@@ -31,6 +31,7 @@ from truestep.step.before.check import SamplerCheck
 from truestep.step.compute.runner import Accumulated, StepRunner
 from truestep.step.gpu_use import gpu_metrics
 from truestep.step.learner import Learner
+from truestep.step.plan.agreement import digests_by_all
 from truestep.step.plan.ahead import Planned, PlansAhead
 from truestep.step.update.blame import find_cause
 from truestep.step.update.gradient_clipping import explain_useless
@@ -89,6 +90,7 @@ class Trainer:
     annotators: Annotators = field(default_factory=Annotators)
     check: SamplerCheck | None = None
     times: StepTimes = field(default_factory=StepTimes)
+    memory: Saves | None = None  # the last state in the memory of this machine and of another
     notice: Path | None = None  # a file that announces the end of this rank's machine
     marks: dict[str, float] = field(default_factory=dict)  # metrics of this generation, for each of its steps
     ended: str = "not run yet"  # how the run ended, as a sentence
@@ -139,13 +141,18 @@ class Trainer:
                 self._close()
 
     def _close(self) -> None:
-        self.directory.unlock()
-        if self.ranks.size == 1 or self.finished:  # after an error on one rank, the ranks must not wait for each other
-            self.plans.close()
-        self.source.close(self.finished)
-        if self.evaluator is not None:
-            self.evaluator.close()
-        self.saves.close()
+        try:
+            # After an error on one rank, the ranks must not wait for each other.
+            if self.ranks.size == 1 or self.finished:
+                self.plans.close()
+            self.source.close(self.finished)
+            if self.evaluator is not None:
+                self.evaluator.close()
+            self.saves.close()
+            if self.memory is not None:
+                self.memory.close()
+        finally:
+            self.directory.unlock()  # last: a source gives back what it holds only where the run is still its own
 
     def _run(self) -> tuple[str, bool]:
         self.source.asked_to_stop = self._told_to_stop
@@ -209,7 +216,9 @@ class Trainer:
             if self.save_rule.due(self.step) or self._is_best():
                 self._save()
             elif self.save_rule.every > 0 and not self.save_rule.never:
-                self.saves.prepare(self.policy, lambda: optimizer_parts(self.optimizer, self.policy.weights))
+                self._prepare(self.saves)
+            if self.memory is not None:
+                self._keep_in_memory(self.memory)
             self._long_lived.step_made()
         return f"all {self.steps} steps are done"
 
@@ -263,7 +272,7 @@ class Trainer:
             raise self._useless(number, plan, accumulated, norm)
         self.observers.gradient(plan, accumulated, norm)
         rate = self.learning_rate.at(number) * self.callbacks.applied_factor
-        self.learner.update(rate, norm, accumulated.loads, before=self.saves.before_update)
+        self.learner.update(rate, norm, accumulated.loads, before=self._before_update)
         self.learner.runner = self.runner.steered(accumulated.metrics)
         self.state.step = number
         self.state.documents_seen = plan.documents_seen_after
@@ -297,10 +306,10 @@ class Trainer:
         self.observers.step(line)
 
     def _digests(self, plan: StepPlan) -> list[str] | None:
-        """Compute the digests of the step's documents for the ledger, if this run keeps them."""
-        if self.learner.trace is None or not self.directory.writes:
+        """Compute the digests of the step's documents for the ledger, if this run keeps them. Every rank calls this."""
+        if self.learner.trace is None:
             return None
-        return digests_of(plan.documents, own_reference=self.annotators.fill(REFERENCE))
+        return digests_by_all(plan.documents, self.annotators.fill(REFERENCE), self.ranks)
 
     def _accumulate(self, plan: StepPlan, measured: Mapping[str, float]) -> Accumulated:
         """Compute the step's metrics and gradient, and keep the scores that annotators and observers need."""
@@ -386,12 +395,32 @@ class Trainer:
         self._finish_save()
         self.watch.phase(f"saving after step {self.step}")
         with self.times.measure("save"):
-            self._saved(self._begin_save())
+            self._saved(self._begin_save(self.saves))
         # Callbacks must be called after the same step in every run, however fast the disk is.
         if self.ranks.share(lambda: self.callbacks.hear_of_checkpoints or self.source.waits_for_checkpoints):
             self._finish_save()
 
-    def _begin_save(self) -> Complete | None:
+    def _prepare(self, saves: Saves) -> None:
+        saves.prepare(self.policy, lambda: optimizer_parts(self.optimizer, self.policy.weights))
+
+    def _keep_in_memory(self, memory: Saves) -> None:
+        """Begin to copy the state to host memory, where it is due. It is kept before the next step's update."""
+        if self.step % self.save_rule.in_memory_every:
+            self._prepare(memory)
+        elif self.steps is None or self.step < self.steps:
+            self._check_weights()
+            with self.times.measure("save"):
+                self._begin_save(memory)
+
+    def _before_update(self) -> None:
+        self.saves.before_update()
+        if self.memory is not None and self.memory.under_way:
+            self.watch.phase(f"keeping step {self.step} in memory")
+            with self.times.measure("save"):
+                self.memory.finish()
+            self.watch.phase(f"computing step {self.step + 1}")
+
+    def _begin_save(self, saves: Saves) -> Complete | None:
         written = self.observers.saving()
 
         def sync() -> None:
@@ -411,7 +440,7 @@ class Trainer:
         )
         optimizer_state = optimizer_parts(self.optimizer, self.policy.weights)
         hugging_face = self.save_rule.is_hugging_face(self.step)
-        return self.saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face, sync)
+        return saves.begin(self.policy, optimizer_state, progress, self.state.documents_seen, hugging_face, sync)
 
     def _save_last(self, deadline: float | None) -> None:
         """Save at the end of the run, by the deadline if there is one."""

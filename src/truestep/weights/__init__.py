@@ -7,6 +7,7 @@ gradient_buffers  a table of float32 gradient buffers by number; sum_kernel: add
 offloaded         frozen weights in host memory
 pieces            the part of each weight that a rank has; blocks: blocks of a row that share a scale
 layers            finds a model's decoder layers, and counts active weights
+remote_parts      parts of a checkpoint that are in the memory of other machines
 tensor_parts      writes and reads a checkpoint's tensors in parts, for any layout of ranks
 finite            checks that weights and states are finite
 errors            the error for models that cannot be trained

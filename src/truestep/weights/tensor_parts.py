@@ -1,12 +1,15 @@
 """A checkpoint's tensors in parts: each rank writes its parts, and a rank of any layout reads its own.
 
 A part is a box: a start and a length in each dimension of the whole tensor. A checkpoint's `truestep/tensors.json`
-lists the boxes of each tensor with file and byte offset, so that a rank reads only the values that it needs.
+lists the boxes of each tensor with file and byte offset, so that a rank reads only the values that it needs. Of a
+thousand ranks it has a million boxes: so a tensor's boxes are a table of numbers, compressed.
 """
 
+import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +25,7 @@ from truestep.process import progress
 from truestep.ranks.group import divide
 from truestep.weights.lazy import Unread
 from truestep.weights.protocol import Weights
+from truestep.weights.remote_parts import remote_parts
 
 FOLDER = "truestep"
 INDEX = "tensors.json"
@@ -36,12 +40,6 @@ class Box:
     @property
     def numbers(self) -> int:
         return math.prod(self.shape)
-
-    def common(self, other: "Box") -> "Box":
-        """Return the intersection of two boxes, which may be empty."""
-        start = tuple(map(max, self.start, other.start))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
-        return Box(start, tuple(max(0, end - begin) for end, begin in zip(ends, start, strict=True)))
 
     def inside(self, outer: "Box") -> tuple[slice, ...]:
         """Return the slices of this box in a tensor that holds the box `outer`."""
@@ -133,25 +131,49 @@ def part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
 
 
-def describe_parts(file: Path, parts: Iterable[TensorPart]) -> dict[str, Any]:
-    """Return the JSON entries of a file of parts, for `write_index`."""
+def describe_parts(file: Path, parts: Iterable[TensorPart], name: str | None = None) -> bytes:
+    """Describe a file of parts for `write_index`. Every rank is sent the descriptions of all: they are compressed.
+    `name`: the file's name in the checkpoint."""
     places = tensor_places(file)
-    return {
+    described = {
         part.key: {"type": places[part.key][0], "whole": list(part.whole), "start": list(part.start)}
-        | {"shape": list(part.values.shape), "file": file.name, "byte": places[part.key][1]}
+        | {"shape": list(part.values.shape), "file": name or file.name, "byte": places[part.key][1]}
         for part in parts
     }
+    return zlib.compress(json.dumps(described).encode(), 1)
 
 
-def write_index(folder: Path, described: Iterable[Mapping[str, Any]]) -> None:
-    """Write the index of all parts of all tensors. If several ranks wrote a scalar, the first entry is kept."""
+def write_index(folder: Path, described: Iterable[bytes]) -> None:
+    (folder / INDEX).write_bytes(index_of(described))
+
+
+def index_of(described: Iterable[bytes]) -> bytes:
+    """Make the index of all parts of all tensors. If several ranks wrote a scalar, the first entry is kept."""
     tensors: dict[str, dict[str, Any]] = {}
-    for parts in described:
-        for key, part in parts.items():
+    files: dict[str, int] = {}
+    for content in described:
+        for key, part in json.loads(zlib.decompress(content)).items():
             entry = tensors.setdefault(key, {"type": part["type"], "shape": part["whole"], "parts": []})
             if part["whole"] or not entry["parts"]:
-                entry["parts"].append([part["file"], part["byte"], part["start"], part["shape"]])
-    (folder / INDEX).write_text(json.dumps({"tensors": tensors}), encoding="utf-8")
+                file = files.setdefault(part["file"], len(files))
+                entry["parts"].append([file, part["byte"], *part["start"], *part["shape"]])
+    packed = {key: entry | {"parts": _packed(entry["parts"])} for key, entry in tensors.items()}
+    return json.dumps({"files": list(files), "tensors": packed}).encode()
+
+
+def _packed(rows: Sequence[Sequence[int]]) -> str:
+    """Write a table of numbers as text. The differences of a column are alike, so they compress well."""
+    differences = np.diff(np.array(rows, "<i8"), axis=0, prepend=0)
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(differences.T).tobytes(), 1)).decode()
+
+
+def _unpacked(text: str, columns: int) -> np.ndarray:  # [rows, columns]
+    try:
+        content = zlib.decompress(base64.b64decode(text, validate=True))
+    except zlib.error as error:
+        raise ValueError(f"a table of parts is damaged: {error}") from error
+    rows: np.ndarray = np.frombuffer(content, "<i8").reshape(columns, -1).cumsum(1).T
+    return rows
 
 
 @dataclass(frozen=True)
@@ -165,7 +187,28 @@ class _Place:
 class _Entry:
     dtype: torch.dtype
     shape: torch.Size
-    places: tuple[_Place, ...]
+    files: Sequence[Path]  # of the checkpoint
+    parts: Any  # as in the index: a packed table, or a list as earlier versions wrote it
+
+    def rows(self) -> np.ndarray:
+        """Return a row for each part: file, byte, start and shape."""
+        columns = 2 + 2 * len(self.shape)
+        if isinstance(self.parts, str):
+            return _unpacked(self.parts, columns)
+        numbers = {file.name: number for number, file in enumerate(self.files)}
+        rows = [[numbers[file], byte, *start, *shape] for file, byte, start, shape in self.parts]
+        return np.array(rows, np.int64).reshape(-1, columns)
+
+    def common(self, box: Box) -> Iterator[tuple[_Place, Box]]:
+        """Yield the parts that have values of a box, and these values' box."""
+        rows, ndim = self.rows(), len(self.shape)
+        starts, ends = rows[:, 2 : 2 + ndim], rows[:, 2 : 2 + ndim] + rows[:, 2 + ndim :]
+        begins = np.maximum(starts, np.array(box.start, np.int64))
+        lengths = np.minimum(ends, np.add(box.start, box.shape).astype(np.int64)) - begins
+        for number in np.flatnonzero((lengths > 0).all(1)).tolist():
+            file, byte, *rest = rows[number].tolist()
+            place = _Place(self.files[file], byte, Box(tuple(rest[:ndim]), tuple(rest[ndim:])))
+            yield place, Box(tuple(begins[number].tolist()), tuple(lengths[number].tolist()))
 
 
 class StoredTensors(Tensors):
@@ -174,6 +217,7 @@ class StoredTensors(Tensors):
     def __init__(self, checkpoint: Path):
         self._folder = checkpoint / FOLDER
         self._entries = _read_index(self._folder / INDEX)
+        self._remote = remote_parts(checkpoint)
 
     @staticmethod
     def has_weights(directory: Path) -> bool:
@@ -197,15 +241,26 @@ class StoredTensors(Tensors):
         entry = self._entries[key]
         result = torch.empty(box.shape, dtype=entry.dtype)
         found = 0
-        for place in entry.places:
-            common = box.common(place.box)
-            if common.numbers:
-                result[common.inside(box)].copy_(_mapped(place, entry.dtype)[common.inside(place.box)])
-                found += common.numbers
-                progress.made("bytes read", common.numbers * entry.dtype.itemsize)
+        for place, common in entry.common(box):
+            result[common.inside(box)].copy_(self._values(place, common, entry.dtype))
+            found += common.numbers
+            progress.made("bytes read", common.numbers * entry.dtype.itemsize)
         if found != box.numbers:
             raise ValueError(f"{key} has {found:,} of the {box.numbers:,} numbers that are asked for")
         return result
+
+    def _values(self, place: _Place, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of a box of a place, from its file or from another machine."""
+        remote = self._remote.get(place.file.name)
+        if remote is None:
+            return _mapped(place, dtype)[box.inside(place.box)]
+        outer, start = place.box, 0
+        if outer.shape:  # whole rows
+            rows = math.prod(outer.shape[1:]) * dtype.itemsize
+            start = (box.start[0] - outer.start[0]) * rows
+            outer = Box((box.start[0], *outer.start[1:]), (box.shape[0], *outer.shape[1:]))
+        content = remote.read(place.byte + start, outer.numbers * dtype.itemsize)
+        return torch.frombuffer(content, dtype=dtype).view(outer.shape)[box.inside(outer)]
 
     def read_whole(self, key: str) -> torch.Tensor:
         shape = self.shape(key)
@@ -232,11 +287,11 @@ def _mapped(place: _Place, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _read_index(index: Path) -> dict[str, _Entry]:
-    entries = {}
-    for key, entry in exact_object(index.read_bytes())["tensors"].items():
-        places = [
-            _Place(index.parent / file, byte, Box(tuple(start), tuple(shape)))
-            for file, byte, start, shape in entry["parts"]
-        ]
-        entries[key] = _Entry(TYPES_BY_NAME[entry["type"]], torch.Size(entry["shape"]), tuple(places))
-    return entries
+    content = exact_object(index.read_bytes())
+    tensors = content["tensors"]
+    named = content.get("files") or dict.fromkeys(part[0] for entry in tensors.values() for part in entry["parts"])
+    files = [index.parent / name for name in named]
+    return {
+        key: _Entry(TYPES_BY_NAME[entry["type"]], torch.Size(entry["shape"]), files, entry["parts"])
+        for key, entry in tensors.items()
+    }

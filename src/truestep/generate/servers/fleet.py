@@ -42,6 +42,7 @@ class Published:
 
     weights: Path | HostWeights  # a directory, or tensors to send
     expected: Expected
+    fence: Callable[[], None] = lambda: None  # raises if another process trains the run meanwhile
 
     @property
     def version(self) -> int:
@@ -222,6 +223,7 @@ class Fleet:
                 self._lose(server, error)
 
     async def _load(self, server: Server, published: Published) -> None:
+        published.fence()
         try:
             await server.remote.pause(self._pause)
             if isinstance(published.weights, HostWeights):

@@ -197,10 +197,11 @@ class Servers:
             with progress.waiting_for("the inference servers to load weights"):
                 self._sending.result()
 
-    def send(self, weights: Path | HostWeights | None, expected: Expected) -> None:
-        """Start the publication of new weights to every server, and return without waiting for it."""
+    def send(self, weights: Path | HostWeights | None, expected: Expected, fence: Callable[[], None]) -> None:
+        """Start the publication of new weights to every server, and return without waiting for it. `fence` raises if
+        another process trains the run meanwhile."""
         assert weights is not None, "only ranks that have no servers get nothing to send"
-        self._sending = self._loop.submit(self.ahead.publish(Published(weights, expected)))
+        self._sending = self._loop.submit(self.ahead.publish(Published(weights, expected, fence)))
 
     def close(self, finished: bool) -> None:
         if self._closed:

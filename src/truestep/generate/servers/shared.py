@@ -24,12 +24,19 @@ class SharedServers(Observer):
     servers, and then after each update. All ranks write their shards and score the probes together; no rank needs the
     whole model."""
 
-    def __init__(self, servers: Servers | None, policy: Policy, publisher: Publisher):
-        """Share `servers`, which is None on every rank but the first."""
+    def __init__(
+        self,
+        servers: Servers | None,
+        policy: Policy,
+        publisher: Publisher,
+        fence: Callable[[], None] = lambda: None,
+    ):
+        """Share `servers`, which is None on every rank but the first. `fence` raises if another process trains the
+        run."""
         self._servers, self._policy, self._publisher = servers, policy, publisher
         self._ranks = policy.weights.ranks
         self._probes = self._ranks.share(lambda: self._of_first_rank.probes)
-        self._published = False
+        self._published, self._fence = False, fence
 
     @property
     def _of_first_rank(self) -> Servers:
@@ -47,10 +54,14 @@ class SharedServers(Observer):
 
     def publish(self, version: int) -> None:
         self._published = True
-        self._ranks.share(lambda: self._of_first_rank.wait_until_sent())
+        self._ranks.share(self._before_writing)
         weights = self._publisher.write(self._policy, version)
         expected = expect(self._policy, self._probes, version)
-        self._ranks.share(lambda: self._of_first_rank.send(weights, expected))
+        self._ranks.share(lambda: self._of_first_rank.send(weights, expected, self._fence))
+
+    def _before_writing(self) -> None:
+        self._of_first_rank.wait_until_sent()
+        self._fence()
 
     @property
     def generate(self) -> Generate:

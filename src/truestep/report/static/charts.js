@@ -126,6 +126,23 @@
     ctx.restore();
   };
 
+  // Where generations begin: the ranks of the run have changed there.
+  const generations = plot => {
+    const {ctx, bbox} = plot;
+    ctx.save();
+    ctx.strokeStyle = colourOf('reference');
+    ctx.setLineDash([2, 3]);
+    for (const place of data.marks[state.axis] || []) {
+      const x = Math.round(plot.valToPos(place, 'x', true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
+  };
+
   // The words about a place: its step, its documents and its time, as far as a line has a point there.
   const placeOf = (chart, x) => {
     const [table] = data.places[chart.lines[0].at], columns = data.tables[table], places = columns[state.axis];
@@ -212,7 +229,7 @@
         bind: {dblclick: () => () => { zoom(null); return null; }},
       },
       hooks: {
-        draw: [reference(chart)], setLegend: [plot => legend.show(plot, read)], setCursor: [plot => legend.show(plot, read)],
+        draw: [reference(chart), generations], setLegend: [plot => legend.show(plot, read)], setCursor: [plot => legend.show(plot, read)],
         setSelect: [plot => {
           if (plot.select.width < 4) return;
           const ends = [plot.select.left, plot.select.left + plot.select.width].map(left => plot.posToVal(left, 'x'));

@@ -14,10 +14,17 @@ from truestep.types import DocumentScore, Rollout, StepPlan
 class RecordKeeper(Observer):
     """Appends the documents of each step to files. A thread compresses and writes them while the next step begins."""
 
-    def __init__(self, run: Path, gigabytes: float, say: Callable[[str], None], writes: bool):
-        """`writes`: True on the first rank only."""
+    def __init__(
+        self,
+        run: Path,
+        gigabytes: float,
+        say: Callable[[str], None],
+        writes: bool,
+        owned: Callable[[], bool] = lambda: True,
+    ):
+        """`writes`: True on the first rank only. `owned`: False if another process writes the run."""
         self._files = records.RecordFiles(run / records.FOLDER, gigabytes * 1e9, self._removed)
-        self._say, self._writes = say, writes
+        self._say, self._writes, self._owned = say, writes, owned
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="records") if writes else None
         self._last: Future[None] | None = None
         self._told = False  # True after the warning that records were removed
@@ -30,7 +37,9 @@ class RecordKeeper(Observer):
         self._last = self._worker.submit(self._append, step, plan.documents)
 
     def _append(self, step: int, documents: Sequence[Rollout]) -> None:
-        self._files.append(step, records.encode(step, [as_kept(document) for document in documents]))
+        encoded = records.encode(step, [as_kept(document) for document in documents])
+        if self._owned():
+            self._files.append(step, encoded)
 
     def saving(self) -> Sequence[Callable[[], None]]:
         last = self._last

@@ -31,12 +31,13 @@ class RolloutRecorder(Observer):
         decode: Callable[[Sequence[int], bool], str] | None,
         say: Callable[[str], None],
         writes: bool,  # True on the first rank only
+        owned: Callable[[], bool] = lambda: True,  # False if another process writes the run
     ):
         self.folder = run / files.FOLDER
         self._documents, self._with_tokens, self._longest = documents, with_tokens, longest_text
         self._most_bytes = gigabytes * 1e9
         self._reader = None if decode is None else Reader(decode, longest_text)
-        self._say, self._writes = say, writes and documents > 0
+        self._say, self._writes, self._owned = say, writes and documents > 0, owned
         self._said: set[str] = set()
         self.latest: Sequence[dict[str, Any]] = ()  # rows of the last step
         self._rows: list[dict[str, Any]] = []  # rows that are not written yet
@@ -98,7 +99,7 @@ class RolloutRecorder(Observer):
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
         self._flushed = time.monotonic()
-        if not rows:
+        if not rows or not self._owned():
             return
         file = files.write_rows(self.folder, rows)
         self._unsynced.append(file)

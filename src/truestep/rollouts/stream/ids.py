@@ -6,6 +6,7 @@ length, so the file fits the last checkpoint after a kill at any instant.
 """
 
 import os
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,8 +61,9 @@ def _digest_of(identifier: str) -> bytes:
 class SeenIds:
     """The set of ids and its file. The file is created when the first ids are written."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, fence: Callable[[], None] = lambda: None):
+        """`fence` raises if another process writes the run."""
+        self._path, self._fence = path, fence
         self._digests = _Digests()
         self._hash = blake2b(digest_size=_DIGEST)  # hash of the written bytes of the file
         self._written = 0  # bytes
@@ -140,6 +142,7 @@ class SeenIds:
             raise self._unwritable(error) from error
 
     def _write(self) -> None:
+        self._fence()
         if self._file is None:
             self._open(0)  # a new run: an existing file is from a run killed before its first checkpoint
         assert self._file is not None

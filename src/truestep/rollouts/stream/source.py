@@ -155,7 +155,6 @@ class StreamSource:
         refuse_other_kind("data.source", "transport", state)
         self._transport.restore(state["transport"])
         self._intake.restore(state["documents"])
-        self._transport.acknowledge(state["transport"])  # the killed process may not have acknowledged its checkpoint
         self._place = copy.deepcopy(state["transport"])
         self._places = {0: state["transport"]}
 

@@ -28,7 +28,11 @@ class Transport(Protocol):
     """A carrier of messages. One thread calls `fetch`, and another calls the other methods concurrently."""
 
     name: str  # in error messages
-    ended: bool  # the sender has announced the end, and all messages were fetched
+
+    @property
+    def ended(self) -> bool:
+        """True if the sender has announced the end, and all messages were fetched."""
+        ...
 
     def fetch(self, count: int, seconds: float) -> list[Message]:
         """Return at most `count` next messages in order, plus blank ones; [] if none come within `seconds`.

@@ -57,6 +57,7 @@ def make_recorder(
         decode=None if tokenizer is None else decode,
         say=say if config.logging.console else discard,
         writes=directory.writes,
+        owned=directory.owned,
     )
 
 
@@ -71,4 +72,4 @@ def make_keeper(config: Config, directory: RunDirectory, say: Callable[[str], No
     if options is None or not keeps_records(config):
         return None
     told = say if config.logging.console else discard
-    return RecordKeeper(directory.path, options.gigabytes, told, directory.writes)
+    return RecordKeeper(directory.path, options.gigabytes, told, directory.writes, directory.owned)

@@ -16,7 +16,7 @@ def make_sinks(config: Config, directory: RunDirectory, display: Display, title:
     logging = config.logging
     sinks: list[Sink] = []
     if logging.jsonl:
-        sinks.append(JsonLines(directory.metrics))
+        sinks.append(JsonLines(directory.metrics, directory.check_owner))
     if logging.tensorboard is not None:
         sinks.append(TensorBoardSink(logging.tensorboard, done))
     options = redacted_options(config.model_dump(mode="json"))

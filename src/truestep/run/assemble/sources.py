@@ -52,6 +52,7 @@ from truestep.rollouts.stream.announcements import Announcements
 from truestep.rollouts.stream.directory import DirectoryTransport
 from truestep.rollouts.stream.given import GivenTransport
 from truestep.rollouts.stream.ids import SeenIds
+from truestep.rollouts.stream.owned import OwnedTransport
 from truestep.rollouts.stream.source import StreamSource
 from truestep.rollouts.stream.transport import Transport
 from truestep.run.assemble.rewards import Raters, check_rewards, longest_conversation, made_rows, make_plays
@@ -101,10 +102,16 @@ class Supply:
 
 
 def make_supply(
-    config: Config, policy: Policy, ranks: Ranks, raters: Raters, started: StartedServers | None = None
+    config: Config,
+    policy: Policy,
+    ranks: Ranks,
+    raters: Raters,
+    started: StartedServers | None = None,
+    fence: Callable[[], None] = lambda: None,
 ) -> Supply:
+    """`fence` raises if another process trains the run."""
     if config.data.source is not None:
-        return _make_stream_supply(config, policy, ranks)
+        return _make_stream_supply(config, policy, ranks, fence)
     if config.sampler is None:
         return Supply(_make_file_source(config, policy, ranks))
     if isinstance(config.sampler, InProcessSampler):
@@ -114,7 +121,7 @@ def make_supply(
     # Only the first rank connects to the servers; an error there is raised on all ranks.
     ranks.share(lambda: made.append(_make_server_source(config, sampler, policy, raters, publisher, rows, started)))
     source, servers = made[0] if made else (None, None)
-    shared = SharedServers(servers, policy, publisher)
+    shared = SharedServers(servers, policy, publisher, fence)
     return Supply(SharedServerSource(source, shared, policy), publication=shared, servers=shared)
 
 
@@ -260,16 +267,16 @@ def make_transport(source: RedisSource | DirectorySource | CustomSource) -> Tran
     )
 
 
-def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks) -> Supply:
+def _make_stream_supply(config: Config, policy: Policy, ranks: Ranks, fence: Callable[[], None]) -> Supply:
     data = config.data
     assert data.source is not None
     if not ranks.first:
         return Supply(SharedPeekableSource(None, ranks))
     assert config.checkpoint.directory is not None
-    ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE)
+    ids = SeenIds(Path(config.checkpoint.directory) / IDS_FILE, fence)
     checks = checks_of(config, policy.vocabulary_size, lambda: policy.tokenizer, replayed_by(config, policy))
     timeout = config.schedule.stall_timeout
-    transport = make_transport(data.source)
+    transport = OwnedTransport(make_transport(data.source), fence)
     source = StreamSource(transport, checks, timeout, ids, data.group_timeout)
     shared = source if ranks.size == 1 else SharedPeekableSource(source, ranks)
     return Supply(shared, publication=Announcements(transport))

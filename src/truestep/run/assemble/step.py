@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from truestep.step.before.chosen import Chooser
 from truestep.step.compute.runner import StepRunner
 from truestep.step.plan.plan import StepRule
 from truestep.step.plan.queue import PlanQueue
+from truestep.step.plan.trees import Spread
 from truestep.step.update.optimizer import (
     LearningRate,
     kernels_serve,
@@ -240,11 +242,14 @@ def _share_mode(config: Config, policy: Policy) -> ShareMode:
 
 
 def make_queue(config: Config, policy: Policy, source: Source) -> PlanQueue:
+    ranks = policy.weights.ranks
+    spread = Spread(ranks.data_rank, partial(ranks.gather_parts, ahead=True)) if ranks.data > 1 else None
     return PlanQueue(
         source,
         make_rule(config, policy),
         updates_per_batch=config.schedule.updates_per_batch,
         drop_last=config.schedule.last_step == "drop",
+        spread=spread,
     )
 
 

@@ -5,8 +5,11 @@ file in parallel, and so that the message names the damaged bytes. zlib-ng compu
 as fast.
 """
 
+import itertools
+import json
 import os
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ from truestep.text import printable
 MANIFEST = "truestep/checksums.json"
 STRETCH = 1 << 26  # bytes per checksum
 _READ = 1 << 20  # bytes read at a time
+_FEW_THREADS = 4  # beside a step
 _MOST_THREADS = 8  # computing a checksum releases the GIL; with more threads the disk is the limit
 
 
@@ -52,6 +56,20 @@ class RunningChecksums:
         return {"bytes": self._bytes, "crc32": self._crc32 if self._bytes else []}
 
 
+def entry_of(content: memoryview) -> dict[str, Any]:
+    """Return the entry in the manifest of a file whose bytes are in memory."""
+    with ThreadPoolExecutor(min(_FEW_THREADS, usable_cores())) as pool:
+        starts = range(0, len(content), STRETCH)
+        return {"bytes": len(content), "crc32": list(pool.map(lambda start: _of_stretch(content, start), starts))}
+
+
+def _of_stretch(content: memoryview, start: int) -> int:
+    stretch = content[start : start + STRETCH]
+    found = crc32(stretch)
+    progress.made("bytes compared", len(stretch))
+    return found
+
+
 def write_checksums(checkpoint: Path, known: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Write the manifest of a checkpoint whose other files are complete. `known` has the entries, by file name, of
     files whose checksums were computed while they were written."""
@@ -72,12 +90,27 @@ def write_checksums(checkpoint: Path, known: Mapping[str, Mapping[str, Any]] | N
     with ThreadPoolExecutor(_threads()) as pool:
         for stretch, found in zip(stretches, pool.map(lambda one: _checksum(checkpoint, one), stretches), strict=True):
             files[stretch.name]["crc32"].append(found)
-    write_json(checkpoint / MANIFEST, {"bytes_per_checksum": STRETCH, "files": files})
+    write_json(checkpoint / MANIFEST, _manifest(files))
 
 
-def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
+def _manifest(files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {"bytes_per_checksum": STRETCH, "files": files}
+
+
+def manifest_of(files: Mapping[str, bytes], known: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Make the manifest of a checkpoint in memory. `known` has the entries of its other files."""
+    entries = dict(known) | {name: entry_of(memoryview(content)) for name, content in files.items()}
+    return json.dumps(_manifest(entries)).encode()
+
+
+def names_in(manifest: bytes) -> list[str]:
+    """Return the names of the files that a manifest lists."""
+    return list(exact_object(manifest)["files"])
+
+
+def find_damage(checkpoint: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
     """Compare the files with their checksums; describe the first damage found, or return None. With several ranks, each
-    checks part `part` of `parts`.
+    checks part `part` of `parts`. `only`: the names of the files to compare, if not all.
 
     A directory without checksums is not checked.
     """
@@ -86,7 +119,7 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
         return None
     try:
         content = exact_object(manifest.read_bytes())
-        stretches = list(_stretches(checkpoint, content))[part::parts]
+        stretches = _share(list(_stretches(checkpoint, content, only)), part, parts)
         size = sum(stretch.length for stretch in stretches)
         reading = progress.working("comparing the checkpoint with its checksums", "bytes read", size)
         with reading, ThreadPoolExecutor(_threads()) as pool:
@@ -104,11 +137,20 @@ def find_damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
+def _share(stretches: list[_Stretch], part: int, parts: int) -> list[_Stretch]:
+    """Return a part of the stretches, one after another: of a checkpoint of other ranks too, a rank then reads mostly
+    what it loads afterwards, which the host still has in its cache."""
+    ends = list(itertools.accumulate(stretch.length for stretch in stretches))
+    total = ends[-1] if ends else 0
+    bounds = [bisect_left(ends, number * total / parts) for number in (part, part + 1)]
+    return stretches[bounds[0] : len(stretches) if part + 1 == parts else bounds[1]]
+
+
 class _Mismatch(Exception):  # noqa: N818 - it carries a finding
     """A file is missing or has another size."""
 
 
-def _stretches(checkpoint: Path, content: dict[str, Any]) -> Iterator[_Stretch]:
+def _stretches(checkpoint: Path, content: dict[str, Any], only: Collection[str] | None) -> Iterator[_Stretch]:
     length = content["bytes_per_checksum"]
     if content.keys() != {"bytes_per_checksum", "files"} or type(length) is not int or length < _READ:
         raise ValueError("it lacks its fields, or has others")
@@ -117,6 +159,8 @@ def _stretches(checkpoint: Path, content: dict[str, Any]) -> Iterator[_Stretch]:
         if type(size) is not int or size < 0 or len(checksums) != -(-size // length):
             raise ValueError(f"the size of {name} or its number of checksums is malformed")
         file = checkpoint / name
+        if only is not None and name not in only:
+            continue
         if not file.is_file():
             raise _Mismatch(f"{name} is missing")
         if (there := file.stat().st_size) != size:

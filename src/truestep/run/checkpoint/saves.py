@@ -5,9 +5,10 @@ the same step, and no two threads communicate at once. One save is under way at 
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from truestep.errors import TruestepError
 from truestep.model.policy import Policy
@@ -15,7 +16,7 @@ from truestep.process.randomness import encode_random
 from truestep.ranks.group import Ranks
 from truestep.run.checkpoint.background import Task
 from truestep.run.checkpoint.staging import Staged, Staging
-from truestep.run.checkpoint.store import CheckpointStore, ModelFiles, Progress, Written, policy_parts
+from truestep.run.checkpoint.store import ModelFiles, Progress, Written, policy_parts
 from truestep.weights.finite import some
 from truestep.weights.tensor_parts import TensorPart
 
@@ -32,6 +33,7 @@ class SaveRule:
     hugging_face_every: int = 0  # every n-th checkpoint is a Hugging Face directory too; 0: none
     grace: float | None = None  # seconds for the last save after a stop signal
     never: bool = False  # write no checkpoint
+    in_memory_every: int = 0  # steps between two copies in memory; 0: none
 
     def due(self, step: int) -> bool:
         return not self.never and self.every > 0 and step % self.every == 0
@@ -58,6 +60,7 @@ class Report:
     done: bool  # the rank has finished its work of this stage
     error: BaseException | None = None
     late: bool = False  # the rank's deadline has passed
+    failed: bool = False  # the checkpoint could not be completed
 
 
 @dataclass
@@ -68,12 +71,42 @@ class _UnderWay:
     completing: bool = False  # second stage: all parts are written, and the first rank writes the rest
 
 
+class Store(Protocol):
+    """The checkpoints of a run, on the disk or in memory."""
+
+    def final(self, step: int) -> Path: ...
+
+    def complete(self) -> list[Path]: ...
+
+    def latest(self) -> Path | None: ...
+
+    def prepare(self, step: int) -> None: ...
+
+    def write_part(self, step: int, rank: int, staged: Staged, random: dict[str, Any]) -> Written: ...
+
+    def written(self, parts: Sequence[Written]) -> bool:
+        """Tell whether the checkpoint of these parts can be completed. Every rank calls this."""
+        ...
+
+    def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
+        """Complete the checkpoint; return None if it could not be."""
+        ...
+
+    def stands(self, step: int) -> None:
+        """Called on every rank when a checkpoint is complete."""
+        ...
+
+    def not_written(self, error: Exception) -> Written:
+        """Raise an error of a part that was not written, or return what is missing if the run can go on without."""
+        ...
+
+
 class Saves:
     """The saves of a run, one after another."""
 
-    def __init__(self, store: CheckpointStore, ranks: Ranks):
+    def __init__(self, store: Store, ranks: Ranks, staging: Staging | None = None):
         self._store, self._ranks = store, ranks
-        self._staging = Staging()
+        self._staging = staging or Staging()
         self._under_way: _UnderWay | None = None
         self._staged: Staged | None = None  # of the last save, even if that was given up
         self._model: ModelFiles | None = None  # on the first rank only; made once for all saves
@@ -116,6 +149,12 @@ class Saves:
         random = encode_random()
 
         def write() -> Written:
+            try:
+                return copy_and_write()
+            except (OSError, MemoryError, RuntimeError) as error:
+                return self._store.not_written(error)
+
+        def copy_and_write() -> Written:
             staged.copy()
             if staged.not_finite:
                 latest = self._store.latest()
@@ -145,7 +184,8 @@ class Saves:
         task = self._under_way.task
         if task is None:
             return Report(True, None, late)
-        return Report(task.ended, task.error if task.ended else None, late)
+        failed = self._under_way.completing and task.ended and task.error is None and task.result is None
+        return Report(task.ended, task.error if task.ended else None, late, failed)
 
     def hear(self, reports: Iterable[Report | None]) -> Complete | None:
         """Start the next stage of the save once all ranks have finished this one. Return the checkpoint if it is now
@@ -162,7 +202,11 @@ class Saves:
             return None
         if under_way.completing:
             self._end()
+            if any(report.failed for report in told):
+                return None
+            self._staging.completed()
             progress = under_way.progress
+            self._store.stands(progress.step)
             return Complete(self._store.final(progress.step), progress.step, under_way.documents_seen)
         self._complete(under_way)
         return None
@@ -171,6 +215,9 @@ class Saves:
         """Start the second stage: the first rank writes the files that are not parts of a rank."""
         assert under_way.task is not None
         parts: list[Written] = self._ranks.gather(under_way.task.result)
+        if not self._store.written(parts):
+            self._end()
+            return
         under_way.completing = True
         progress, model = under_way.progress, self._model
         under_way.task = None if model is None else Task(lambda: self._store.write_rest(progress, model, parts))

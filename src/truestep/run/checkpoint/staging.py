@@ -6,8 +6,10 @@ the host before those of other streams, and a step waits for small copies of its
 at a time, and waits for it. It looks for values that are not finite in the source tensors, on their device.
 """
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +17,9 @@ import torch
 
 from truestep.errors import TruestepError
 from truestep.files.tensors import Layout, lay_out
-from truestep.gpu.pinned import mapped, zeros_on_host
+from truestep.gpu.pinned import mapped, zeros_of_file, zeros_on_host
 from truestep.process import progress
+from truestep.ranks.keeper import new_memory
 from truestep.run.checkpoint.background import Task
 from truestep.weights.finite import Extremes
 from truestep.weights.tensor_parts import BUFFER, TensorPart
@@ -159,6 +162,9 @@ class Staging:
         if making.error is not None:
             raise making.error
 
+    def completed(self) -> None:
+        """Called when the save that was staged last is complete."""
+
     def _make_room(self, size: int, device: torch.device | None) -> None:
         pinned = device is not None
         if self._room.nbytes >= size and self._pinned >= pinned:
@@ -170,6 +176,33 @@ class Staging:
             with torch.cuda.device(device):  # a new thread's current device is cuda:0
                 room = zeros_on_host((size,), torch.uint8, pinned=True)
         self._room, self._pinned = room, pinned
+
+
+class SharedStaging(Staging):
+    """Two staging buffers that other processes can hold, used in turn: while one is copied to, the other has the last
+    complete state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._other = torch.empty(0, dtype=torch.uint8), -1
+        self.handle = -1  # of the buffer that is copied to
+
+    def completed(self) -> None:
+        self._other, (self._room, self.handle) = (self._room, self.handle), self._other
+
+    def _make_room(self, size: int, device: torch.device | None) -> None:
+        if self._room.nbytes == size:
+            return
+        self._free()
+        self.handle = new_memory(size)
+        with nullcontext() if device is None else torch.cuda.device(device):
+            self._room = zeros_of_file(self.handle, size, pinned=device is not None)
+
+    def _free(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+        if self.handle >= 0:
+            os.close(self.handle)
+        self.handle = -1
 
 
 def _layout(parts: Iterable[TensorPart]) -> Layout:

@@ -15,7 +15,8 @@ directory in peft's format), and a folder `truestep`:
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 
 from truestep.files.disks import writing
 from truestep.files.tensors import write_image
-from truestep.files.whole import exact_object, read_exact_lines, sync_directory, sync_tree, write_json_lines
+from truestep.files.whole import exact_object, json_line, read_exact_lines, sync_directory, sync_tree, write_whole
 from truestep.metrics.best import Best, step_by_name
 from truestep.model import towers
 from truestep.model.adapter import Adapter, is_adapters
@@ -106,7 +107,9 @@ class Written:
     """The files that a rank wrote: their entries in the manifest, and the places of tensor parts in them."""
 
     files: Mapping[str, Mapping[str, Any]]
-    tensors: Mapping[str, Any]
+    tensors: bytes  # from `describe_parts`
+    problem: str | None = None  # why a copy in memory is missing
+    missing: bool = False  # no copy in memory was made
 
 
 def step_of(checkpoint: Path) -> int:
@@ -119,12 +122,21 @@ def step_of(checkpoint: Path) -> int:
 class CheckpointStore:
     """The checkpoints of a run, complete or being written."""
 
-    def __init__(self, directory: Path, keep: int, best: Best | None = None, mark: str = ""):
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        best: Best | None = None,
+        mark: str = "",
+        fence: Callable[[], None] = lambda: None,
+    ):
         self._directory = directory
         self._keep = keep
         self._best = best or Best()
-        self._mark = mark  # of this start's incomplete checkpoints: a rank of another start cannot write into them
+        # In the names of this start's incomplete checkpoints: a rank of another start cannot write into them.
+        self._mark = mark and f"-{mark}"
         self._under_way: Path | None = None  # the checkpoint that is written, or was written last
+        self._fence = fence  # raises if another process writes the run
 
     def complete(self) -> list[Path]:
         """List the complete checkpoints, oldest first. Directories of other names, such as copies, are none."""
@@ -176,9 +188,10 @@ class CheckpointStore:
     def prepare(self, step: int) -> None:
         """Make the directory of a new checkpoint. Remove checkpoints that a kill left half-written or half-removed."""
         self._under_way = self.final(step)
-        with writing(self.partial(step)):
+        with self._fenced(), writing(self.partial(step)):
             self._directory.mkdir(parents=True, exist_ok=True)
             for leftover in self._directory.glob(".*.partial"):
+                self._fence()
                 shutil.rmtree(leftover)
             (self.partial(step) / FOLDER).mkdir(parents=True)
 
@@ -186,33 +199,55 @@ class CheckpointStore:
         """Write a rank's part of a checkpoint and its random state."""
         folder = self.partial(step) / FOLDER
         file, checksums = folder / part_name(rank), RunningChecksums()
-        with working("writing a checkpoint", "bytes written", sum(part.values.nbytes for part in staged.parts)):
+        size = sum(part.values.nbytes for part in staged.parts)
+        with self._fenced(), working("writing a checkpoint", "bytes written", size):
             write_image(staged.image, file, watch=checksums.add)
-        with writing(folder / _random_name(rank)):
-            (folder / _random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
+            with writing(folder / random_name(rank)):
+                (folder / random_name(rank)).write_text(json.dumps(random), encoding="utf-8")
         return Written({f"{FOLDER}/{file.name}": checksums.entry()}, describe_parts(file, staged.parts))
+
+    def written(self, parts: Sequence[Written]) -> bool:
+        return True
+
+    def stands(self, step: int) -> None: ...
+
+    def not_written(self, error: Exception) -> Written:
+        raise error
 
     def write_rest(self, progress: Progress, model: "ModelFiles", parts: Sequence[Written]) -> Path:
         """Write the other files of a checkpoint, the manifest last; rename the checkpoint; remove old ones."""
         partial, final = self.partial(progress.step), self.final(progress.step)
-        with writing(partial):
+        with self._fenced(), writing(partial):
             write_index(partial / FOLDER, [part.tensors for part in parts])
             model.write(partial)
             _write_progress(partial / FOLDER, progress)
             write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
             sync_tree(partial)
+            self._fence()
             if final.exists():
                 shutil.rmtree(final)  # not complete, such as an interrupted copy by the user
             os.replace(partial, final)
         sync_directory(self._directory)
-        self._remove_old()
+        with self._fenced():
+            self._remove_old()
         return final
+
+    @contextmanager
+    def _fenced(self) -> Iterator[None]:
+        """Raise if another process writes the run, also where it removed what this one was writing."""
+        self._fence()
+        try:
+            yield
+        except OSError:
+            self._fence()
+            raise
 
     def _remove_old(self) -> None:
         best = self.best()
         for old in self.complete()[: -self._keep]:
             if old == best:
                 continue
+            self._fence()
             # Renamed first: a half-removed directory must not look like a checkpoint.
             doomed = old.with_name(f".{old.name}.partial")
             os.replace(old, doomed)
@@ -235,12 +270,16 @@ def _is_complete(path: Path) -> bool:
     return (path / FOLDER / "state.json").is_file() and (path / MANIFEST).is_file()
 
 
-def _random_name(rank: int) -> str:
+def random_name(rank: int) -> str:
     return f"random-{rank:05d}.json"
 
 
 def _write_progress(folder: Path, progress: Progress) -> None:
-    write_json_lines(folder / "carried.jsonl", [document_line(document) for document in progress.carried])
+    for name, content in progress_files(progress).items():
+        write_whole(folder / name, content)
+
+
+def progress_files(progress: Progress) -> dict[str, bytes]:
     state = {
         "step": progress.step,
         "queue": progress.queue,
@@ -250,16 +289,17 @@ def _write_progress(folder: Path, progress: Progress) -> None:
     }
     if progress.callbacks:
         state["callbacks"] = progress.callbacks
-    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    carried = "".join(json_line(document_line(document)) for document in progress.carried)
+    return {"carried.jsonl": carried.encode(), "state.json": json.dumps(state).encode()}
 
 
 def read_progress(checkpoint: Path, rank: int = 0) -> Progress:
     """Read a checkpoint's progress, and restore a rank's random state."""
     folder = checkpoint / FOLDER
     state = exact_object((folder / "state.json").read_bytes())
-    own = folder / _random_name(rank)
+    own = folder / random_name(rank)
     # A rank that the checkpoint's run did not have takes the random state of the first rank.
-    restore_encoded(exact_object((own if own.is_file() else folder / _random_name(0)).read_bytes()))
+    restore_encoded(exact_object((own if own.is_file() else folder / random_name(0)).read_bytes()))
     return Progress(
         step=state["step"],
         queue=state["queue"],

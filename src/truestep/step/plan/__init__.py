@@ -3,5 +3,6 @@
 plan              the documents of a step, by rank and micro-batch
 trees             groups of sequences with a shared prefix, which a plan keeps together
 queue             makes plans from a source's documents
-ahead             makes the next plan during a step, and compares plans across ranks
+ahead             makes the next plan during a step
+agreement         what ranks compare of a plan
 """

@@ -13,6 +13,7 @@ from truestep.process import progress
 from truestep.ranks.axes import RankError
 from truestep.ranks.group import Ranks
 from truestep.rollouts.source import Taken
+from truestep.step.plan.agreement import digests_of_plan, disagreement
 from truestep.step.plan.queue import PlanQueue
 from truestep.types import Rollout, StepPlan
 
@@ -60,13 +61,12 @@ class PlansAhead:
         return Planned(plan, queue.snapshot(), tuple(queue.carried), len(queue.dropped), queue.taken)
 
     def _agree(self, plan: StepPlan | None) -> None:
-        digests = self._ranks.gather(None if plan is None else plan.digest, ahead=True)
-        if len(set(digests)) == 1:
+        own = None if plan is None else digests_of_plan(plan, self._ranks.data_rank)
+        found = disagreement(self._ranks.gather(own, ahead=True))
+        if found is None:
             return
-        usual = max(digests, key=digests.count)
-        others = [rank for rank, digest in enumerate(digests) if digest != usual]
         documents_seen = self._queue.documents_seen if plan is None else plan.documents_seen
         raise RankError(
-            f"ranks {others} planned another step after document {documents_seen} than the rest: they do not see the "
-            "same data or configuration; nothing of it was computed"
+            f"after document {documents_seen} {found}: they do not see the same data or configuration; nothing of it "
+            "was computed"
         )

@@ -7,16 +7,14 @@ packed   the next micro-batches, packed in order until a rule says stop: the set
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
+from itertools import chain, pairwise
 
 from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
 from truestep.rollouts.prefixes import find_segments, identities
 from truestep.rollouts.selection import has_advantage
-from truestep.step.plan.trees import Item, find_ties, make_items
-from truestep.types import Rollout, ShareMode, Sharing, StepPlan, StepTotals, sequences_of
+from truestep.step.plan.trees import Packables, Spread, find_items_together
+from truestep.types import Rollout, ShareMode, Sharing, StepPlan, StepTotals, counts_of, sequences_of
 
 
 @dataclass(frozen=True)
@@ -49,21 +47,15 @@ class StepRule:
         """The number of a step's micro-batches is a multiple of this."""
         return self.ranks * self.breadth_first_micro_batches
 
-    def cost(self, length: int) -> float:
-        """Estimate the cost of a document, in units of one token of a short document."""
-        return length * (1 + length / self.even_length)
-
     @property
     def exact(self) -> bool:
         return self.docs_per_step > 0 and not self.keep_overshoot
 
 
 def totals_of(documents: Sequence[Rollout]) -> StepTotals:
-    return StepTotals(
-        num_documents=len(documents),
-        num_labels=sum(document.num_labels for document in documents),
-        num_tokens=sum(document.num_tokens for document in documents),
-    )
+    counts = counts_of(documents)
+    num_tokens, num_labels = counts.sum(1).tolist()
+    return StepTotals(counts.shape[1], num_labels, num_tokens)
 
 
 def make_plan(
@@ -73,72 +65,79 @@ def make_plan(
     ranks: int = 1,
     advantage_std_floor: float = STANDARD_DEVIATION_FLOOR,
     sharing: Sharing | None = None,
+    repeated: bool = False,
 ) -> StepPlan:
     packed = tuple(tuple(members) for members in micro_batches)
     # Every rank has all documents of the step here, so scaling over the step gives the same result on each.
     scaled = scale_over_step(documents, advantage_std_floor)
-    return StepPlan(tuple(scaled), packed, totals_of(scaled), documents_seen, ranks, sharing=sharing)
+    return StepPlan(tuple(scaled), packed, totals_of(documents), documents_seen, ranks, repeated, sharing)
 
 
-def plan_exactly(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
+def plan_exactly(
+    documents: Sequence[Rollout],
+    rule: StepRule,
+    documents_seen: int,
+    spread: Spread | None = None,
+    repeated: bool = False,
+) -> StepPlan:
     """Pack these documents into few micro-batches of about equal cost. Ranks run micro-batches of similar cost at the
-    same time."""
+    same time. With `spread`, all ranks call this at the same time, and share the work in a large step."""
     sequences = sequences_of(documents)
-    bins, shares = _packed(sequences, rule)
+    bins, shares = _packed(sequences, rule, spread)
     sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch, rule.alike) if shares else None
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated)
 
 
-def _packed(sequences: Sequence[Rollout], rule: StepRule) -> tuple[list[list[int]], bool]:
+def _packed(sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None) -> tuple[list[list[int]], bool]:
     """Return the members of each micro-batch, and whether they share prefixes."""
-    alone = [Item((index,), item.num_tokens, rule.cost(item.num_tokens)) for index, item in enumerate(sequences)]
-    if rule.share == "off" or (rule.share == "auto" and not _busy(sequences, rule)):
+    alone = Packables.alone([sequence.num_tokens for sequence in sequences], rule.even_length)
+    if rule.share == "off" or (rule.share == "auto" and not _busy(alone, rule)):
         return _balanced(sequences, alone, rule)[0], False
-    ids = identities(sequences, rule.alike)
-    forest = find_ties(ids, rule.least_saved)
-    found = [make_items(forest, limit, rule.even_length) for limit in _limits(ids, rule)]
-    tries = [_balanced(sequences, items, rule) for items in found if len(items) < len(sequences)]
+    limits, even = _limits(alone, rule), rule.even_length
+    found = find_items_together(sequences, rule.alike, rule.least_saved, limits, even, spread, rule.ranks)
+    tries = [items for items in found if len(items.members) < len(sequences)]
     if rule.share == "auto" or not tries:
-        tries.append(_balanced(sequences, alone, rule))
-    best = min(range(len(tries)), key=lambda number: (tries[number][1], number))
-    return tries[best][0], best < len(tries) - 1 or rule.share == "always"
+        tries.append(alone)
+    best, least = tries[0], math.inf
+    for each in tries:
+        if each.least_cost(rule.ranks) >= least:  # it cannot be better
+            continue
+        packed, cost = _balanced(sequences, each, rule)
+        if cost < least:
+            best, least, bins = each, cost, packed
+    return bins, best is not alone or rule.share == "always"
 
 
-def _busy(sequences: Sequence[Rollout], rule: StepRule) -> bool:
+def _busy(alone: Packables, rule: StepRule) -> bool:
     """Tell whether micro-batches without shared prefixes keep the device busy. Else fewer tokens save no time."""
-    cost = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
-    tokens = sum(sequence.num_tokens for sequence in sequences)
-    return cost >= rule.busy * max(rule.multiple, tokens / rule.tokens_per_microbatch)
+    return alone.cost >= rule.busy * max(rule.multiple, sum(alone.tokens) / rule.tokens_per_microbatch)
 
 
-def _limits(ids: Sequence[np.ndarray], rule: StepRule) -> list[int]:
+def _limits(alone: Packables, rule: StepRule) -> list[int]:
     """Return the limits for the size of a tree to try. With few trees, smaller limits divide them, to keep all ranks
     busy."""
-    longest = max(map(len, ids), default=1)
-    each = -(-sum(map(len, ids)) // rule.multiple)
+    longest = max(alone.tokens, default=1)
+    each = -(-sum(alone.tokens) // rule.multiple)
     smaller = (max(longest, min(rule.tokens_per_microbatch, each // parts)) for parts in (1, 2, 4))
     return list(dict.fromkeys((rule.tokens_per_microbatch, *smaller)))
 
 
-def _balanced(sequences: Sequence[Rollout], items: Sequence[Item], rule: StepRule) -> tuple[list[list[int]], float]:
+def _balanced(sequences: Sequence[Rollout], items: Packables, rule: StepRule) -> tuple[list[list[int]], float]:
     """Pack items into micro-batches. Return these, and the step's cost: the sum over rounds of the slowest rank's
     cost."""
     bins, slowest = [], 0.0
-    idle = [
-        rule.skip_zero_advantage and not any(has_advantage(sequences[index]) for index in item.members)
-        for item in items
-    ]
-    for alike in (False, True):
-        chosen = [item for item, of in zip(items, idle, strict=True) if of is alike]
-        tokens, costs = [item.tokens for item in chosen], [item.cost for item in chosen]
-        packed = balance(tokens, costs, rule.tokens_per_microbatch, rule.multiple)
-        each = [math.fsum(costs[place] for place in places) for places in packed]
+    chosen = items, Packables([], [], [])
+    if rule.skip_zero_advantage:
+        chosen = items.divided([any(has_advantage(sequences[index]) for index in each) for each in items.members])
+    for part in chosen:
+        packed = balance(part.tokens, part.costs, rule.tokens_per_microbatch, rule.multiple)
+        each = [math.fsum(part.costs[place] for place in places) for places in packed]
         slowest += math.fsum(max(each[start : start + rule.ranks]) for start in range(0, len(each), rule.ranks))
-        bins += [sorted(index for place in places for index in chosen[place].members) for places in packed]
+        bins += [sorted(chain.from_iterable(part.members[place] for place in places)) for places in packed]
     return bins, slowest
 
 
-def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int) -> StepPlan:
+def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int, repeated: bool = False) -> StepPlan:
     """Pack these documents in order, and add empty micro-batches up to a multiple of `rule.multiple`. Shared prefixes
     do not change the documents of a micro-batch."""
     sequences = sequences_of(documents)
@@ -147,17 +146,17 @@ def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: in
     if rule.share == "off" or (rule.share == "auto" and not _pays(sequences, bins, rule)):
         sharing = None
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated)
 
 
 def _pays(sequences: Sequence[Rollout], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:
     """Tell whether sharing prefixes saves time."""
-    if not _busy(sequences, rule):
+    alone = Packables.alone([sequence.num_tokens for sequence in sequences], rule.even_length)
+    if not _busy(alone, rule):
         return False
-    alone = math.fsum(rule.cost(sequence.num_tokens) for sequence in sequences)
     ids = identities(sequences, rule.alike)
     forests = (find_segments([ids[index] for index in members], rule.least_saved) for members in bins)
-    return math.fsum(forest.cost(rule.even_length) for forest in forests) < alone
+    return math.fsum(forest.cost(rule.even_length) for forest in forests) < alone.cost
 
 
 def lengths_of(document: Rollout) -> list[int]:

@@ -1,19 +1,27 @@
 """The queue of plans made from a source. A plan depends only on the state of the queue and of its source."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from truestep.rollouts.source import PeekableSource, Source, SourceError, StepSource, Taken
 from truestep.step.plan.plan import StepRule, count_packed, lengths_of, may_end, plan_exactly, plan_packed
+from truestep.step.plan.trees import Spread
 from truestep.types import Rollout, StepPlan
 
 
 class PlanQueue:
     """A sequence of plans. Documents are taken from the source once and used for `updates_per_batch` plans."""
 
-    def __init__(self, source: Source, rule: StepRule, *, updates_per_batch: int = 1, drop_last: bool = False):
-        self._source, self._rule = source, rule
+    def __init__(
+        self,
+        source: Source,
+        rule: StepRule,
+        *,
+        updates_per_batch: int = 1,
+        drop_last: bool = False,
+        spread: Spread | None = None,
+    ):
+        self._source, self._rule, self._spread = source, rule, spread
         self._updates_per_batch, self._drop_last = updates_per_batch, drop_last
         self._repeats_left = 0
         self._documents: list[Rollout] = []  # the documents of the plan that is being repeated
@@ -35,10 +43,14 @@ class PlanQueue:
             self.taken = taken
             self._documents = list(taken.documents)
             self._repeats_left = self._updates_per_batch - 1
-        make_plan = plan_exactly if self._rule.exact else plan_packed
-        plan = replace(make_plan(self._documents, self._rule, self.documents_seen), repeated=repeated)
+        plan = self._plan(repeated)
         self.documents_seen = plan.documents_seen_after
         return plan
+
+    def _plan(self, repeated: bool) -> StepPlan:
+        if self._rule.exact:
+            return plan_exactly(self._documents, self._rule, self.documents_seen, self._spread, repeated)
+        return plan_packed(self._documents, self._rule, self.documents_seen, repeated)
 
     def _take(self) -> Taken | None:
         if isinstance(self._source, StepSource):

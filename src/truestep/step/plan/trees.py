@@ -3,13 +3,19 @@
 A tree of sequences that exceeds a limit is divided into parts. Each part computes the common prefix again.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from truestep.ranks.axes import RankError
 from truestep.rollouts.packing import first_fit_decreasing
-from truestep.rollouts.prefixes import PATH_COST, Forest, find_segments
+from truestep.rollouts.prefixes import PATH_COST, Forest, find_segments, identities
+from truestep.types import Rollout, counts_of
 
 # Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens. A
 # shorter prefix, such as the start of a chat template, is shared only if its sequences are in one micro-batch anyway.
@@ -26,12 +32,151 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Packables:
+    """Items in columns, to be packed into micro-batches. A large step has hundreds of thousands of them."""
+
+    members: Sequence[tuple[int, ...]]
+    tokens: Sequence[int]
+    costs: Sequence[float]
+
+    @staticmethod
+    def of(items: Sequence[Item]) -> "Packables":
+        return Packables(
+            [item.members for item in items], [item.tokens for item in items], [item.cost for item in items]
+        )
+
+    @staticmethod
+    def alone(lengths: Sequence[int], even_length: float) -> "Packables":
+        """Each sequence is an item. `even_length`: at this length attention costs as much as matrix products."""
+        tokens = np.asarray(lengths, np.int64)
+        return Packables([(index,) for index in range(len(lengths))], lengths, _cost(tokens, even_length).tolist())
+
+    @staticmethod
+    def joined(parts: "Sequence[Packables]") -> "Packables":
+        return Packables(
+            [each for part in parts for each in part.members],
+            [each for part in parts for each in part.tokens],
+            [each for part in parts for each in part.costs],
+        )
+
+    def moved(self, start: int) -> "Packables":
+        """Return these items of a part of the sequences as items of all; the part begins at `start`."""
+        return replace(self, members=[tuple([start + index for index in each]) for each in self.members])
+
+    @property
+    def cost(self) -> float:
+        return math.fsum(self.costs)
+
+    def least_cost(self, ranks: int) -> float:
+        """Return the cost of a step whose ranks are all equally busy."""
+        return self.cost / ranks
+
+    def divided(self, first: Sequence[bool]) -> "tuple[Packables, Packables]":
+        """Return the items that `first` marks, and the others."""
+        places = ([place for place, one in enumerate(first) if one is wanted] for wanted in (True, False))
+        marked, others = map(self._chosen, places)
+        return marked, others
+
+    def _chosen(self, places: Sequence[int]) -> "Packables":
+        return Packables(
+            [self.members[place] for place in places],
+            [self.tokens[place] for place in places],
+            [self.costs[place] for place in places],
+        )
+
+
+def _cost(tokens: np.ndarray, even_length: float) -> np.ndarray:
+    """Estimate the cost of documents, in units of one token of a short document."""
+    cost: np.ndarray = tokens * (1 + tokens / even_length)
+    return cost
+
+
+@dataclass(frozen=True)
 class _Part:
     """Some of the sequences that continue one segment."""
 
     members: tuple[int, ...]
     tokens: int  # computed tokens, without those of the segment and its ancestors
     cost: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How data ranks share the search for prefixes in a large step: each searches a part of the sequences."""
+
+    rank: int  # this data rank
+    gather: Callable[[Any], list[Any]]  # returns the values of all data ranks, in order
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank found in its part of a step's sequences."""
+
+    seen: str  # a digest of the step's sequences
+    items: list[Packables]  # for each limit
+
+
+_SPREAD = 1 << 15  # sequences of a step whose prefixes are found by all ranks together
+
+
+def find_items(
+    sequences: Sequence[Rollout], alike: Collection[str], least: int, limits: Sequence[int], even_length: float
+) -> list[Packables]:
+    """Return the items for each limit of a tree's tokens. `alike`, `least`: as in `identities` and `find_ties`."""
+    forest = find_ties(identities(sequences, alike), least)
+    return [Packables.of(make_items(forest, limit, even_length)) for limit in limits]
+
+
+def find_items_together(
+    sequences: Sequence[Rollout],
+    alike: Collection[str],
+    least: int,
+    limits: Sequence[int],
+    even_length: float,
+    spread: Spread | None,
+    ranks: int,
+) -> list[Packables]:
+    """Find items. In a large step each rank searches the sequences of some groups, and the items are gathered. They are
+    those of `find_items`, except where groups share a prefix, such as a system prompt: each part computes it again."""
+    if spread is None or len(sequences) < _SPREAD:
+        return find_items(sequences, alike, least, limits, even_length)
+    part = parts_of_groups(sequences, ranks)[spread.rank]
+    own = find_items(sequences[part.start : part.stop], alike, least, limits, even_length)
+    mine = _Found(_digest(sequences), [each.moved(part.start) for each in own])
+    gathered = spread.gather(mine)
+    # A rank with other data may have got another value here, or be at another exchange.
+    others = [rank for rank, found in enumerate(gathered) if not isinstance(found, _Found) or found.seen != mine.seen]
+    if others:
+        raise RankError(
+            f"data rank{'s' * (len(others) > 1)} {_numbers(others)} and data rank {spread.rank} plan different steps: "
+            "they do not see the same data or configuration; nothing of it was computed"
+        )
+    return [Packables.joined([found.items[number] for found in gathered]) for number in range(len(limits))]
+
+
+def _digest(sequences: Sequence[Rollout]) -> str:
+    seen = hashlib.sha256("\n".join([sequence.id for sequence in sequences]).encode(errors="surrogatepass"))
+    seen.update(counts_of(sequences).tobytes())
+    return seen.hexdigest()
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def parts_of_groups(sequences: Sequence[Rollout], count: int) -> list[range]:
+    """Divide sequences into `count` parts of similar number, between two groups where there are any."""
+    borders = [0]
+    for number in range(1, count):
+        place = max(borders[-1], number * len(sequences) // count)
+        while 0 < place < len(sequences) and _same_group(sequences[place - 1], sequences[place]):
+            place += 1
+        borders.append(place)
+    return [range(*pair) for pair in pairwise((*borders, len(sequences)))]
+
+
+def _same_group(one: Rollout, other: Rollout) -> bool:
+    return one.group_id is not None and one.group_id == other.group_id
 
 
 def find_ties(sequences: Sequence[np.ndarray], least: int) -> Forest:
