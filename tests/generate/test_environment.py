@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from truestep.environments.prompts import Prompt, load_prompts
 from truestep.environments.rewards import RewardError
 from truestep.generate.engine.service import EngineGenerator
 from truestep.generate.environment import EnvironmentPlay
-from truestep.generate.generator import DrawOptions, Generate
+from truestep.generate.generator import Completion, DrawOptions, Generate, Request
 from truestep.generate.play import Episode, EpisodeLimits, Played
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
@@ -128,14 +129,19 @@ def test_limits_cut_an_episode_which_stays_a_document(policy: Policy, prompts: l
     ("limits", "cause", "advice"),
     [
         ({"tokens": 2}, "sampler.max_episode_tokens: 2", "raise the limit, or shorten the prompts"),
-        ({"seconds": 1e-4}, "sampler.episode_timeout: 0.0001", "raise the limit"),
+        ({"seconds": 0.25}, "sampler.episode_timeout: 0.25", "raise the limit"),
     ],
 )
 def test_an_episode_without_a_turn_names_the_limit_and_what_to_do(
     limits: dict[str, Any], cause: str, advice: str, policy: Policy, prompts: list[Prompt]
 ) -> None:
+    async def draws_late(request: Request) -> Completion:
+        await asyncio.sleep(60)
+        raise AssertionError("the episode waited for its draw past the limit")
+
     with plays(policy, "Sorting", **limits) as play:
-        (first, *_) = played(policy, prompts[:1], play)
+        options = DrawOptions(temperature=1.0, max_new_tokens=12, stop_ids=frozenset())
+        first = asyncio.run(play.play(Episode(prompts[0], options, (3, 1, 0), "e0"), draws_late))
     assert str(first.rating) == (
         f"{cause} ended an episode before the policy drew a token, so there is nothing to learn from the episode: "
         f"{advice}"
