@@ -142,7 +142,8 @@ def run(setting: Setting, steps: int, say: Callable[[str], None] | None = None) 
     try:
         for _ in range(steps):
             rows = [np.stack([scores(temperature)] * len(servers.probes)) for temperature in (TEMPERATURE, 1.0)]
-            servers.send(Path("weights"), Expected(seen, servers.probes, rows[0], rows[1]))
+            expected = Expected(seen, servers.probes, rows[0], rows[1])
+            servers.send(Path("weights"), expected, fence=lambda: None)
             servers.wait_until_sent()
             taken = source.take(setting.episodes, seen)
             made.times.append(time.monotonic())
