@@ -129,8 +129,8 @@ class Dump:
         none = np.zeros(len(self.samples), np.bool_)
         certain = (self.logprobs[self.labels] == 0) & (self.trainer[self.labels] < -UNLIKELY)
         found = none.copy()
-        has = self.last_labels >= 0
-        found[has] = certain[self.last_labels[has]]
+        several = self.label_counts > 1
+        found[several] = certain[self.last_labels[several]]
         if not found.any() or certain.sum() > 1.1 * found.sum():
             return none
         if self.trainer[self.labels][self.last_labels[found]].sum() > np.log(CHANCE):

@@ -106,6 +106,9 @@ def forced_ends(dump: Dump) -> Iterator[Evidence]:
             f"the last label, token {dump.ids[token]}, has a log-prob of exactly 0 where the policy's is "
             f"{dump.trainer[token]:.2f}; so it is in {len(found):,} samples"
         )
+        last = dump.labels[dump.last_labels[dump.label_counts > 1]]
+        if (dump.logprobs[last] == 0).all():
+            text += ". All samples end with a log-prob of 0: it may have been left out where it was recorded"
         yield Evidence(index, text, len(found), int(token - dump.starts[index]))
     elif not dump.coarse and not np.isfinite(dump.trainer[dump.labels]).any():
         yield from _certain_at_the_limit(dump)
