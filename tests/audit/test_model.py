@@ -84,6 +84,18 @@ def test_what_our_engine_drew_is_clean(
     assert not result.findings
 
 
+def test_a_dump_without_a_gap_needs_no_other_load_of_the_model(
+    drawn: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rollouts = drawn(1.0)
+
+    def load(*given: object, **options: object) -> Policy:
+        raise AssertionError("the model is loaded again")
+
+    monkeypatch.setattr("truestep.tools.parity.causes.make_policy", load)
+    assert not look(rollouts, model, tmp_path, 1.0).findings
+
+
 def test_another_temperature_is_named(drawn: Callable, model: Path, tmp_path: Path) -> None:
     result = look(drawn(0.7)[1], model, tmp_path, 1.0)
     assert [one.name for one in result.findings] == ["logprob-temperature"]
