@@ -65,6 +65,19 @@ def end_dropped(rollouts: list[Rollout]) -> None:
             one.routes = one.routes[:-1]
 
 
+def end_forced(rollouts: list[Rollout]) -> None:
+    """Put an end token behind cut samples, as a label with a log-prob of 0."""
+    draws = np.random.default_rng(4)
+    for one in rollouts:
+        if one.truncated:
+            one.drawn.append(END)
+            one.logprobs.append(0.0)
+            one.trainer.append(-3 - 4 * draws.random())
+            one.entropy.append(1.0)
+            one.mask.append(1)
+            one.routes, one.truncated = None, False
+
+
 def all_finished(rollouts: list[Rollout]) -> None:
     for one in rollouts:
         one.truncated = False
@@ -297,6 +310,8 @@ PLANTED: tuple[Fault, ...] = (
     Fault("truestep", "labels one token early", "mask-shifted", rollouts=mask_moved(-1)),
     Fault("truestep", "the end token is masked", "end-token-masked", rollouts=end_masked),
     Fault("truestep", "the end token is dropped", "end-token-missing", rollouts=end_dropped),
+    Fault("truestep", "an end token behind cut samples", "end-token-forced", World(groups=24, longest=10),
+          rollouts=end_forced),
     Fault("truestep", "truncated samples marked as finished", "truncated-as-finished", rollouts=all_finished),
     Fault("truestep", "log-probs after top-p 0.9", "logprob-truncated", World(top_p=0.9, groups=16)),
     Fault("truestep", "log-probs above 0", "logprob-invalid", rollouts=above_zero),
@@ -321,6 +336,7 @@ PLANTED: tuple[Fault, ...] = (
     Fault("truestep", "probabilities in the place of log-probs", "logprob-invalid", rollouts=each(math.exp)),
     Fault("truestep", "log-probs as whole numbers", "logprob-invalid", rollouts=each(int)),
     Fault("truestep", "all advantages with the wrong sign", "advantages", rollouts=all_turned),
+    Fault("prime-rl", "an end token behind cut samples", "end-token-forced", World(longest=10), rollouts=end_forced),
     Fault("prime-rl", "log-probs of base 2", "logprob-temperature", rollouts=each(lambda value: value / math.log(2))),
     Fault("prime-rl", "log-probs of another sample", "logprob-weights", rollouts=of_another),
     Fault("slime", "log-probs without their sign", "logprob-invalid", rollouts=each(abs)),

@@ -137,6 +137,17 @@ def two_answers(rollouts: list[Rollout]) -> None:
     give_advantages(rollouts)
 
 
+def certain_ends(rollouts: list[Rollout]) -> None:
+    """The longest answers end with certainty, and shorter ones nearly so."""
+    for place, one in enumerate(rollouts):
+        length = 6 if place % 3 else 4
+        draws = np.random.default_rng((7, place))
+        values = [*np.log(draws.uniform(0.2, 0.9, length)).tolist(), 0.0 if place % 3 else -2e-4]
+        one.drawn = [*draws.integers(2, VOCABULARY, length).tolist(), END]
+        one.logprobs, one.trainer, one.entropy = list(values), list(values), [-value for value in values]
+        one.mask, one.truncated = [0] * len(one.prompt) + [1] * len(one.drawn), False
+
+
 def unequal_groups(rollouts: list[Rollout]) -> list[Rollout]:
     draws = np.random.default_rng(2)
     chosen = []
@@ -196,6 +207,7 @@ ODD: tuple[Odd, ...] = (
     Odd("rewards of 0 and 1", (*FORMATS, "tinker", "openai"), right_or_wrong, World(groups=16)),
     Odd("rewards that are all 1", (*FORMATS, "tinker", "openai"), all_right, World(groups=16)),
     Odd("answers of one token", (*FORMATS, "tinker", "openai"), one_token_answers, World(groups=20)),
+    Odd("ends that are certain", TOKENS, certain_ends, World(groups=20)),
     Odd("two answers, each twice a prompt", ("verl",), two_answers),
     Odd("advantages that are clipped", ("truestep", "prime-rl", "slime", "trl"), clipped),
     Odd("advantages less a penalty", ("truestep", "prime-rl", "slime", "trl"), penalised),

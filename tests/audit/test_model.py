@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from small_runs import sampled_config, tokenised_model, write_lines
+from truestep.generate.read import stop_ids
 from truestep.model.policy import Policy
 from truestep.ranks.group import ALONE
 from truestep.run.assemble.policy import make_policy
@@ -83,6 +84,18 @@ def test_what_our_engine_drew_is_clean(
     assert not result.findings
 
 
+def test_a_dump_without_a_gap_needs_no_other_load_of_the_model(
+    drawn: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rollouts = drawn(1.0)
+
+    def load(*given: object, **options: object) -> Policy:
+        raise AssertionError("the model is loaded again")
+
+    monkeypatch.setattr("truestep.tools.parity.causes.make_policy", load)
+    assert not look(rollouts, model, tmp_path, 1.0).findings
+
+
 def test_another_temperature_is_named(drawn: Callable, model: Path, tmp_path: Path) -> None:
     result = look(drawn(0.7)[1], model, tmp_path, 1.0)
     assert [one.name for one in result.findings] == ["logprob-temperature"]
@@ -108,6 +121,32 @@ def test_a_truncated_distribution_is_named(cut: str, drawn: Callable, model: Pat
     inside = np.minimum(values, 0.0)
     result = look(at_labels(rollouts, inside), model, tmp_path, 1.0)
     assert result.findings[0].name == "logprob-truncated"
+
+
+@pytest.mark.parametrize("recorded", [0.7, None])
+def test_end_tokens_that_were_not_drawn_are_named_and_no_other_cause(
+    recorded: float | None, drawn: Callable, model: Path, tmp_path: Path
+) -> None:
+    """An end token with a log-prob of 0 is put behind the samples that were cut; the others end as they did."""
+    policy, rollouts = drawn(0.7)
+    ends = stop_ids(policy)
+    end = min(ends)
+    cut = [one for one in rollouts if int(one.input_ids[-1]) not in ends]
+    assert len(cut) > 4
+    forced = [
+        replace(
+            one,
+            input_ids=np.append(one.input_ids, end),
+            loss_mask=np.append(one.loss_mask, True),
+            logprobs=np.append(one.logprobs, np.float32(0)),
+        )
+        for one in cut
+    ]
+    result = look([*forced, *(one for one in rollouts if int(one.input_ids[-1]) in ends)], model, tmp_path, recorded)
+    assert [one.name for one in result.findings] == ["end-token-forced"]
+    assert not result.clean
+    found = result.findings[0]
+    assert (found.token, found.count) == (end, len(cut))
 
 
 def test_log_probs_of_the_next_label_are_named(drawn: Callable, model: Path, tmp_path: Path) -> None:

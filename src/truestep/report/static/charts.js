@@ -1,6 +1,6 @@
 // The charts: lines and areas over an axis of choice, drawn by uPlot from the numbers that the page has.
 (() => {
-  const HEIGHT = 210, WIDEST = [0, 0.01, 0.025, 0.05, 0.1];
+  const HEIGHT = 228, WIDEST = [0, 0.01, 0.025, 0.05, 0.1];
   const state = {axis: null, smoothing: 0.025, zoom: null, logs: new Map(), hidden: new Set(), log: false};
   let data = null, whole = [0, 1], seen = null, sized = null;
   const drawn = new Map();  // figures with their chart
@@ -105,6 +105,7 @@
       [1, 2, 5].flatMap(digit => Array.from({length: 15}, (_, power) => digit * 10 ** power)).sort((a, b) => a - b);
     return [
       {stroke, grid, ticks: none, font: FONT, size: 26, gap: 6, space: 64, incrs,
+        label: data.axes.find(axis => axis.name === state.axis).title, labelFont: FONT, labelSize: 18, labelGap: 0,
         values: (plot, places, axis, space, step) => clock ? places.map(duration) : ticks(places, step)},
       {stroke, grid, ticks: none, font: FONT, gap: 6, space: 32, size: roomFor,
         values: (plot, places, axis, space, step) => plot.scales.y.distr === 3 ?

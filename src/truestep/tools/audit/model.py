@@ -42,7 +42,7 @@ _FINDINGS = {  # keys are `parity`'s names of causes
     "stale weights": "logprob-weights",
     "stale prefix cache": "logprob-weights",
 }
-_CHEAP = ("temperature", "top-p", "top-k", "token ids shifted", "token ids re-tokenised", "routing")
+_ALWAYS = ("temperature", "truncation", "token ids", "routing", "weights")  # kinds of causes, as `parity` calls them
 
 
 class Scorer:
@@ -78,13 +78,13 @@ class Scorer:
             if most >= WIDE:
                 break
         progress.phase("scoring tokens, and trying what explains a gap")
-        trial = Trial(self._config, self.policy, documents[:few], self._older)
+        trial = self._trial(documents[:few])
         if (value := self._fitted(trial, [dump.samples[index] for index in chosen[:few]])) is not None:
             documents = [replace(document, temperature=value) for document in documents]
-            trial = Trial(self._config, self.policy, documents[:few], self._older)
+            trial = self._trial(documents[:few])
         progress.phase("scoring tokens")
         rest = score(self.policy, documents[few:], _BUDGET).plain
-        values = np.concatenate([trial.base.left + trial.sampler, rest])
+        values = np.concatenate([trial.plain, rest])
         samples = list(dump.samples)
         entropy, start = trial.entropy, 0
         for number, (index, document) in enumerate(zip(chosen, documents, strict=True)):
@@ -93,6 +93,16 @@ class Scorer:
             samples[index] = _with(dump.samples[index], document, values[start:stop], with_entropy)
             start = stop
         return replace(dump, samples=samples), list(self._causes(trial, chosen)), start
+
+    def _trial(self, documents: Sequence[Rollout]) -> Trial:
+        """Make a trial without last labels whose log-prob is exactly 0: these may be forced ends, which say nothing
+        about the others."""
+        trial = Trial(self._config, self.policy, documents, self._older)
+        counts = np.array([document.num_labels for document in documents])
+        last = np.zeros(len(trial.sampler), np.bool_)
+        last[np.cumsum(counts)[counts > 1] - 1] = True
+        trial.leave_out(last & (trial.sampler == 0))
+        return trial
 
     def _document(self, one: Sample) -> Rollout:
         assert one.ids is not None and one.mask is not None and one.logprobs is not None
@@ -119,12 +129,17 @@ class Scorer:
     def _causes(self, trial: Trial, chosen: Sequence[int]) -> Iterator[Evidence]:
         base, noise = trial.base, NOISE["bfloat16"]
         best: Tried | None = None
+        if not np.isfinite(base.left).any():
+            return
         worst = int(np.nanargmax(np.abs(base.left)))
-        for tried in trial.all():
+
+        def wanted(kind: str) -> bool:
+            """Causes that need another load of the model are tried if the gap needs an explanation."""
             enough = best is not None and (base.gap <= noise or _explained(best, base) > 0.9)
-            if enough and tried.cause not in _CHEAP and not self._older:
-                break
-            if tried.cause == "stale weights" and np.abs(tried.left - base.left).max() < 1e-6:
+            return kind in _ALWAYS or not enough
+
+        for tried in trial.all(wanted):
+            if tried.cause == "stale weights" and np.nanmax(np.abs(tried.left - base.left)) < 1e-6:
                 yield Evidence(
                     chosen[0], "the adapter changes no log-prob of its model", len(chosen), name="weights-never-changed"
                 )

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 NONE = np.iinfo(np.int64).min  # marks a missing integer
+# A sampler's log-prob of 0 is wrong if the trainer's is below -UNLIKELY, and all of them together are drawn with less
+# than CHANCE.
+UNLIKELY, CHANCE = 0.5, 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +119,30 @@ class Dump:
         return span(self.mask, self)
 
     @cached_property
-    def gap(self) -> np.ndarray:  # log-ratios at labels, trainer minus sampler; NaN: one is missing
-        return self.trainer[self.labels] - self.logprobs[self.labels]
+    def last_labels(self) -> np.ndarray:  # [N] index of each sample's last label among all labels; -1: it has none
+        return np.where(self.label_counts > 0, np.cumsum(self.label_counts) - 1, -1)
+
+    @cached_property
+    def forced_ends(self) -> np.ndarray:
+        """Return [N] True for samples whose last label has a log-prob of exactly 0 from the sampler, and a low one from
+        the trainer, if such samples are too many for chance and other labels are not like this."""
+        none = np.zeros(len(self.samples), np.bool_)
+        certain = (self.logprobs[self.labels] == 0) & (self.trainer[self.labels] < -UNLIKELY)
+        found = none.copy()
+        several = self.label_counts > 1
+        found[several] = certain[self.last_labels[several]]
+        if not found.any() or certain.sum() > 1.1 * found.sum():
+            return none
+        if self.trainer[self.labels][self.last_labels[found]].sum() > np.log(CHANCE):
+            return none
+        return found
+
+    @cached_property
+    def gap(self) -> np.ndarray:
+        """Return the log-ratios at labels, trainer minus sampler. NaN where one is missing, and at forced ends."""
+        found = self.trainer[self.labels] - self.logprobs[self.labels]
+        found[self.last_labels[self.forced_ends]] = np.nan
+        return found
 
     @cached_property
     def coarse(self) -> bool:

@@ -36,7 +36,8 @@ TABLE: tuple[Check, ...] = (
         "the first and last label with the first and last log-prob; tokens before the labels within a group",
         "off by one in 80% of the samples; or all groups that differ in their prompts do so in its last token",
         "a log-prob, a label and a token with one index belong together: shift all three, or none",
-        tokens.mask_borders, ("end-token-masked", "end-token-missing", "labels-not-drawn", "groups-mixed"),
+        tokens.mask_borders,
+        ("end-token-masked", "end-token-missing", "end-token-forced", "labels-not-drawn", "groups-mixed"),
     ),
     Check(
         "groups-mixed", "Samples of a group have different prompts", "prompts' tokens within a group", "any difference",
@@ -70,6 +71,15 @@ TABLE: tuple[Check, ...] = (
         "keep the end token in the completion, with its log-prob", tokens.ends,
     ),
     Check(
+        "end-token-forced", "End tokens that were not drawn",
+        "the last label's log-prob with the trainer's (or the model's); without these, with those of shorter samples",
+        "exactly 0 where the policy's is below -0.5, together less than one in a million, and at few other labels "
+        "(medium, without the policy's: in 16 samples of the largest length, and in none of 16 shorter ones, most of "
+        "which are below -1e-3)",
+        "mask the end token that is put behind a cut sample, and mark the sample as truncated",
+        logprobs.forced_ends,
+    ),
+    Check(
         "logprob-invalid", "Log-probs that no distribution gives", "log-probs at labels with 0",
         "any above 1e-3, infinite, or missing beside others; all whole numbers, of 200",
         "look at how they are gathered: logits, padding, dtype",
@@ -79,14 +89,15 @@ TABLE: tuple[Check, ...] = (
         "logprob-constant", "Log-probs that are all the same", "the log-probs of a sample with each other",
         "all equal, of at least 16 labels",
         "ask the sampler for log-probs; greedy sampling (temperature 0) has none to train with", logprobs.constant,
-        ("logprob-weights", "logprob-truncated", "logprob-temperature", "duplicated-completions", "labels-not-drawn"),
+        ("logprob-weights", "logprob-truncated", "logprob-temperature", "duplicated-completions", "labels-not-drawn",
+         "end-token-forced"),
     ),
     Check(
         "logprob-shifted", "Log-probs stand beside the next label",
         "the gap to the trainer's log-probs (or to the model's) with that of a shift by one label",
         "the shift leaves less than a fifth (with --model: less than 20%) of a gap above 0.02",
         "write each log-prob beside the token that it is the log-prob of", None,
-        ("logprob-weights", "logprob-temperature", "sampling-mismatch"),
+        ("logprob-weights", "logprob-temperature", "sampling-mismatch", "end-token-forced"),
     ),
     Check(
         "logprob-truncated", "Log-probs of a truncated distribution (top-p or top-k)",

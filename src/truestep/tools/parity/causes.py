@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,19 @@ class Trial:
         ]
         self.sampler = np.concatenate(self._by_document)
         self._wide = score(policy, documents, self._budget, wide=True)
-        self.base = Tried("as it is", "nothing", "", self._wide.plain - self.sampler)
+        self.plain = self._wide.plain
+        self.base = Tried("as it is", "nothing", "", self.plain - self.sampler)
         self.entropy = self._wide.entropy
 
-    def all(self) -> Iterator[Tried]:
+    def leave_out(self, labels: np.ndarray) -> None:
+        """Leave labels [T] out of all gaps."""
+        self.sampler[labels] = np.nan
+        parts = np.cumsum([len(values) for values in self._by_document])[:-1]
+        self._by_document = np.split(self.sampler, parts)
+        self.base = replace(self.base, left=np.where(labels, np.nan, self.base.left))
+
+    def all(self, wanted: Callable[[str], bool] = lambda kind: True) -> Iterator[Tried]:
+        """Try the causes of each kind that is wanted, which is asked when its turn comes."""
         kinds = {
             "temperature": self.temperatures,
             "truncation": self._truncation,
@@ -81,8 +90,9 @@ class Trial:
         }
         with progress.working("tried", "causes", len(kinds)):
             for name, tries in kinds.items():
-                progress.phase(f"trying what explains the gap ({name})")
-                yield from tries()
+                if wanted(name):
+                    progress.phase(f"trying what explains the gap ({name})")
+                    yield from tries()
                 progress.made("causes")
 
     def _tried(self, cause: str, switch: str, advice: str, logprobs: np.ndarray) -> Tried:

@@ -53,10 +53,11 @@ def score(
             for start in range(0, len(rows), _ROWS):
                 chunk = slice(start, start + _ROWS)
                 z = scaled_logits(rows[chunk], policy.head_weight, packed.temperature[chunk], head or policy.head)
-                z, labels = z.double(), packed.ids[chunk, None]
+                z, labels = z.float(), packed.ids[chunk, None]
+                z = z - z.amax(-1, keepdim=True)  # so that float32 has the small differences
                 plain.append(_label_logprobs(z, labels))
                 if wide:
-                    recorded = packed.temperature[chunk, None].double()
+                    recorded = packed.temperature[chunk, None]
                     for value in TEMPERATURES:
                         by_temperature[value].append(_label_logprobs(z * (recorded / value), labels))
                     p = z.softmax(-1)
@@ -78,7 +79,7 @@ def score(
 
 
 def _label_logprobs(z: torch.Tensor, labels: torch.Tensor) -> np.ndarray:  # [C, V], [C, 1] -> [C]
-    return (z.gather(-1, labels).squeeze(-1) - z.logsumexp(-1)).cpu().numpy()
+    return (z.gather(-1, labels).squeeze(-1) - z.logsumexp(-1)).double().cpu().numpy()
 
 
 def _nucleus_masses(ordered: torch.Tensor) -> Iterator[tuple[float, torch.Tensor]]:

@@ -11,6 +11,8 @@ MANY = 200  # fewest labels for a test of distributions
 SIGMAS = 6.0  # standard errors; a larger deviation of a mean is by chance in one of 10^9 runs
 # nats: thresholds for the estimated divergence between sampler and trainer; above the second, the confidence is high
 CLOSE, FAR = 0.02, 0.1
+# fewest samples for a comparison of their ends without a trainer's log-probs; log-probs above -NEAR are almost certain
+FEW_ENDS, NEAR = 16, 1e-3
 RATIO = 0.05  # allowed difference of the mean importance ratio from 1
 SURPRISE = 0.1  # allowed difference between mean surprisal and mean entropy, relative to the entropy
 
@@ -56,12 +58,13 @@ def constant(dump: Dump) -> Iterator[Evidence]:
 def truncated(dump: Dump) -> Iterator[Evidence]:
     """Find log-probs of a truncated distribution: many that are exactly 0 and none close to 0, or importance ratios
     that are all below 1."""
-    values = dump.logprobs[dump.labels]
+    labels = _but_ends(dump)
+    values = dump.logprobs[labels]
     values = values[np.isfinite(values)]
     if len(values) >= MANY and not dump.coarse:
-        certain, near = int((values == 0).sum()), int(((values < -1e-6) & (values > -1e-3)).sum())
+        certain, near = int((values == 0).sum()), int(((values < -1e-6) & (values > -NEAR)).sum())
         if 50 <= certain < 0.98 * len(values) and near <= certain / 50:
-            token = int(dump.labels[(dump.logprobs[dump.labels] == 0).argmax()])
+            token = int(labels[(dump.logprobs[labels] == 0).argmax()])
             index, position = dump.place(token)
             text = (
                 f"{certain:,} of {len(values):,} labels have a log-prob of exactly 0, and {near:,} one between -1e-3 "
@@ -83,6 +86,57 @@ def truncated(dump: Dump) -> Iterator[Evidence]:
             f"{-found.min():.2f}) and above it at {above.mean():.1%}: what was drawn from kept less than all mass"
         )
         yield Evidence(index, text, len(set(dump.owner[dump.labels[known]].tolist())), position)
+
+
+def _but_ends(dump: Dump) -> np.ndarray:
+    """Return the labels without the last one of each sample that has several: it may be a forced end token, whose
+    log-prob of 0 says nothing about truncation."""
+    last = dump.last_labels[dump.label_counts > 1]
+    return np.delete(dump.labels, last)
+
+
+def forced_ends(dump: Dump) -> Iterator[Evidence]:
+    """Find end tokens that were put behind cut samples, with a log-prob of 0. The trainer's log-probs show them, or,
+    where a dump has none, the lengths of the samples."""
+    found = np.flatnonzero(dump.forced_ends)
+    if len(found):
+        index = int(found[0])
+        token = int(dump.labels[dump.last_labels[index]])
+        text = (
+            f"the last label, token {dump.ids[token]}, has a log-prob of exactly 0 where the policy's is "
+            f"{dump.trainer[token]:.2f}; so it is in {len(found):,} samples"
+        )
+        last = dump.labels[dump.last_labels[dump.label_counts > 1]]
+        if (dump.logprobs[last] == 0).all():
+            text += ". All samples end with a log-prob of 0: it may have been left out where it was recorded"
+        yield Evidence(index, text, len(found), int(token - dump.starts[index]))
+    elif not dump.coarse and not np.isfinite(dump.trainer[dump.labels]).any():
+        yield from _certain_at_the_limit(dump)
+
+
+def _certain_at_the_limit(dump: Dump) -> Iterator[Evidence]:
+    """Find samples of the largest length that end with a log-prob of exactly 0, if shorter ones with the same last
+    token do not. A policy that is certain of its end has log-probs near 0 too, and is so at other lengths."""
+    rows = np.flatnonzero(dump.label_counts > 1)
+    if len(rows) < 2 * FEW_ENDS:
+        return
+    last = dump.labels[dump.last_labels[rows]]
+    ids, values = dump.ids[last], dump.logprobs[last]
+    full = dump.label_counts[rows] == dump.label_counts[rows].max()
+    zero = full & (values == 0)
+    if zero.sum() < FEW_ENDS or len(set(ids[zero].tolist())) > 1:
+        return
+    same = ids == ids[zero][0]
+    shorter = values[same & ~full & np.isfinite(values)]
+    near = (values > -NEAR) & (values < 0) & same & full
+    if len(shorter) < FEW_ENDS or (shorter > -1e-6).any() or (shorter > -NEAR).mean() > 0.5 or near.any():
+        return
+    index = int(rows[zero.argmax()])
+    text = (
+        f"{int(zero.sum()):,} samples of the largest length, {int(dump.label_counts[index]):,} labels, end with token "
+        f"{ids[zero][0]} at a log-prob of exactly 0, and {len(shorter):,} shorter ones with at most {shorter.max():.2g}"
+    )
+    yield Evidence(index, text, int(zero.sum()), int(last[zero.argmax()] - dump.starts[index]), "medium")
 
 
 def beside_trainer(dump: Dump) -> Iterator[Evidence]:
@@ -143,7 +197,9 @@ def _moved(dump: Dump, by: int) -> float | None:
 def surprise(dump: Dump) -> Iterator[Evidence]:
     """Compare the mean surprisal of the drawn tokens with the mean entropy. They are equal if the tokens were drawn
     from that distribution."""
-    chosen = dump.labels[np.isfinite(dump.trainer[dump.labels]) & np.isfinite(dump.entropy[dump.labels])]
+    drawn = np.ones(len(dump.labels), np.bool_)
+    drawn[dump.last_labels[dump.forced_ends]] = False
+    chosen = dump.labels[drawn & np.isfinite(dump.trainer[dump.labels]) & np.isfinite(dump.entropy[dump.labels])]
     surprisal, entropy = -dump.trainer[chosen], dump.entropy[chosen]
     if len(chosen) < MANY:
         means = dump.numbers(lambda one: one.mean_entropy)
