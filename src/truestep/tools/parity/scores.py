@@ -53,7 +53,7 @@ def score(
             for start in range(0, len(rows), _ROWS):
                 chunk = slice(start, start + _ROWS)
                 z = scaled_logits(rows[chunk], policy.head_weight, packed.temperature[chunk], head or policy.head)
-                z, labels = z.float(), packed.ids[chunk, None]
+                z, labels = z.to(torch.promote_types(z.dtype, torch.float32)), packed.ids[chunk, None]
                 z = z - z.amax(-1, keepdim=True)  # so that float32 has the small differences
                 plain.append(_label_logprobs(z, labels))
                 if wide:
