@@ -104,6 +104,22 @@ def test_no_micro_batch_of_a_shared_plan_exceeds_its_budget() -> None:
             assert sum(sizes) < 0.7 * plan.totals.num_tokens
 
 
+@pytest.mark.parametrize("budget", [80, 120, 200, 4096])
+def test_a_plan_knows_which_tokens_of_prefixes_are_computed_again(budget: int) -> None:
+    """A tree of 60 + 8 x 20 tokens: each micro-batch computes the prefix, and one of 80 tokens has one answer."""
+    plan = plan_exactly(documents(3, 8, 60, 20), rule("always", budget=budget), 0)
+    computed = 0
+    for members in plan.micro_batches:
+        forest = forest_of(plan, members)
+        tokens = sum(plan.sequences[index].num_tokens for index in members)
+        computed += tokens if forest is None else forest.tokens
+    assert plan.again == computed - 3 * (60 + 8 * 20)
+    assert (plan.again > 0) == (budget < 220)
+    assert plan_exactly(documents(3, 8, 60, 20), rule("auto", budget=budget), 0).again == plan.again
+    assert plan_exactly(documents(3, 8, 60, 20), dataclasses.replace(rule("auto"), busy=1e9), 0).again is None
+    assert plan_exactly(documents(3, 8, 60, 20), rule("off", budget=budget), 0).again is None
+
+
 def test_a_plan_keeps_the_segments_of_its_micro_batches() -> None:
     plan = plan_exactly(documents(3, 6, 40, 30), rule("always", budget=400), 0)
     found = [forest_of(plan, members) for members in plan.micro_batches]

@@ -38,11 +38,14 @@ class Packables:
     members: Sequence[tuple[int, ...]]
     tokens: Sequence[int]
     costs: Sequence[float]
+    again: int = 0  # how many of the tokens are of prefixes that another item computes too
 
     @staticmethod
-    def of(items: Sequence[Item]) -> "Packables":
+    def of(items: Sequence[Item], distinct: int) -> "Packables":
+        """`distinct`: the number of tokens if each shared prefix were computed once."""
+        tokens = [item.tokens for item in items]
         return Packables(
-            [item.members for item in items], [item.tokens for item in items], [item.cost for item in items]
+            [item.members for item in items], tokens, [item.cost for item in items], sum(tokens) - distinct
         )
 
     @staticmethod
@@ -57,6 +60,7 @@ class Packables:
             [each for part in parts for each in part.members],
             [each for part in parts for each in part.tokens],
             [each for part in parts for each in part.costs],
+            sum(part.again for part in parts),
         )
 
     def moved(self, start: int) -> "Packables":
@@ -124,7 +128,7 @@ def find_items(
 ) -> list[Packables]:
     """Return the items for each limit of a tree's tokens. `alike`, `least`: as in `identities` and `find_ties`."""
     forest = find_ties(identities(sequences, alike), least)
-    return [Packables.of(make_items(forest, limit, even_length)) for limit in limits]
+    return [Packables.of(make_items(forest, limit, even_length), forest.tokens) for limit in limits]
 
 
 def find_items_together(

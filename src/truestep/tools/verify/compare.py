@@ -37,7 +37,7 @@ def _kind(metric: str) -> str:
 
 
 # These metrics depend on the layout. So do the metrics that `of_the_machine` recognises.
-_NOT_COMPARED = ("num_micro_batches", "computed_tokens")
+_NOT_COMPARED = ("num_micro_batches", "computed_tokens", "recomputed_prefix_tokens")
 
 
 class Comparer:
