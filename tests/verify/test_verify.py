@@ -301,7 +301,7 @@ def judge(examples: Path, scratch: Path) -> Callable[..., LayoutResult]:
             (faults.sibling_seen, "shared prefixes", "log-prob", "logprobs of document"),
             (faults.prefix_gradient_counted_once, "shared prefixes", "gradient", ""),
             (faults.positions_begin_anew, "shared prefixes", "log-prob", "logprobs of document"),
-            (faults.labels_of_a_prefix_counted_once, "shared prefixes", "metric", "num_labels"),
+            (faults.labels_of_a_prefix_counted_once, "shared prefixes", "count", "num_labels"),
             (faults.prefix_gradient_counted_once, "context 2, shared prefixes", "gradient", ""),
             (faults.sibling_seen, "FSDP 2, shared prefixes", "log-prob", "logprobs of document"),
         ],
