@@ -10,7 +10,8 @@ that begins with what was visible before. `--trl` trains the same documents with
 prefix of so many tokens and 16 answers of 1,024, recomputed, beside two of its documents alone, whose time counts
 eight times. `--branches` are how many of its answers a micro-batch has room for: with fewer than 16, each micro-batch
 computes the prefix again. `--random-steps` runs steps of random trees with compiled layers and counts graphs that are
-compiled after the fifth.
+compiled after the fifth. `--count` computes nothing: it says how many tokens a step would compute, by the room of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
+from truestep.rollouts.prefixes import forest_of
 from truestep.step.compute.runner import StepRunner
 from truestep.step.plan.plan import StepRule, plan_exactly
 from truestep.step.update.gradient_clipping import clip_scale, gradient_norm
@@ -73,6 +75,29 @@ def agents(count: int, turns: int, end: int, vocabulary: int) -> list[Rollout]:
             documents.append(document(f"{number}-{turn}", ids, len(thought) + len(answer), generator))
             visible = np.concatenate([visible, answer])
     return documents
+
+
+def count_tokens(given: argparse.Namespace) -> None:
+    """Print how many tokens a step of agents' trees and of one long prefix computes, by the room of a micro-batch."""
+    prefix = given.long or 65_536
+    trees = {
+        f"{given.agents or 16} agents": agents(given.agents or 16, given.turns, given.end, given.vocabulary),
+        f"{prefix}+16x1024": groups(prefix, 1024, 16, 1, given.vocabulary),
+    }
+    for name, documents in trees.items():
+        tokens, longest = (size(document.num_tokens for document in documents) for size in (sum, max))
+        for room in (1.0, 1.05, 1.1, 1.25, 1.5, 2.0):
+            budget = int(room * longest)
+            plan = plan_exactly(documents, StepRule(len(documents), False, 1, 1, budget, share="auto"), 0)
+            forests = [(members, forest_of(plan, members)) for members in plan.micro_batches]
+            computed = sum(
+                sum(plan.sequences[index].num_tokens for index in members) if forest is None else forest.tokens
+                for members, forest in forests
+            )
+            print(
+                f"{name:15} micro-batches of {budget:9,} tokens, {room:.2f} of the longest document: {len(forests):3}, "
+                f"{computed:9,} of {tokens:,} tokens computed ({tokens / computed:.2f} x fewer), {plan.again:,} again"
+            )
 
 
 class Bench:
@@ -149,8 +174,8 @@ class Bench:
             assert (plan.sharing is not None) == (count > 1) and len(plan.micro_batches) == -(-16 // count)
             tree = self.measure(plan)
             print(
-                f"{shape:12} auto, {count:2} answers a micro-batch {tree['seconds']:.2f} s, {tree['peak_gib']:.1f} GiB, "
-                f"{tree['computed_tokens']:,} tokens computed, {plan.again:,} of them again   "
+                f"{shape:12} auto, {count:2} answers a micro-batch {tree['seconds']:.2f} s, "
+                f"{tree['peak_gib']:.1f} GiB, {tree['computed_tokens']:,} tokens computed, {plan.again:,} again   "
                 f"{off['seconds'] / tree['seconds']:.2f} x",
                 flush=True,
             )
@@ -206,6 +231,7 @@ def options() -> argparse.Namespace:
         "--long", type=int, default=0, metavar="TOKENS", help="one long prefix with 16 answers of 1,024"
     )
     parser.add_argument("--branches", type=int, nargs="+", default=[16], help="answers of --long in one micro-batch")
+    parser.add_argument("--count", action="store_true", help="count the tokens of --agents and --long; no model")
     parser.add_argument("--random-steps", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true")
@@ -234,6 +260,9 @@ def documents_of(shape: str, given: argparse.Namespace) -> list[Rollout]:
 
 def main() -> None:
     given = options()
+    if given.count:
+        count_tokens(given)
+        return
     place = "cpu" if given.tiny else "cuda"
     with tempfile.TemporaryDirectory() as directory:
         path = given.model or Path(directory)

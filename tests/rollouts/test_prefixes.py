@@ -128,6 +128,31 @@ def test_a_plan_keeps_the_segments_of_its_micro_batches() -> None:
     assert all(forest_of(later, members) is forest for members, forest in zip(plan.micro_batches, found, strict=True))
 
 
+def conversations(count: int, turns: int) -> list[Rollout]:
+    """Each turn sees 100 more tokens, and thinks 60 that later turns do not see."""
+    draw, made = np.random.default_rng(5), []
+    for number in range(count):
+        seen = draw.integers(0, 61, 100 * turns)
+        for turn in range(turns):
+            ids = np.concatenate([seen[: 100 * (turn + 1)], np.full(60, 1000 + turn)])
+            made.append(dataclasses.replace(make_document(f"{number}-{turn}", len(ids), number), input_ids=ids))
+    return made
+
+
+def test_short_turns_stay_with_the_conversation_that_goes_on() -> None:
+    """Each saves little beside all the turns that follow it, but most of itself. All of a conversation are 20 x 160
+    tokens."""
+    plan = plan_exactly(conversations(5, 20), rule("auto", budget=4000), 0)
+    assert len(plan.micro_batches) == 5 and plan.again == 0
+    for members in plan.micro_batches:
+        forest = forest_of(plan, members)
+        assert forest is not None and forest.tokens == 20 * 160
+        assert len({plan.sequences[index].id.partition("-")[0] for index in members}) == 1
+    divided = plan_exactly(conversations(5, 20), rule("auto", budget=2500), 0)
+    assert divided.again is not None and 0 < divided.again <= 5 * 1000
+    assert find_ties([sequence.input_ids for sequence in divided.sequences], 64).tokens == 5 * 20 * 160
+
+
 def test_few_trees_are_divided_to_keep_all_ranks_busy() -> None:
     plan = plan_exactly(documents(1, 16, 16, 60), rule("auto", budget=4096, ranks=4), 0)
     sizes = [len(members) for members in plan.micro_batches]

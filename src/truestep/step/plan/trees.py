@@ -17,8 +17,9 @@ from truestep.rollouts.packing import first_fit_decreasing
 from truestep.rollouts.prefixes import PATH_COST, Forest, find_segments, identities
 from truestep.types import Rollout, counts_of
 
-# Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens. A
-# shorter prefix, such as the start of a chat template, is shared only if its sequences are in one micro-batch anyway.
+# Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens,
+# without those of the largest branch. A shorter prefix, such as the start of a chat template, is shared only if its
+# sequences are in one micro-batch anyway.
 _TIES = 0.05
 
 
