@@ -1,14 +1,17 @@
 """Shared prefixes on one GPU: steps with `data.share_prefixes` off and on, on the same documents.
 
     python benchmarks/prefixes.py --hidden 2048 --intermediate 6144 --compile [--shapes 2048+512 8192+512] [--rounds 3]
-    python benchmarks/prefixes.py --tiny            # on a CPU: the script itself
+    python benchmarks/prefixes.py --tiny --long 512 --branches 16 4 1   # on a CPU: the script itself
 
 For each shape, PREFIX+ANSWER tokens in groups of `--group`: tokens of documents a second and the peak of memory
 beyond weights, gradients and optimizer, off and on in turn, and how far the gradients of one step are apart. `agents`
 are documents of `--turns` turns: what a turn thinks is stripped from what later turns see, so each turn is a sequence
 that begins with what was visible before. `--trl` trains the same documents with TRL first. `--long` is one tree of a
 prefix of so many tokens and 16 answers of 1,024, recomputed, beside two of its documents alone, whose time counts
-eight times. `--random-steps` runs steps of random trees and counts graphs that are compiled after the fifth.
+eight times. `--branches` are how many of its answers a micro-batch has room for: with fewer than 16, each micro-batch
+computes the prefix again. `--random-steps` runs steps of random trees with compiled layers and counts graphs that are
+compiled after the fifth. `--count` computes nothing: it says how many tokens a step would compute, by the room of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from truestep.losses.label_losses import Grpo
 from truestep.losses.objective import Denominator, Objective
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
+from truestep.rollouts.prefixes import forest_of
 from truestep.step.compute.runner import StepRunner
 from truestep.step.plan.plan import StepRule, plan_exactly
 from truestep.step.update.gradient_clipping import clip_scale, gradient_norm
@@ -73,6 +77,29 @@ def agents(count: int, turns: int, end: int, vocabulary: int) -> list[Rollout]:
     return documents
 
 
+def count_tokens(given: argparse.Namespace) -> None:
+    """Print how many tokens a step of agents' trees and of one long prefix computes, by the room of a micro-batch."""
+    prefix = given.long or 65_536
+    trees = {
+        f"{given.agents or 16} agents": agents(given.agents or 16, given.turns, given.end, given.vocabulary),
+        f"{prefix}+16x1024": groups(prefix, 1024, 16, 1, given.vocabulary),
+    }
+    for name, documents in trees.items():
+        tokens, longest = (size(document.num_tokens for document in documents) for size in (sum, max))
+        for room in (1.0, 1.05, 1.1, 1.25, 1.5, 2.0):
+            budget = int(room * longest)
+            plan = plan_exactly(documents, StepRule(len(documents), False, 1, 1, budget, share="auto"), 0)
+            forests = [(members, forest_of(plan, members)) for members in plan.micro_batches]
+            computed = sum(
+                sum(plan.sequences[index].num_tokens for index in members) if forest is None else forest.tokens
+                for members, forest in forests
+            )
+            print(
+                f"{name:15} micro-batches of {budget:9,} tokens, {room:.2f} of the longest document: {len(forests):3}, "
+                f"{computed:9,} of {tokens:,} tokens computed ({tokens / computed:.2f} x fewer), {plan.again:,} again"
+            )
+
+
 class Bench:
     def __init__(self, policy: Policy, given: argparse.Namespace):
         self.policy, self.given = policy, given
@@ -102,13 +129,13 @@ class Bench:
         plans = {share: self.plan(documents, budget, share) for share in ("off", "auto")}
         times: dict[str, list[float]] = {share: [] for share in plans}
         peaks: dict[str, float] = {}
-        gradients = {}
+        gradients, computed = {}, {}
         for share, plan in plans.items():
             self.step(plan)
             if self.gpu:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            self.runner.accumulate(plan)
+            computed[share] = self.runner.accumulate(plan).line()["computed_tokens"]
             gradients[share] = [gradient.clone() for gradient in self.policy.weights.gradients.values()]
             peaks[share] = (torch.cuda.max_memory_allocated() - before) / 2**30 if self.gpu else 0.0
         off = sum(float((a - b).double().norm() ** 2) for a, b in zip(*gradients.values(), strict=True)) ** 0.5
@@ -121,6 +148,7 @@ class Bench:
             "shape": name,
             "documents": len(documents),
             "tokens": tokens,
+            "computed_tokens": computed,
             "micro_batches": {share: len(plan.micro_batches) for share, plan in plans.items()},
             "seconds": times,
             "peak_gib": peaks,
@@ -129,28 +157,39 @@ class Bench:
         print(
             f"{name:12} off {median['off']:7.3f} s {tokens / median['off']:9,.0f} tokens/s {peaks['off']:6.1f} GiB   "
             f"auto {median['auto']:7.3f} s {tokens / median['auto']:9,.0f} tokens/s {peaks['auto']:6.1f} GiB   "
-            f"{median['off'] / median['auto']:.2f} x   gradients {off / size:.1e} apart",
+            f"{median['off'] / median['auto']:.2f} x, {tokens / computed['auto']:.2f} x fewer tokens computed   "
+            f"gradients {off / size:.1e} apart",
             flush=True,
         )
         return found
 
-    def compare_long(self, prefix: int, answer: int) -> dict[str, Any]:
+    def compare_long(self, prefix: int, answer: int, counts: list[int]) -> list[dict[str, Any]]:
+        """`counts`: of how many of the 16 answers a micro-batch has room for beside their prefix."""
         documents = groups(prefix, answer, 16, 1, self.given.vocabulary)
-        few, tree = self.plan(documents[:2], prefix + answer, "off"), self.plan(documents, prefix + 16 * answer, "auto")
-        assert tree.sharing is not None and len(tree.micro_batches) == 1
-        times, peaks = {}, {}
-        for name, plan, factor in (("off", few, 8), ("auto", tree, 1)):
-            self.step(plan)
-            if self.gpu:
-                torch.cuda.reset_peak_memory_stats()
-            times[name] = factor * self.step(plan)
-            peaks[name] = torch.cuda.max_memory_allocated() / 2**30 if self.gpu else 0.0
-        print(
-            f"{prefix}+16x{answer} off {times['off']:.2f} s (of two documents), {peaks['off']:.1f} GiB   auto "
-            f"{times['auto']:.2f} s, {peaks['auto']:.1f} GiB   {times['off'] / times['auto']:.2f} x",
-            flush=True,
-        )
-        return {"shape": f"{prefix}+16x{answer}", "seconds": times, "peak_gib": peaks}
+        shape, off = f"{prefix}+16x{answer}", self.measure(self.plan(documents[:2], prefix + answer, "off"), 8)
+        print(f"{shape:12} off {off['seconds']:.2f} s (of two documents), {off['peak_gib']:.1f} GiB", flush=True)
+        found = [{"shape": shape, "off": off}]
+        for count in counts:
+            plan = self.plan(documents, prefix + count * answer, "auto")
+            assert (plan.sharing is not None) == (count > 1) and len(plan.micro_batches) == -(-16 // count)
+            tree = self.measure(plan)
+            print(
+                f"{shape:12} auto, {count:2} answers a micro-batch {tree['seconds']:.2f} s, "
+                f"{tree['peak_gib']:.1f} GiB, {tree['computed_tokens']:,} tokens computed, {plan.again:,} again   "
+                f"{off['seconds'] / tree['seconds']:.2f} x",
+                flush=True,
+            )
+            found.append({"shape": shape, "answers": count, "again": plan.again, "auto": tree})
+        return found
+
+    def measure(self, plan: StepPlan, factor: int = 1) -> dict[str, Any]:
+        """Measure a step. Its time and its tokens count `factor` times."""
+        computed = self.runner.accumulate(plan).line()["computed_tokens"]
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = self.step(plan)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if self.gpu else 0.0
+        return {"seconds": factor * seconds, "peak_gib": peak, "computed_tokens": factor * computed}
 
     def random_trees(self, steps: int, budget: int, vocabulary: int) -> int:
         """Return how many graphs were compiled after the fifth step."""
@@ -170,6 +209,7 @@ class Bench:
             self.step(self.plan(documents, budget, "auto"))
             if number == 4:
                 early = counted["unique_graphs"]
+        assert counted["unique_graphs"] > 0, "no layer was compiled"
         return int(counted["unique_graphs"] - early)
 
 
@@ -190,6 +230,8 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--long", type=int, default=0, metavar="TOKENS", help="one long prefix with 16 answers of 1,024"
     )
+    parser.add_argument("--branches", type=int, nargs="+", default=[16], help="answers of --long in one micro-batch")
+    parser.add_argument("--count", action="store_true", help="count the tokens of --agents and --long; no model")
     parser.add_argument("--random-steps", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true")
@@ -201,11 +243,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--trl-only", nargs="+", metavar="WORDS", help="of TRL's rows, those that have one of these")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
+    if given.random_steps and not given.compile:
+        parser.error("--random-steps counts graphs: it needs --compile")
     if given.tiny:
         given.layers, given.hidden, given.intermediate, given.heads, given.vocabulary = 2, 64, 128, 8, 997
         given.tokens, given.groups, given.rounds, given.end = 1024, 2, 1, 480
-        given.shapes, given.agents, given.turns, given.random_steps = ["64+16", "8+16"], 2, 4, 7
-        given.long = 512 if given.long else 0
+        given.shapes, given.agents, given.turns = ["64+16", "8+16"], 2, 4
     given.untied, given.optimizer, given.offload, given.offload_room = False, "adamw", "none", 0.0
     return given
 
@@ -217,6 +260,9 @@ def documents_of(shape: str, given: argparse.Namespace) -> list[Rollout]:
 
 def main() -> None:
     given = options()
+    if given.count:
+        count_tokens(given)
+        return
     place = "cpu" if given.tiny else "cuda"
     with tempfile.TemporaryDirectory() as directory:
         path = given.model or Path(directory)
@@ -248,7 +294,7 @@ def main() -> None:
         longest = max(document.num_tokens for document in documents)
         found.append(bench.compare("agents", documents, max(given.tokens, longest * 3 // 2)))
     if given.long:
-        found.append(bench.compare_long(given.long, 64 if given.tiny else 1024))
+        found += bench.compare_long(given.long, 64 if given.tiny else 1024, given.branches)
     if given.random_steps:
         late = bench.random_trees(given.random_steps, given.tokens, given.vocabulary)
         print(f"{given.random_steps} steps of random trees: {late} graphs compiled after the fifth")

@@ -2,9 +2,16 @@
 
     python benchmarks/whole_run.py [--documents 256] [--prompt 128] [--new 512] [--steps 3] [--tokens 16384] [--plain]
                                    [--case recompute kl exact ...]
+    python benchmarks/whole_run.py --prompt 2048 --steps 20 --case "as it is" "no shared prefixes"
+    python benchmarks/whole_run.py --layers 2 --hidden 64 --intermediate 128 --vocabulary 1009 --documents 16
+                                   --prompt 48 --new 8 --tokens 512 --dtype float32
+                                   --case "as it is" "no shared prefixes"
 
 The model has random weights in bfloat16 and Qwen3's shape (1.72B parameters), so every completion takes all of its
-tokens. `--plain` samples without the engine. `--case` adds what else a step may do, one run after another.
+tokens. `--plain` samples without the engine. `--case` adds what else a step may do, one run after another. Of each run
+but the first it says in how many steps it earned what the first earned, and how far apart their weights are at the end,
+also as a share of the way that they went. In bfloat16 two runs that round differently draw other tokens before long.
+The last line above is for a CPU.
 """
 
 from __future__ import annotations
@@ -13,11 +20,13 @@ import argparse
 import gc
 import io
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +36,7 @@ import yaml
 from rich.console import Console
 
 from truestep.config.load import load_config
+from truestep.model.loading.load import load_policy
 from truestep.run.train import train
 from truestep.tools.demo.model import make_tokenizer
 
@@ -49,11 +59,12 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return {**base, **{name: {**base.get(name, {}), **values} for name, values in over.items()}}
 
 
-def run(folder: Path, name: str, given: argparse.Namespace) -> None:
+def run(folder: Path, name: str, given: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Return the weights at the end, on the host."""
     base: dict[str, Any] = {
         "model": {
             "path": str(folder / "model"),
-            "dtype": "bfloat16",
+            "dtype": given.dtype,
             "head": {"fp32_lm_head": True},
             "compile": given.compile,
         },
@@ -79,6 +90,7 @@ def run(folder: Path, name: str, given: argparse.Namespace) -> None:
     for line in lines:
         print(
             f"step {line['step']}: {line['step_time']:.2f} s, sampling and rating {line['data_wait_time']:.2f}; "
+            f"{line['computed_tokens']:,} of {line['num_tokens']:,} tokens computed; "
             f"ratio {line.get('ratio_new_old', 1)!r}, clipped {line.get('clipped_ratio_fraction', 0)!r}, kl "
             f"{line.get('kl_new_old', 0):.1e}"
         )
@@ -94,9 +106,28 @@ def run(folder: Path, name: str, given: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
         print(f"peak memory {allocated:.1f} GiB, reserved {reserved:.1f}", flush=True)
+    weights = {weight: value.detach().float().cpu() for weight, value in trainer.policy.weights.master.items()}
     del trainer
     gc.collect()
     torch.cuda.empty_cache()
+    return weights
+
+
+def compare(folder: Path, names: Sequence[str], ends: Sequence[dict[str, torch.Tensor]]) -> None:
+    """Compare a run with the first: the rewards of the steps, and the weights at the end."""
+    begun = load_policy(folder / "model", dtype="float32", device="cpu").weights.master
+    first, last = ends
+    way = math.fsum(float((first[name] - begun[name].detach()).double().square().sum()) for name in first)
+    apart = math.fsum(float((first[name] - last[name]).double().square().sum()) for name in first)
+    size = math.fsum(float(first[name].double().square().sum()) for name in first)
+    lines = [(folder / name.replace(" ", "-") / "metrics.jsonl").read_text().splitlines() for name in names]
+    rewards = [[json.loads(line)["reward"] for line in own] for own in lines]
+    same = sum(one == other for one, other in zip(*rewards, strict=True))
+    print(
+        f"{names[1]} beside {names[0]}: {same} of {len(rewards[0])} steps with the same reward; weights "
+        f"{(apart / size) ** 0.5:.1e} apart, {(apart / way) ** 0.5:.1e} of the way that they went",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -107,6 +138,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--compile", action="store_true", help="the layers, in training")
     parser.add_argument("--plain", action="store_true", help="without the engine")
     parser.add_argument("--case", nargs="+", default=["as it is"], choices=CASES)
@@ -126,8 +158,9 @@ def main() -> None:
         (folder / "whole_run_reward.py").write_text(textwrap.dedent(REWARD))
         sys.path.insert(0, str(folder))
         os.chdir(folder)
-        for name in given.case:
-            run(folder, name, given)
+        first = run(folder, given.case[0], given)
+        for name in given.case[1:]:
+            compare(folder, (given.case[0], name), (first, run(folder, name, given)))
 
 
 if __name__ == "__main__":

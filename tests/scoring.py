@@ -23,7 +23,7 @@ from truestep.tools.score import score
 TOLERANCE = 1e-5
 # Percentiles of a histogram are no sums of terms; they are tested against numpy where they are made.
 NOT_IN_ORACLE = ("log_ratio_p1", "log_ratio_p5", "log_ratio_p50", "log_ratio_p95", "log_ratio_p99")
-BESIDE_METRICS = ("num_micro_batches", "computed_tokens", "documents_seen", "num_rejected")
+BESIDE_METRICS = ("num_micro_batches", "computed_tokens", "recomputed_prefix_tokens", "documents_seen", "num_rejected")
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ ALWAYS = {
     "num_rejected",
     *("loss", "new_logprobs", "grad_norm", "learning_rate", "num_documents", "documents_seen", "num_tokens"),
     "num_sequences",
-    *("num_labels", "num_micro_batches", "computed_tokens", "tokens_per_second", "data_wait_time", "step_time"),
+    *("num_labels", "num_micro_batches", "computed_tokens", "recomputed_prefix_tokens"),
+    *("tokens_per_second", "data_wait_time", "step_time"),
     *(f"time/{part}" for part in ("waiting", "forward", "head", "backward", "reduce", "optimizer", "sync", "other")),
 }
 BASIC = {

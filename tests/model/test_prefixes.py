@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from truestep.model.mixers.paths import make_paths, sum_paths
 from truestep.model.mixers.registered import put_in
 from truestep.model.policy import packed_hidden
 from truestep.rollouts.packing import pack
-from truestep.rollouts.prefixes import share
+from truestep.rollouts.prefixes import forest_of, share
+from truestep.step.plan.plan import StepRule, plan_exactly
 from truestep.tools.verify.reference import Float64, Reference
 from truestep.types import PackedBatch, Rollout, Sharing
 
@@ -78,56 +80,105 @@ def make_model(directory: Path, kind: str) -> Path:
     return directory
 
 
-def tree(depth: int, seed: int) -> list[Rollout]:
+def tree(depth: int, seed: int, in_prefixes: bool = True) -> list[Rollout]:
     """Documents that part at `depth` places, each time by branches that end at once; also a twin, one that others begin
-    with, a stranger, and labels in prefixes."""
+    with, a stranger, and labels in prefixes, each with another mask and weight in each of its documents."""
     draw = np.random.default_rng(seed)
     ids: list[np.ndarray] = []
+    own: list[int] = []  # where the last segment of each document begins
     prefix = draw.integers(0, 61, 33)
     for _ in range(depth):
-        ids += [np.concatenate([prefix, draw.integers(0, 61, draw.integers(1, 30))]) for _ in range(2)]
+        for _ in range(2):
+            own.append(len(prefix))
+            ids.append(np.concatenate([prefix, draw.integers(0, 61, draw.integers(1, 30))]))
         prefix = np.concatenate([prefix, draw.integers(0, 61, draw.integers(1, 20))])
+    own += [len(prefix) - 1, len(prefix), own[0], 0]
     ids += [prefix, np.concatenate([prefix, draw.integers(0, 61, 70)]), ids[0], draw.integers(0, 61, 9)]
     order = draw.permutation(len(ids))
-    return [_document(number, ids[place], draw) for number, place in enumerate(order)]
+    firsts = [0 if in_prefixes else own[place] for place in order]
+    return [_document(number, ids[place], firsts[number], draw) for number, place in enumerate(order)]
 
 
-def _document(number: int, ids: np.ndarray, draw: np.random.Generator) -> Rollout:
+def _document(number: int, ids: np.ndarray, first: int, draw: np.random.Generator) -> Rollout:
     mask = draw.random(len(ids)) < 0.5
     mask[0], mask[-1] = False, True
+    mask[:first] = False
     if number % 3 == 0:
         mask[: len(ids) // 2] = False
     values = np.where(mask, -1.0, 0.0).astype(np.float32)
     return Rollout(id=str(number), input_ids=ids, loss_mask=mask, logprobs=values, advantages=values)
 
 
-def shared(documents: list[Rollout], multiple: int = 8) -> PackedBatch:
-    batch = pack(documents, multiple, forest=share(documents, Sharing()))
-    assert any(parent >= 0 for parent in batch.tokens.parents)
-    assert len(batch.tokens) < sum(document.num_tokens for document in documents)
-    return batch
+def shared(documents: list[Rollout], budget: int = 4096) -> list[tuple[list[Rollout], PackedBatch]]:
+    """The micro-batches of a plan that shares all it can: their documents, and what is computed."""
+    rule = StepRule(len(documents), False, 1, 1, budget, share="always")
+    plan = plan_exactly(documents, rule, 0)
+    packed = []
+    for members in plan.micro_batches:
+        some = [plan.sequences[index] for index in members]
+        packed.append((some, pack(some, 8, forest=forest_of(plan, members))))
+    assert any(parent >= 0 for _, batch in packed for parent in batch.tokens.parents)
+    return packed
 
 
-def gradients(model: Any, rows: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The log-probs of labels, and the gradients of a weighted sum of them."""
-    logprobs = model.get_output_embeddings()(rows).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    weights = torch.randn(len(ids), generator=torch.Generator().manual_seed(4))
-    named = dict(model.named_parameters())
-    found = torch.autograd.grad((logprobs * weights).sum(), list(named.values()), allow_unused=True)
-    return {"logprobs": logprobs.detach()} | {
-        name: value for name, value in zip(named, found, strict=True) if value is not None
-    }
+class Gradients:
+    """The log-probs of documents' labels, and the gradient of a sum of them. Each has a weight of its own."""
+
+    def __init__(self, model: Any):
+        self.model, self.named = model, dict(model.named_parameters())
+        self.found: dict[str, torch.Tensor] = {}
+
+    def add(self, documents: list[Rollout], rows: torch.Tensor, ids: torch.Tensor) -> None:
+        logprobs = self.model.get_output_embeddings()(rows).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        of_documents = logprobs.split([document.num_labels for document in documents])
+        total = logprobs.new_zeros(())
+        for document, own in zip(documents, of_documents, strict=True):
+            self.found[f"logprobs of {document.id}"] = own.detach()
+            weights = torch.randn(len(own), generator=torch.Generator().manual_seed(int(document.id)))
+            total = total + (own * weights).sum()
+        gradients = torch.autograd.grad(total, list(self.named.values()), allow_unused=True)
+        for name, gradient in zip(self.named, gradients, strict=True):
+            if gradient is not None:
+                self.found[name] = self.found.get(name, 0) + gradient
 
 
 def alone(model: Any, documents: list[Rollout]) -> dict[str, torch.Tensor]:
-    rows, ids = [], []
+    gradients = Gradients(model)
     for document in documents:
         tokens = torch.from_numpy(document.input_ids)
         hidden = model.base_model(input_ids=tokens[None], use_cache=False)[0][0]
         labels = torch.from_numpy(np.flatnonzero(document.loss_mask))
-        rows.append(hidden[labels - 1])
-        ids.append(tokens[labels])
-    return gradients(model, torch.cat(rows), torch.cat(ids))
+        gradients.add([document], hidden[labels - 1], tokens[labels])
+    return gradients.found
+
+
+def in_trees(model: Any, packed: list[tuple[list[Rollout], PackedBatch]]) -> dict[str, torch.Tensor]:
+    gradients = Gradients(model)
+    for documents, batch in packed:
+        hidden = packed_hidden(model, batch.tokens, torch.device("cpu"))
+        gradients.add(documents, hidden[batch.labels.rows], batch.labels.ids)
+    return gradients.found
+
+
+def check_trees(kind: str, directory: Path, documents: list[Rollout], budgets: Sequence[int]) -> list[int]:
+    """Compare micro-batches of each budget with whole sequences. Return how many tokens were computed."""
+    exact, ours = Reference(directory)._model, Reference(directory)._model
+    if kind in RECURRENT:
+        put_in(ours)
+    ours.set_attn_implementation(attention.NAME)
+    computed = []
+    with Float64():
+        right = alone(exact, documents)
+        for budget in budgets:
+            packed = shared(documents, budget)
+            got = in_trees(ours, packed)
+            assert got.keys() == right.keys()
+            for name, wanted in right.items():
+                # a few weights are float32 in transformers' code
+                most = 1e-9 if wanted.dtype == torch.float64 else 1e-6
+                assert float((got[name] - wanted).norm() / wanted.norm().clamp(min=1e-9)) < most, name
+            computed.append(sum(batch.tokens.num_tokens for _, batch in packed))
+    return computed
 
 
 @pytest.mark.parametrize(
@@ -135,22 +186,22 @@ def alone(model: Any, documents: list[Rollout]) -> dict[str, torch.Tensor]:
     [pytest.param(kind, marks=[] if kind in SHORT else pytest.mark.long) for kind in (*ATTENDING, *RECURRENT)],
 )
 def test_trees_are_whole_sequences_alone(kind: str, tmp_path: Path) -> None:
+    """Trees in one micro-batch, and one that is larger than its micro-batches: each computes its prefix again."""
     directory = make_model(tmp_path / kind, kind)
-    exact, ours = Reference(directory)._model, Reference(directory)._model
-    if kind in RECURRENT:
-        put_in(ours)
-    ours.set_attn_implementation(attention.NAME)
-    for depth in (1, 4):
-        documents = tree(depth, seed=depth)
-        batch = shared(documents)
-        with Float64():
-            right = alone(exact, documents)
-            hidden = packed_hidden(ours, batch.tokens, torch.device("cpu"))
-            got = gradients(ours, hidden[batch.labels.rows], batch.labels.ids)
-        assert got.keys() == right.keys() and right["logprobs"].dtype == torch.float64
-        for name, wanted in right.items():
-            most = 1e-9 if wanted.dtype == torch.float64 else 1e-6  # a few weights are float32 in transformers' code
-            assert float((got[name] - wanted).norm() / wanted.norm().clamp(min=1e-9)) < most, name
+    check_trees(kind, directory, tree(5, seed=1), [4096])
+    documents = tree(2, seed=4, in_prefixes=False)
+    longest, every = (size(document.num_tokens for document in documents) for size in (max, sum))
+    whole, divided = check_trees(kind, directory, documents, [4096, longest])
+    assert whole < divided < every
+
+
+@pytest.mark.parametrize("in_prefixes", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+def test_trees_of_any_depth_are_whole_sequences_alone(depth: int, in_prefixes: bool, tmp_path: Path) -> None:
+    """With labels in prefixes and without, each computed once."""
+    documents = tree(depth, seed=depth, in_prefixes=in_prefixes)
+    beginnings = {document.input_ids[: at + 1].tobytes() for document in documents for at in range(document.num_tokens)}
+    assert check_trees("llama", make_model(tmp_path / "llama", "llama"), documents, [4096]) == [len(beginnings)]
 
 
 def test_recomputed_layers_see_the_same_paths(tmp_path: Path) -> None:

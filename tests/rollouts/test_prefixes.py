@@ -104,12 +104,54 @@ def test_no_micro_batch_of_a_shared_plan_exceeds_its_budget() -> None:
             assert sum(sizes) < 0.7 * plan.totals.num_tokens
 
 
+@pytest.mark.parametrize("budget", [80, 120, 200, 4096])
+def test_a_plan_knows_which_tokens_of_prefixes_are_computed_again(budget: int) -> None:
+    """A tree of 60 + 8 x 20 tokens: each micro-batch computes the prefix, and one of 80 tokens has one answer."""
+    plan = plan_exactly(documents(3, 8, 60, 20), rule("always", budget=budget), 0)
+    computed = 0
+    for members in plan.micro_batches:
+        forest = forest_of(plan, members)
+        tokens = sum(plan.sequences[index].num_tokens for index in members)
+        computed += tokens if forest is None else forest.tokens
+    assert plan.again == computed - 3 * (60 + 8 * 20)
+    assert (plan.again > 0) == (budget < 220)
+    assert plan_exactly(documents(3, 8, 60, 20), rule("auto", budget=budget), 0).again == plan.again
+    assert plan_exactly(documents(3, 8, 60, 20), dataclasses.replace(rule("auto"), busy=1e9), 0).again is None
+    assert plan_exactly(documents(3, 8, 60, 20), rule("off", budget=budget), 0).again is None
+
+
 def test_a_plan_keeps_the_segments_of_its_micro_batches() -> None:
     plan = plan_exactly(documents(3, 6, 40, 30), rule("always", budget=400), 0)
     found = [forest_of(plan, members) for members in plan.micro_batches]
     assert any(forest is not None for forest in found)
     later = dataclasses.replace(plan, repeated=True)
     assert all(forest_of(later, members) is forest for members, forest in zip(plan.micro_batches, found, strict=True))
+
+
+def conversations(count: int, turns: int) -> list[Rollout]:
+    """Each turn sees 100 more tokens, and thinks 60 that later turns do not see."""
+    draw, made = np.random.default_rng(5), []
+    for number in range(count):
+        seen = draw.integers(0, 61, 100 * turns)
+        for turn in range(turns):
+            ids = np.concatenate([seen[: 100 * (turn + 1)], np.full(60, 1000 + turn)])
+            made.append(dataclasses.replace(make_document(f"{number}-{turn}", len(ids), number), input_ids=ids))
+    return made
+
+
+def test_short_turns_stay_with_the_conversation_that_goes_on() -> None:
+    """Each saves little beside all the turns that follow it, but most of itself. All of a conversation are 20 x 160
+    tokens."""
+    plan = plan_exactly(conversations(5, 20), rule("auto", budget=4000), 0)
+    assert len(plan.micro_batches) == 5 and plan.again == 0
+    for members in plan.micro_batches:
+        forest = forest_of(plan, members)
+        assert forest is not None and forest.tokens == 20 * 160
+        assert len({plan.sequences[index].id.partition("-")[0] for index in members}) == 1
+    divided = plan_exactly(conversations(5, 20), rule("auto", budget=2500), 0)
+    parts = [forest_of(divided, members) for members in divided.micro_batches]
+    assert len(parts) == 10, "two of each conversation, of which both compute what they have in common"
+    assert divided.again == sum(forest.tokens for forest in parts if forest is not None) - 5 * 20 * 160 > 0
 
 
 def test_few_trees_are_divided_to_keep_all_ranks_busy() -> None:

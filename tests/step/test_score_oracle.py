@@ -6,7 +6,9 @@ verify/test_layouts.py.
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,47 @@ def test_advantages_of_tokens_by_a_users_function_equal_the_oracle(
     check_against_oracle(run_score(config, tmp_path / "out"), expected)
     advantages = [value for document in expected.documents for value in document["advantages"] or ()]
     assert len({round(value, 6) for value in advantages}) > 5
+
+
+# Beside chunks of 7 rows, of 1 and of as many as fit (LAYOUTS); micro-batches of 24 tokens divide every tree.
+TREES = (SHORT[1], *(("qwen3_tied", loss) for loss in LOSSES if loss != "gspo"))
+
+
+@pytest.mark.parametrize(("kind", "loss"), in_tiers(TREES, TREES[:2], TREES[2:]))
+def test_trees_of_shared_prefixes_equal_the_oracle(
+    kind: str, loss: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny_model(kind)
+    records = grown(make_records(3, documents=12), seed=3)
+    set_old_logprobs(records, oracle_logprobs(model, records), seed=3, **BOUNDS[loss])
+    beginnings = {tuple(record["input_ids"][:at]) for record in records for at in range(1, 1 + record_length(record))}
+    file = write_records(tmp_path / "rollouts.jsonl", records)
+    options = {"type": loss, "entropy_bonus": 0.1, "z_loss": 0.01, **OPTIONS[loss]}
+    configs = [config_for(model, file, options | denominator, share_prefixes="always") for denominator in DENOMINATORS]
+    computed = []
+    for scored in checked(model, records, configs, tmp_path / "out"):
+        counts = [scored.step[name] for name in ("num_tokens", "computed_tokens", "recomputed_prefix_tokens")]
+        assert counts[0] == sum(map(record_length, records)), "counts are logical"
+        assert (counts[2] > 0) == (counts[1] > len(beginnings))
+        computed.append(counts[1])
+    divided, _, whole, _ = computed
+    assert whole == len(beginnings) < divided < sum(map(record_length, records))
+
+
+def grown(records: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Let each record begin as one before it, so that they are trees of several levels; every fourth is a beginning of
+    another, or its twin."""
+    draw = random.Random(seed)
+    for number, record in enumerate(records[1:], start=1):
+        ids, before = record["input_ids"], records[draw.randrange(number)]["input_ids"]
+        most = min(len(ids), len(before))
+        shared = most if number % 4 == 0 else draw.randrange(most // 2, most)
+        record["input_ids"] = before[:shared] + ids[shared:]
+    return [*records, copy.deepcopy(records[0]) | {"id": "twin"}]
+
+
+def record_length(record: dict[str, Any]) -> int:
+    return len(record["input_ids"])
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "granite"])

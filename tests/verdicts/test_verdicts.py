@@ -135,6 +135,10 @@ MADE_UP: dict[str, tuple[str, dict[str, Callable[[int], float]]]] = {
     ),
     "steps have no gradient": ("no gradient", {"grad_norm": lambda step: 0.0}),
     "groups do not differ": ("groups without a difference", {"zero_advantage_groups": lambda step: 0.85}),
+    "prefixes are computed again": (
+        "divided trees",
+        {"computed_tokens": lambda step: 1000.0, "recomputed_prefix_tokens": lambda step: 600.0},
+    ),
     "rewards are waited for": ("slow rewards", {"time/rating": lambda step: 8.0, "step_time": lambda step: 10.0}),
     "entropy falls and nothing is learnt": ("no exploration", {"entropy": lambda step: 1.0 / step**2}),
     "the reward falls": ("worse", {"reward": noisy(lambda step: 0.7 - 0.02 * step)}),
@@ -202,6 +206,10 @@ HONEST: dict[str, dict[str, Callable[[int], float]]] = {
     "episodes that are cut less and less": {
         "ended_by/max_turns": lambda step: 0.29 / step,
         "truncated_fraction": lambda step: 0.29 / step,
+    },
+    "trees of which a few are divided": {
+        "computed_tokens": lambda step: 1000.0,
+        "recomputed_prefix_tokens": lambda step: 400.0,
     },
     "steered to an entropy": {
         "entropy": lambda step: 0.2 + 0.1 * step,

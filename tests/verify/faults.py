@@ -30,6 +30,7 @@ from truestep.step.compute.label_shares import MicroBatch
 from truestep.step.compute.passes import Passes
 from truestep.step.compute.runner import StepRunner
 from truestep.step.compute.schedule import Pass
+from truestep.step.plan import plan as plans
 from truestep.types import PackedBatch, StepPlan, StepTotals
 from truestep.weights import sharded, whole
 from truestep.weights.pieces import WeightSlice, pieces_of
@@ -369,3 +370,21 @@ def positions_begin_anew() -> None:
         return dataclasses.replace(tokens, position_ids=torch.cat(places))
 
     packing.pack_tokens = anew
+
+
+def labels_of_a_prefix_counted_once() -> None:
+    """A label that several sequences have in their shared prefix is one of the step's labels, as it is one row."""
+    honest = plans.make_plan
+
+    def counted(*given: Any, **named: Any) -> StepPlan:
+        plan = honest(*given, **named)
+        if plan.sharing is None:
+            return plan
+        labels = {
+            sequence.input_ids[: place + 1].tobytes()
+            for sequence in plan.sequences
+            for place in sequence.loss_mask.nonzero()[0]
+        }
+        return dataclasses.replace(plan, totals=dataclasses.replace(plan.totals, num_labels=len(labels)))
+
+    plans.make_plan = counted

@@ -29,7 +29,12 @@ OPTIMIZERS = {
     "adamw_8bit": ["--optimizer.type=adamw_8bit", "--optimizer.weight_decay=0.1"],
     "muon": ["--optimizer.type=muon", "--optimizer.weight_decay=0.1"],
 }
-LAYOUTS = {"one process", "smallest micro-batches", "shared prefixes", "FSDP 2"}
+SHARED = {
+    *("shared prefixes", "shared prefixes, divided trees", "FSDP 2, shared prefixes"),
+    *("context 2, shared prefixes", "tensor 2, shared prefixes", "pipeline 2, shared prefixes"),
+}
+LAYOUTS = {"one process", "smallest micro-batches", "FSDP 2", *SHARED}
+FOR_ANY_MODEL = {"shared prefixes", "shared prefixes, divided trees", "FSDP 2, shared prefixes"}
 CASES = [(name, optimizer) for name in EXAMPLES for optimizer in OPTIMIZERS]
 IN_LONG = [("sft", "adamw"), ("experts/train", "adamw"), ("boxes/warm-up", "muon"), ("lora-8b", "adamw_8bit")]
 
@@ -67,5 +72,5 @@ def test_no_alarm(name: str, optimizer: str, tmp_path: Path, monkeypatch: pytest
     wanted = LAYOUTS.__contains__
     verdicts = verify(config, tmp_path / "out", most_ranks=2, documents=8, only=lambda layout: wanted(layout.name))
     found = {verdict.layout.name for verdict in verdicts}
-    assert found >= {"one process", "FSDP 2"} | {"bfloat16: one process", "bfloat16: FSDP 2"}
+    assert found >= {"one process", "FSDP 2", *FOR_ANY_MODEL} | {"bfloat16: one process", "bfloat16: FSDP 2"}
     assert not [complaint for verdict in verdicts for complaint in complaints(verdict)]

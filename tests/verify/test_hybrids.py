@@ -15,7 +15,7 @@ from truestep.tools.verify.judge import verify
 from truestep.tools.verify.report import complaints
 
 ALONE = {"one process", "smallest micro-batches", "shared prefixes"}
-LAYOUTS = ALONE | {"FSDP 2", "context 2", "tensor 2", "pipeline 2"}
+LAYOUTS = ALONE | {"FSDP 2", "context 2", "context 2, shared prefixes", "tensor 2", "pipeline 2"}
 # What `verify` leaves out, because a run is refused: docs/families.md has the reasons.
 REFUSED: dict[str, set[str]] = {
     "qwen3_5_text": set(),
@@ -29,7 +29,7 @@ REFUSED: dict[str, set[str]] = {
     "deepseek_v3": set(),
 }
 # What states add to a layout is the same for all kinds of them, but where a document or a micro-batch is cut.
-CUTS = {"smallest micro-batches", "shared prefixes", "context 2"}
+CUTS = {"smallest micro-batches", "shared prefixes", "context 2, shared prefixes"}
 FEWER = {"nemotron_h": CUTS, "kimi_linear": CUTS, "deepseek_v3": {"one process", "smallest micro-batches"}}
 WHOLE = [(kind, None) for kind in REFUSED]
 ADAPTED = [(kind, {"rank": 3}) for kind in ("falcon_h1", "qwen3_5_text")]

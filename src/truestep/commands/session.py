@@ -68,7 +68,7 @@ Loss = Mapping[str, Any] | LabelLoss | Closure | None
 Documents = Sequence[Rollout | Mapping[str, Any]]
 
 _TERMS = ("loss", "policy_loss", "kl_reference", "kl_cov", "entropy_bonus", "z_loss")  # metrics with a denominator
-_COUNTS = ("num_sequences", "num_micro_batches", "computed_tokens")
+_COUNTS = ("num_sequences", "num_micro_batches", "computed_tokens", "recomputed_prefix_tokens")
 _LARGEST_RATE = 1e30  # the bound in the configuration
 
 

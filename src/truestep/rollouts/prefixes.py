@@ -78,7 +78,8 @@ class Forest:
 
 def find_segments(sequences: Sequence[np.ndarray], least: int = 1, least_share: float = 0.0) -> Forest:
     """Find the segments that sequences share. A segment that n branches share saves n - 1 times its length. It is
-    shared only if this saving is at least `least` tokens, and at least `least_share` of these sequences' tokens."""
+    shared only if this saving is at least `least` tokens, and at least `least_share` of the tokens of the branches
+    without the largest one: so a short branch at the beginning of a long conversation stays with it."""
     order, common = _sorted(sequences)
     ends = np.cumsum([0, *(len(sequences[index]) for index in order)])
     segments: list[Segment] = []
@@ -99,7 +100,9 @@ def find_segments(sequences: Sequence[np.ndarray], least: int = 1, least_share: 
         shared = int(between.min())
         borders = [first, *(first + 1 + np.flatnonzero(between == shared)).tolist(), stop]
         saved = (shared - begin) * (len(borders) - 2)
-        if saved >= max(least, 1) and saved >= least_share * (ends[stop] - ends[first] - (stop - first) * begin):
+        # tokens of all branches but the largest, from `begin` on
+        sizes = ends[borders[1:]] - ends[borders[:-1]] - np.diff(borders) * begin
+        if saved >= max(least, 1) and saved >= least_share * (sizes.sum() - sizes.max()):
             segments.append(Segment(parent, order[first], begin, shared))
             parent, begin = len(segments) - 1, shared
         # The last range is taken from the stack first.

@@ -27,6 +27,9 @@ _RAISE = {
     "episode_timeout": "Look at turn_time/environment and turn_time/drawing: make the slower one faster, or raise "
     "sampler.episode_timeout.",
 }
+# Fractions of computed tokens that are prefixes which another micro-batch has too: above `_AGAIN` a verdict is a note,
+# above `_MOSTLY_AGAIN` a warning.
+_AGAIN, _MOSTLY_AGAIN = 0.1, 0.5
 # States that imply that groups have no advantages.
 _WITHOUT_DIFFERENCE = ("collapse", "constant reward", "too hard", "too easy", "lost", "rate", "entropy", "length")
 # States in which the reward rises, so that less exploration is not a problem.
@@ -199,6 +202,20 @@ def _repeats(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
         )
 
 
+def _divided_trees(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
+    again, computed = (evidence.recent_mean(name) for name in ("recomputed_prefix_tokens", "computed_tokens"))
+    if again is None or not computed or again <= _AGAIN * computed:
+        return
+    yield Verdict(
+        "divided trees",
+        "warning" if again > _MOSTLY_AGAIN * computed else "note",
+        "Shared prefixes are computed several times",
+        f"{format_percent(again / computed)} of the tokens that {evidence.since()} computed are prefixes that another "
+        "micro-batch computed too: the documents that have them do not fit one micro-batch.",
+        "Raise data.tokens_per_microbatch if memory allows; model.activation_checkpointing makes room.",
+    )
+
+
 _JUDGES: tuple[Callable[[Evidence, Verdict], Iterator[Verdict]], ...] = (
     _rejected,
     _dead_parts,
@@ -209,4 +226,5 @@ _JUDGES: tuple[Callable[[Evidence, Verdict], Iterator[Verdict]], ...] = (
     _repeats,
     _best_is_past,
     _slow,
+    _divided_trees,
 )

@@ -37,6 +37,7 @@ from truestep.step.compute.routes import measure_routes, recorded_counts, summed
 from truestep.types import Coefficients, DocumentScore, RowStatistics, StepPlan, StepTotals
 
 _COUNTS = ("num_documents", "num_sequences", "num_labels", "num_tokens", "num_micro_batches")
+_COMPUTED = ("computed_tokens", "recomputed_prefix_tokens")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Accumulated:
     def line(self) -> dict[str, Any]:
         """Return the metrics as they are logged, with counts as integers."""
         line: dict[str, Any] = values(self.metrics)
-        return line | {name: int(line[name]) for name in (*_COUNTS, "computed_tokens") if name in line}
+        return line | {name: int(line[name]) for name in (*_COUNTS, *_COMPUTED) if name in line}
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,8 @@ def _counts(plan: StepPlan) -> dict[str, Metric]:
     micro_batches = len(plan.micro_batches) // plan.ranks
     counts = {"loss": 0, **asdict(plan.totals), "num_sequences": len(plan.sequences)}
     counts["num_micro_batches"] = micro_batches
+    if plan.again is not None:
+        counts["recomputed_prefix_tokens"] = plan.again
     return {name: Sum(float(count)) for name, count in counts.items()}
 
 

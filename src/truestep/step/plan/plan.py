@@ -66,11 +66,12 @@ def make_plan(
     advantage_std_floor: float = STANDARD_DEVIATION_FLOOR,
     sharing: Sharing | None = None,
     repeated: bool = False,
+    again: int | None = None,
 ) -> StepPlan:
     packed = tuple(tuple(members) for members in micro_batches)
     # Every rank has all documents of the step here, so scaling over the step gives the same result on each.
     scaled = scale_over_step(documents, advantage_std_floor)
-    return StepPlan(tuple(scaled), packed, totals_of(documents), documents_seen, ranks, repeated, sharing)
+    return StepPlan(tuple(scaled), packed, totals_of(documents), documents_seen, ranks, repeated, sharing, again)
 
 
 def plan_exactly(
@@ -83,16 +84,19 @@ def plan_exactly(
     """Pack these documents into few micro-batches of about equal cost. Ranks run micro-batches of similar cost at the
     same time. With `spread`, all ranks call this at the same time, and share the work in a large step."""
     sequences = sequences_of(documents)
-    bins, shares = _packed(sequences, rule, spread)
+    bins, shares, again = _packed(sequences, rule, spread)
     sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch, rule.alike) if shares else None
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated, again)
 
 
-def _packed(sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None) -> tuple[list[list[int]], bool]:
-    """Return the members of each micro-batch, and whether they share prefixes."""
+def _packed(
+    sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None
+) -> tuple[list[list[int]], bool, int | None]:
+    """Return the members of each micro-batch, and whether they share prefixes. Also return how many tokens of prefixes
+    are computed again because trees exceed the budget; None if nothing was looked for."""
     alone = Packables.alone([sequence.num_tokens for sequence in sequences], rule.even_length)
     if rule.share == "off" or (rule.share == "auto" and not _busy(alone, rule)):
-        return _balanced(sequences, alone, rule)[0], False
+        return _balanced(sequences, alone, rule)[0], False, None
     limits, even = _limits(alone, rule), rule.even_length
     found = find_items_together(sequences, rule.alike, rule.least_saved, limits, even, spread, rule.ranks)
     tries = [items for items in found if len(items.members) < len(sequences)]
@@ -105,7 +109,7 @@ def _packed(sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None)
         packed, cost = _balanced(sequences, each, rule)
         if cost < least:
             best, least, bins = each, cost, packed
-    return bins, best is not alone or rule.share == "always"
+    return bins, best is not alone or rule.share == "always", found[0].again
 
 
 def _busy(alone: Packables, rule: StepRule) -> bool:

@@ -17,8 +17,9 @@ from truestep.rollouts.packing import first_fit_decreasing
 from truestep.rollouts.prefixes import PATH_COST, Forest, find_segments, identities
 from truestep.types import Rollout, counts_of
 
-# Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens. A
-# shorter prefix, such as the start of a chat template, is shared only if its sequences are in one micro-batch anyway.
+# Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens,
+# without those of the largest branch. A shorter prefix, such as the start of a chat template, is shared only if its
+# sequences are in one micro-batch anyway.
 _TIES = 0.05
 
 
@@ -38,11 +39,14 @@ class Packables:
     members: Sequence[tuple[int, ...]]
     tokens: Sequence[int]
     costs: Sequence[float]
+    again: int = 0  # how many of the tokens are of prefixes that another item computes too
 
     @staticmethod
-    def of(items: Sequence[Item]) -> "Packables":
+    def of(items: Sequence[Item], distinct: int) -> "Packables":
+        """`distinct`: the number of tokens if each shared prefix were computed once."""
+        tokens = [item.tokens for item in items]
         return Packables(
-            [item.members for item in items], [item.tokens for item in items], [item.cost for item in items]
+            [item.members for item in items], tokens, [item.cost for item in items], sum(tokens) - distinct
         )
 
     @staticmethod
@@ -57,6 +61,7 @@ class Packables:
             [each for part in parts for each in part.members],
             [each for part in parts for each in part.tokens],
             [each for part in parts for each in part.costs],
+            sum(part.again for part in parts),
         )
 
     def moved(self, start: int) -> "Packables":
@@ -124,7 +129,7 @@ def find_items(
 ) -> list[Packables]:
     """Return the items for each limit of a tree's tokens. `alike`, `least`: as in `identities` and `find_ties`."""
     forest = find_ties(identities(sequences, alike), least)
-    return [Packables.of(make_items(forest, limit, even_length)) for limit in limits]
+    return [Packables.of(make_items(forest, limit, even_length), forest.tokens) for limit in limits]
 
 
 def find_items_together(

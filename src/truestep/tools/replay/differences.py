@@ -14,7 +14,9 @@ from truestep.run.weight_lines import WeightLine
 from truestep.types import Rollout
 
 # Counts of how the work was done, and of what came before a step.
-_NOT_OF_A_STEP = frozenset({"num_micro_batches", "computed_tokens", "num_rejected", "num_put_aside"})
+_NOT_OF_A_STEP = frozenset(
+    {"num_micro_batches", "computed_tokens", "recomputed_prefix_tokens", "num_rejected", "num_put_aside"}
+)
 # The largest difference that another order of sums makes in the first step from the same weights (docs/contract.md,
 # section 2); in half precision, of what rounding to 8 bits does to a mean.
 BOUND = {"float32": 1e-5}

@@ -20,7 +20,8 @@ _FLOOR = 0.005  # a spread is at least this share of the median: smaller scatter
 _OF_NO_DOCUMENT = frozenset(
     {
         *("step", "documents_seen", "num_documents", "num_sequences", "num_labels", "num_tokens", "learning_rate"),
-        *("num_micro_batches", "computed_tokens", "num_rejected", "num_put_aside", "entropy_bonus_weight"),
+        *("num_micro_batches", "computed_tokens", "recomputed_prefix_tokens", "num_rejected"),
+        *("num_put_aside", "entropy_bonus_weight"),
     }
 )
 

@@ -30,14 +30,17 @@ from truestep.tools.verify.updates import Updates, scheduled
 
 
 def _kind(metric: str) -> str:
-    """Return the kind of a metric's difference. Metrics of routing replay have a separate kind."""
+    """Return the kind of a metric's difference. Counts have a separate kind, since what is divided by a wrong count is
+    wrong too. So have metrics of routing replay."""
+    if metric.startswith("num_"):
+        return "count"
     if metric.startswith(("route_", "replayed_")):
         return "routing"
     return "loss" if metric == "loss" else "metric"
 
 
 # These metrics depend on the layout. So do the metrics that `of_the_machine` recognises.
-_NOT_COMPARED = ("num_micro_batches", "computed_tokens")
+_NOT_COMPARED = ("num_micro_batches", "computed_tokens", "recomputed_prefix_tokens")
 
 
 class Comparer:

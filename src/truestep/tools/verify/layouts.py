@@ -30,12 +30,14 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
         Layout("other packing order", options={"data": {"tokens_per_microbatch": 2 * longest}}, reverse=True),
         Layout("padded micro-batches", options={"data": {"tokens_per_microbatch": 8 * longest, "pad_to_multiple": 8}}),
         Layout("shared prefixes", options={"data": shared}),
+        Layout("shared prefixes, divided trees", options={"data": shared | {"tokens_per_microbatch": longest}}),
         Layout("head: 1 row a chunk", options=_chunk(1)),
         Layout("head: 7 rows a chunk", options=_chunk(7)),
         Layout("FSDP 2", 2),
         Layout("replicas 2", 2, parallel(data_shard=1, data_replicate=2)),
         Layout("FSDP 2, breadth first 2", 2, {"schedule": {"breadth_first_micro_batches": 2}}),
         Layout("FSDP 2, reduced each time", 2, parallel(reduce_each_micro_batch=True, reshard_after_forward=False)),
+        Layout("FSDP 2, shared prefixes", 2, {"data": shared}),
         Layout("FSDP 4", 4),
         Layout("FSDP 4, shared prefixes", 4, {"data": shared}),
         Layout("HSDP 2 x 2", 4, parallel(data_replicate=2)),
@@ -45,9 +47,11 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
         Layout("context 4", 4, parallel(context=4)),
         Layout("data 2 x context 2", 4, parallel(context=2)),
         Layout("tensor 2", 2, parallel(tensor=2)),
+        Layout("tensor 2, shared prefixes", 2, parallel(tensor=2) | {"data": shared}),
         Layout("tensor 4", 4, parallel(tensor=4)),
         Layout("data 2 x tensor 2", 4, parallel(tensor=2)),
         Layout("pipeline 2", 2, parallel(pipeline=2)),
+        Layout("pipeline 2, shared prefixes", 2, parallel(pipeline=2) | {"data": shared}),
         Layout("pipeline 2, 2 stages a rank", 2, parallel(pipeline=2, stages_per_rank=2)),
         Layout("pipeline 4", 4, parallel(pipeline=4)),
         Layout("data 2 x pipeline 2", 4, parallel(pipeline=2)),
@@ -69,7 +73,7 @@ def layouts_for(budget: int, longest: int, most_ranks: int, kernels: bool) -> li
     ]
     if kernels:
         interpreted = Layout("head: fused kernels", options=_chunk(16), environment={"TRITON_INTERPRET": "1"})
-        layouts.insert(8, interpreted)
+        layouts.insert(sum(layout.ranks == 1 for layout in layouts), interpreted)
     return [layout for layout in layouts if layout.ranks <= most_ranks]
 
 
