@@ -51,8 +51,10 @@ def patch_the_language_once() -> None:
             seen[function] = frozenset(n for n in (0, 1) if languages[n] in _modules(function))
         if seen[function] <= patched:
             return None
-        patched.update(seen[function])
         scope = patch_language(function)
+        patched.update(seen[function])
+        if scope is None:  # of an older Triton, which does not restore the language
+            return None
         restore = scope.restore
 
         def end() -> None:
