@@ -37,7 +37,7 @@ def _product(a: np.ndarray, b: np.ndarray, dtype: Any = None, **_: Any) -> np.nd
 def patch_the_language_once() -> None:
     """Have Triton's interpreter replace the language's functions once a launch.
 
-    On its own it does so again whenever a kernel calls another function, which takes longer than the function does.
+    On its own it does so again whenever a kernel calls another function: an eighth of the time of a test of kernels.
     """
     from triton.runtime import interpreter
 
