@@ -12,8 +12,10 @@ from pathlib import Path
 # back at once: only the tests of the kernels ask for kernels.
 if not list(Path("/dev").glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     os.environ["TRITON_INTERPRET"] = "1"
+    from interpreted import patch_the_language_once
+
     with contextlib.suppress(ImportError):
-        import triton  # noqa: F401
+        patch_the_language_once()
     del os.environ["TRITON_INTERPRET"]
 
 import pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,3 +32,40 @@ def _product(a: np.ndarray, b: np.ndarray, dtype: Any = None, **_: Any) -> np.nd
     for term in range(a.shape[-1]):
         total += a[..., term, None].astype(kind) * b[..., None, term, :].astype(kind)
     return total
+
+
+def patch_the_language_once() -> None:
+    """Have Triton's interpreter replace the language's functions once a launch.
+
+    On its own it does so again whenever a kernel calls another function: an eighth of the time of a test of kernels.
+    """
+    from triton.runtime import interpreter
+
+    patch_language = interpreter._patch_lang
+    languages = (interpreter.tl, interpreter.tl.core)
+    seen: dict[Any, frozenset[int]] = {}  # of each function, which languages it has
+    patched: set[int] = set()  # in the launch that goes on
+
+    def patch_once(function: Any) -> Any:
+        if function not in seen:
+            seen[function] = frozenset(n for n in (0, 1) if languages[n] in _modules(function))
+        if seen[function] <= patched:
+            return None
+        scope = patch_language(function)
+        patched.update(seen[function])
+        if scope is None:  # of an older Triton, which does not restore the language
+            return None
+        restore = scope.restore
+
+        def end() -> None:
+            patched.clear()
+            restore()
+
+        scope.restore = end
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+def _modules(function: Any) -> list[Any]:
+    return [value for value in function.__globals__.values() if isinstance(value, ModuleType)]

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -218,13 +218,25 @@ def said(message: str) -> bool:
     """
     message = re.sub("^(error|warning): ", "", message)
     if "…" in message:
-        parts = "(.|\n)*".join(re.escape(part.strip(ENDS)) for part in message.split("…"))
-        return any(re.search(parts, template) for template in templates())
+        parts = [part.strip(ENDS) for part in message.split("…")]
+        return any(in_order(parts, template) for template in templates())
+    least = 2 if message.startswith("rank ") else 4
     return any(
-        len(re.findall(r"[a-z]{2,}", template)) >= (2 if message.startswith("rank ") else 4)
+        len(re.findall(r"[a-z]{2,}", template)) >= least
         and re.fullmatch(".+".join(re.escape(part) for part in template.split(HOLE)), message)
         for template in templates()
+        if all(part in message for part in template.split(HOLE))
     )
+
+
+def in_order(parts: Sequence[str], text: str) -> bool:
+    """Tell whether a text has the parts in their order, with anything between them."""
+    end = 0
+    for part in parts:
+        if (begin := text.find(part, end)) < 0:
+            return False
+        end = begin + len(part)
+    return True
 
 
 @cache

@@ -41,7 +41,7 @@ def changed(place: tuple[int, ...], expert: int) -> np.ndarray:
         (RIGHT[:, :, :1], MODEL, "routed_experts has 1 experts of a token: TinyMoe chooses 2"),
         (changed((1, 0, 1), 4), MODEL, "routed_experts[1][0][1] is 4: TinyMoe has 4 experts in a layer"),
         (changed((2, 1, 0), 1), MODEL, "routed_experts[2][1] names an expert twice"),
-        (RIGHT, RouteShape((), 0, name="Dense"), "is there and Dense routes in no layer that can replay it"),
+        (RIGHT, RouteShape((), 0, name="Dense"), "is given, but Dense has no layer that can replay it"),
         (RIGHT[:2], RouteShape((4, 4), 2, True), "routed_experts has 2 rows: model.experts.replay: require needs 3"),
         (None, RouteShape((4, 4), 2, True), "routed_experts has 0 rows: model.experts.replay: require needs 3"),
     ],

@@ -149,7 +149,7 @@ def _attended(text: Any, size: int) -> float:
     return heads.width * size + 4 * heads.queries
 
 
-@functools.lru_cache(maxsize=8)  # a search plans many layouts of one model
+@functools.lru_cache(maxsize=128)  # a search plans many layouts of one model
 def _measure(kind: Any, written: str, dtype: torch.dtype, rank: int, adapted: frozenset[str]) -> tuple[float, ...]:
     """Measure bytes per token: kept by a layer, of its input, of the products that selective recomputation keeps, and
     of all products."""

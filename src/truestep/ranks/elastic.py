@@ -17,7 +17,7 @@ from pathlib import Path
 from truestep.ranks.axes import RankError
 
 _ANCESTORS = 3  # an agent may start a worker through numactl or a shell
-MAX_RESTARTS = 1000  # what an agent is to be given: each spends one when a rank is lost or joins
+MAX_RESTARTS = 1000  # for --max-restarts: an agent uses one for each rank that is lost or joins
 # An agent gives its workers 30 s before it kills them, when it starts them anew.
 SECONDS_TO_STOP = 25.0
 SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -125,7 +125,7 @@ def _launcher() -> tuple[int, int, int] | None:
 
 
 def generation_id() -> str:
-    """Return what tells the ranks of this generation from those of another: where they meet."""
+    """Return an identifier of this generation of ranks: the address where they meet."""
     return "-".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 

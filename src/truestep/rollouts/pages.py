@@ -186,7 +186,7 @@ class _Thrift:
         fields: dict[int, Any] = {}
         last = 0
         if depth > 8:
-            raise ParquetError("the header of one of its pages is nested deeply")
+            raise ParquetError("the header of one of its pages is nested too deeply")
         while head := self._byte():
             last = last + (head >> 4) if head >> 4 else _signed(self._number())
             fields[last] = self._value(head & 15, depth)

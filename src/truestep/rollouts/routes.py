@@ -20,7 +20,7 @@ def check_routes(values: np.ndarray | None, num_tokens: int, model: RouteShape) 
         return
     layers, chosen = values.shape[1:]
     if not model.experts:
-        raise BadRecord(f"{ROUTES} is there and {model.name} routes in no layer that can replay it: {_OFF}")
+        raise BadRecord(f"{ROUTES} is given, but {model.name} has no layer that can replay it: {_OFF}")
     if layers != len(model.experts):
         raise BadRecord(
             f"{ROUTES} has {layers} layers: {model.name} routes in {len(model.experts)}, and layers that do not route "

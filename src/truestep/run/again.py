@@ -84,7 +84,7 @@ class KeptSource(StillSource):
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Do nothing: the steps begin behind the checkpoint."""
+        """Do nothing: replayed steps begin after the checkpoint."""
 
 
 @dataclass(frozen=True)

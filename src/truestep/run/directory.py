@@ -235,8 +235,8 @@ class RunDirectory:
         return [file for file in self.path.glob(f"{_REPLACED}*.yaml") if file.stem.removeprefix(_REPLACED).isdecimal()]
 
     def begin_under(self, options: str, step: int) -> None:
-        """Take the options of this start, as YAML. `step` is the step that the run resumes after. config.yaml gets the
-        options that made this step; the first new step replaces them by `options`. At step 0 it gets `options` now."""
+        """Set the options of this start, as YAML. `step` is the step that the run resumes after. Until the first new
+        step, config.yaml holds the options of that step; then it holds `options`. At step 0 it does at once."""
         before = self.options_of(step)
         there = before.read_text(encoding="utf-8") if step and before.is_file() else options
         if not self.config.is_file() or self.config.read_text(encoding="utf-8") != there:

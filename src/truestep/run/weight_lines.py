@@ -77,7 +77,7 @@ def _packed(measured: Measured) -> str:
 
 
 def made_by(config: Config, policy: Policy) -> dict[str, Any]:
-    """Return what decides the bits of a step besides its documents and options: layout, machine and versions."""
+    """Return what a step's exact bits depend on besides its documents and options: layout, machine and versions."""
     ranks = policy.weights.ranks
     layout = {name: size for name, size in ranks.layout.every.items() if size > 1}
     gpu = policy.device.type == "cuda"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from truestep.process import progress
 
@@ -76,9 +76,9 @@ class Unread(torch.Tensor):
             raise UnreadError(f"{name} of a weight that is not read yet")
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                looks = function(*tree_map(_on_meta, arguments), **tree_map(_on_meta, named))
+                looks = function(*_each(_on_meta, arguments), **_each(_on_meta, named))
         except NotImplementedError:  # the operation needs values, for example a comparison
-            return function(*tree_map(_values, arguments), **tree_map(_values, named))
+            return function(*_each(_values, arguments), **_each(_values, named))
         if function in _EMPTY:  # initial values: none are needed, because the weight is read from a file
             return looks
         if isinstance(looks, Unread):  # `requires_grad_` returns the tensor itself
@@ -88,12 +88,12 @@ class Unread(torch.Tensor):
             if function == torch.Tensor.to:
                 return arguments[0].read()
             if function in _MOVES:
-                as_stored = tree_map(_as_stored, arguments)
+                as_stored = _each(_as_stored, arguments)
                 if (
                     len(_types(as_stored)) == len(_types(arguments)) == 1
                 ):  # one stored dtype: compute in it, then convert the result
                     return function(*as_stored, **named)
-            return function(*tree_map(_values, arguments), **tree_map(_values, named))
+            return function(*_each(_values, arguments), **_each(_values, named))
 
         if isinstance(looks, torch.Tensor):
             narrower = _narrower_of(function, arguments)
@@ -112,6 +112,13 @@ def _narrower_of(function: Any, arguments: Any) -> Narrower | None:
 
 def _member(stored: Callable[[], Any], number: int) -> Any:
     return stored()[number]
+
+
+def _each(change: Callable[[Any], Any], values: Any) -> Any:
+    """Change each value in tuples, lists and dictionaries, as torch's `tree_map` does in ten times the time."""
+    if type(values) is dict:
+        return {name: _each(change, value) for name, value in values.items()}
+    return type(values)(_each(change, value) for value in values) if type(values) in (tuple, list) else change(values)
 
 
 def _on_meta(value: Any) -> Any:

@@ -43,9 +43,9 @@ class Counts:
 
 @dataclass
 class Budget:
-    """A tenant's tokens: up to those of a minute, filled by the second. A request is accepted while some are left, and
-    may use more than are left; then the next ones wait until that is made up for. What a request may draw is taken
-    when it is accepted, and what it did not draw is given back when it ends."""
+    """A tenant's token bucket: it holds up to a minute's tokens and fills continuously. A request is accepted if any
+    tokens are left. It may overdraw the bucket; later requests then wait until it is positive again. A request is
+    charged for the most that it may draw, and refunded what it did not draw when it ends."""
 
     per_minute: int | None
     now: Callable[[], float] = time.monotonic

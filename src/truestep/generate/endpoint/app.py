@@ -122,7 +122,7 @@ def _served(request: Request, keys: Keys, named: str | None = None) -> Served:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     served = keys.find(key.strip()) if scheme.lower() == "bearer" else None
     if served is None or (named is not None and keys.find(named) is not served):
-        raise RequestError("the API key is of no document that is being written", status=401, code="invalid_api_key")
+        raise RequestError("the API key does not belong to a document in progress", status=401, code="invalid_api_key")
     return served
 
 

@@ -33,7 +33,7 @@ class Phase:
 
     def __init__(self, policy: Policy, settings: EngineSettings):
         self._policy, self._settings = policy, settings
-        self._waiting: dict[int, Request] = {}  # requests that no session has yet
+        self._waiting: dict[int, Request] = {}  # requests that are not yet in a session
         self._session: Session | PlainSession | None = None
         self._opened = ExitStack()
         self.cache_use = 0.0  # peak fraction of the KV cache in use

@@ -42,7 +42,7 @@ class PassStates:
     def next(self, module: torch.nn.Module) -> States:
         pools, places, number = self.cache.states, self.cache.state_places, self.calls
         if number == len(pools):
-            raise RuntimeError(f"{type(module).__name__} recurs more often than in the trial pass")
+            raise RuntimeError(f"{type(module).__name__} has more recurrent calls than in the trial pass")
         self.calls += 1
         return States(pools[number], None if places is None else places[number : number + 1])
 

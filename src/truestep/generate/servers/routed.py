@@ -77,7 +77,7 @@ def _of_layers(values: np.ndarray, shape: RouteShape) -> np.ndarray:  # [R, H, k
     """Select the layers that route. Numbers that are not expert ids are kept, so that the check reports them."""
     if values.shape[1] != shape.layers:
         raise BadAnswerError(
-            f"{ROUTES} has {values.shape[1]} layers: {shape.name} has {shape.layers}, those that do not route included"
+            f"{ROUTES} has {values.shape[1]} layers: {shape.name} has {shape.layers}, counting layers without experts"
         )
     own = values[:, list(shape.numbers)]
     dtype = np.uint8 if max(shape.experts) <= 2**8 else np.uint16

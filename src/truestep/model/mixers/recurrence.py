@@ -106,6 +106,7 @@ def register(function_name: str, recurrence: Recurrence | None) -> None:
     """Replace functions of this name in models' code by an operation. None: keep the model's own plain function, and
     switch off kernels of other packages."""
     _registered[function_name] = recurrence
+    _methods_of.cache_clear()
     _replaced_methods.cache_clear()
 
 
@@ -192,15 +193,18 @@ def _replaced_methods(kind: type) -> dict[str, types.FunctionType]:
     return replaced
 
 
-def _methods_of(kind: type) -> Iterator[tuple[str, types.FunctionType, list[str]]]:
-    """Find a class's methods that call registered functions of their module, without their decorators."""
+@functools.cache
+def _methods_of(kind: type) -> list[tuple[str, types.FunctionType, list[str]]]:
+    """List a class's methods that call registered functions of their module, without their decorators."""
+    found = []
     for method in dir(kind):
         function = inspect.unwrap(getattr(kind, method)) if callable(getattr(kind, method)) else None
         if isinstance(function, types.FunctionType):
             known = function.__globals__.keys() & _registered.keys()
             names = [name for name in function.__code__.co_names if name in known]
             if names:
-                yield method, function, names
+                found.append((method, function, names))
+    return found
 
 
 def _keeps_state(kind: type) -> bool:

@@ -162,13 +162,13 @@ def advantage_rule(config: Config) -> AdvantageRule:
 
 
 def replayed_by(config: Config, policy: Policy) -> RouteShape | None:
-    """Return what the experts that records name must be like; None: they are not replayed."""
+    """Return the shape that `routed_experts` of records must have; None: they are not replayed."""
     how = config.model.experts.replay
     return None if how == "off" else replace(policy.route_shape, required=how == "require")
 
 
 def asked_of_servers(config: Config, policy: Policy) -> RouteShape | None:
-    """Return what the experts that servers return must be like; None: they are not asked for."""
+    """Return the shape that `routed_experts` of servers must have; None: they are not requested."""
     routes = replayed_by(config, policy)
     return routes if routes is not None and routes.experts else None
 

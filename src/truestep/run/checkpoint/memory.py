@@ -151,7 +151,7 @@ class Memory:
     generation: int
     secret: bytes
     say: Callable[[str], None] = lambda sentence: None
-    own: Sequence[Keeper] = ()  # those that get this rank's part
+    own: Sequence[Keeper] = ()  # the keepers that get this rank's part
     everyone: Sequence[Keeper] = ()
     _answers: Sequence[_Answer] = ()
     _began: float = 0.0

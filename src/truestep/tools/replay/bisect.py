@@ -43,7 +43,7 @@ NOTHING = Searched([], [], [], 0, 0)
 
 @dataclass(frozen=True)
 class Bisection:
-    """The documents that made a metric of a step what it is."""
+    """The documents that caused a metric's jump."""
 
     metric: str
     step: int | None
@@ -51,15 +51,15 @@ class Bisection:
     jumped: bool
     """True if the step stands out from the steps around it."""
     documents: tuple[FoundDocument, ...]
-    """Those that make it, the largest part first."""
+    """The documents that caused the jump, the largest contribution first."""
     together: tuple[str, ...]
-    """The ids of documents of which none makes it alone, if some few do together."""
+    """The ids of a few documents that cause the jump together, if no single document does."""
     without: float | None
     """The metric without these documents."""
     replays: int
-    """How often the step or a part of it was computed."""
+    """The number of replays of the step or of a part of it."""
     computed: float
-    """The same in whole steps."""
+    """The cost of these replays, in whole steps."""
     replay: Replay | None
     lines: tuple[str, ...]
 
@@ -71,7 +71,7 @@ class Bisection:
 def bisect(
     run: Path, metric: str, step: int | None = None, output: Path | None = None, overrides: Sequence[str] = ()
 ) -> Bisection:
-    """Find the step at which a metric jumped, if none is given, and the documents and labels that made it. Every rank
+    """Find the step at which a metric jumped, if none is given, and the documents and labels that caused it. Every rank
     calls this."""
     files = RunFiles(run)
     files.check()
@@ -98,7 +98,7 @@ def bisect(
 
 @dataclass
 class _Finder(Observer):
-    """Looks for the documents when the step's gradient is there, before the update, and leaves all as it was."""
+    """Searches for the documents after the step's backward passes and before its update, and restores the gradient."""
 
     jump: Jump
     trainer: Trainer
@@ -109,19 +109,19 @@ class _Finder(Observer):
     documents: list[FoundDocument] = field(default_factory=list)
     together: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What was not looked into, or why no document can be found."""
+    """What was not searched, or why no document can be found."""
     searched: bool = False
     plan: StepPlan | None = None
     without: float | None = None
     replays: int = 1  # the step itself
     computed: float = 1.0
     of_documents: int = 0  # replays of single documents, to find labels
-    _known: bool = False  # the metric was seen to be made of documents
+    _known: bool = False  # whether the metric is known to be a sum over documents
 
     def gradient(self, plan: StepPlan, computed: Computed, norm: float) -> None:
         metric, step = self.jump.metric, self.trainer.step + 1
         if step != self.jump.step:
-            if not self._known:  # refused at the first step that is made again, not at the last
+            if not self._known:  # refused at the first replayed step, not at the last
                 self._check(plan)
             return
         self.plan = plan
@@ -139,7 +139,7 @@ class _Finder(Observer):
             self._of_labels(plan, known)
 
     def _check(self, plan: StepPlan) -> dict[int, Metric]:
-        """Refuse a metric that is made of no single documents; return each document's."""
+        """Return each document's metric. Refuse a metric that is no sum over documents."""
         metric, runner = self.jump.metric, self.trainer.runner
         self._known = True
         if metric == GRADIENT_NORM:
@@ -163,7 +163,7 @@ class _Finder(Observer):
         return known
 
     def _pointless(self) -> str | None:
-        """Say why no document is looked for, if so."""
+        """Return why no document is searched for; None if one is."""
         jump, metric = self.jump, self.jump.metric
         if jump.jumped and jump.unusual(self.value) < 0.5:
             where = f"the jump is not in the replay: there {metric} is {number(self.value)}"
@@ -224,13 +224,13 @@ class _Finder(Observer):
         direction.restore()
 
     def _weight(self, document: Rollout) -> float:
-        """Return what a document's part is compared by: its labels, unless each document has the same weight."""
+        """Return the weight by which a contribution is compared: its labels, or 1 if all documents weigh the same."""
         if self.trainer.runner.objective.denominator.normalize_by == "document_means":
             return float(document.num_labels > 0)
         return float(document.num_labels)
 
     def _choose(self, single: Sequence[Part], others: Sequence[Part], typical: Typical, jump: float) -> list[Part]:
-        """Return the members that stand out, the largest part first; else put those that do together aside."""
+        """Return the documents that stand out, the largest first. If only several together stand out, note them."""
         ranked = sorted(single, key=lambda one: -typical.excess(one))
         found = [one for one in ranked if typical.excess(one) >= 0.1 * jump and typical.far(one)]
         if found or not self.jump.jumped:
@@ -293,8 +293,8 @@ class _Finder(Observer):
             self._add(number, scale.amount(known[number]), share, labels[place], of_it)
 
     def _by_own_values(self, parts: Sequence[Part], measured: Mapping[int, Metric]) -> list[Part]:
-        """Look for the documents of a user's own metric that hide each other: left out one by one they change little,
-        as two that have the same maximum. Return one that makes it alone; put several aside."""
+        """Find documents that hide each other in a metric of a user's own type: leaving one out changes little, as with
+        two documents that have the same maximum. Return one that causes the jump alone; note several."""
         if self._usual is None:
             return []
         chosen = far_together(measured, self._usual, self.value)
@@ -312,7 +312,7 @@ class _Finder(Observer):
     def _labels_by_metric(
         self, runner: StepRunner, plan: StepPlan, labels: Sequence[Labels], scale: Scale, own: Metric
     ) -> Searched:
-        """Find labels by their part of a document's own metric."""
+        """Find labels by their contributions to the document's metric."""
         places = [place for sequence in labels for place in places_of(sequence).tolist()]
         metric = self.jump.metric
 
@@ -321,7 +321,7 @@ class _Finder(Observer):
             return scale.share(found) if found is not None else 0.0
 
         whole = scale.share(own)
-        if not places or amount(places[:0]) == whole:  # such as a reward, which no label makes
+        if not places or amount(places[:0]) == whole:  # such as a reward, to which no label contributes
             return NOTHING
         if scale.extreme:
             large = search_extreme(places, amount, scale.least, most=4 * MOST_MEASURED)
@@ -375,7 +375,7 @@ class _Finder(Observer):
 
 
 def _densest(others: Sequence[Part], total: float) -> tuple[int, int, float] | None:
-    """Return the first and last place and the share of the run of labels that has most for its length."""
+    """Return the span of labels that contributes most for its length: its first and last index, and its share."""
     runs = [one for one in others if one.members and one.part / total >= 0.02]
     if not runs:
         return None

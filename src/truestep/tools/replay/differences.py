@@ -1,4 +1,5 @@
-"""Differences between two makings of a step: metrics, norms of weights by layer, documents; and what is rounding."""
+"""Differences between two computations of a step: metrics, norms of weights by layer, documents; and which of them
+rounding explains."""
 
 import math
 import re
@@ -13,7 +14,7 @@ from truestep.rollouts.digests import fields_of
 from truestep.run.weight_lines import WeightLine
 from truestep.types import Rollout
 
-# Counts of how the work was done, and of what came before a step.
+# Metrics that depend on how the work was divided, or on earlier steps.
 _NOT_OF_A_STEP = frozenset(
     {"num_micro_batches", "computed_tokens", "recomputed_prefix_tokens", "num_rejected", "num_put_aside"}
 )
@@ -26,7 +27,7 @@ _LAYER = re.compile(r"(.*?\blayers\.\d+)\.")
 
 @dataclass(frozen=True)
 class Difference:
-    """A number that two makings of a step have otherwise."""
+    """A number that differs between two computations of a step."""
 
     name: str
     first: float
@@ -34,7 +35,7 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """The difference: of norms relative, and of other metrics relative to numbers above 1."""
+        """The difference: relative for norms; for other metrics relative to the larger of the value and 1."""
         if self.first == self.second or (math.isnan(self.first) and math.isnan(self.second)):
             return 0.0
         largest = max(abs(self.first), abs(self.second))
@@ -62,15 +63,15 @@ def _number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class WeightDifferences:
-    """What two makings of a step differ in of weights and gradients."""
+    """How weights and gradients differ between two computations of a step."""
 
-    weights: Sequence[str]  # whose bits differ
+    weights: Sequence[str]  # weights whose bits differ
     compared: int
-    norms: Sequence[Difference]  # by layer, of those that differ, the largest difference first
+    norms: Sequence[Difference]  # norms that differ, by layer, the largest difference first
 
 
 def compare_weights(first: WeightLine | None, second: WeightLine | None) -> WeightDifferences | None:
-    """Compare the weights after a step; None if one of the runs has noted none."""
+    """Compare the weights after a step; None if one of the runs did not record them."""
     if first is None or second is None:
         return None
     mine, theirs = first.measured, second.measured
@@ -92,7 +93,7 @@ def compare_weights(first: WeightLine | None, second: WeightLine | None) -> Weig
 
 
 def by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """Join the norms of weights to those of layers; a weight outside all layers stays alone."""
+    """Combine the norms of weights into norms of layers. A weight outside all layers keeps its own."""
     squares: dict[str, float] = {}
     for name, norm in norms.items():
         found = _LAYER.match(name)
@@ -102,7 +103,7 @@ def by_layer(norms: Mapping[str, float]) -> dict[str, float]:
 
 
 def compare_documents(first: Rollout, second: Rollout) -> list[str]:
-    """Say what two documents of one id have otherwise: each field with its first place and both values."""
+    """Describe the differences of two documents with the same id: each field, with its first difference."""
     found = []
     for name in ("input_ids", "loss_mask"):
         found += _unequal(name, getattr(first, name), getattr(second, name), "token")

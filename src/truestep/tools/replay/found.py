@@ -25,10 +25,10 @@ from truestep.types import DocumentScore, Rollout, StepPlan
 
 FOUND = "found.jsonl"
 _WIDTH = 80
-_MOST_LABELS = 8  # of a document that are shown
+_MOST_LABELS = 8  # labels of a document that are shown
 _MOST_TEXT = 320  # characters of a prompt or a completion that are shown
-_MOST_SHOWN = 5  # documents
-_MOST_OF_IT = 0.5  # of a jump, from which documents are said to make it
+_MOST_SHOWN = 5  # documents that are shown
+_MOST_OF_IT = 0.5  # the share of a jump that documents must explain to be named as its cause
 _LARGEST_FILE = 1 << 30  # bytes of a file of records in which a line is looked for
 
 
@@ -37,13 +37,13 @@ class FoundLabel:
     """A label of a found document."""
 
     place: int
-    """Its place among the document's tokens, from 0."""
+    """Its index among the document's tokens."""
     token: int
     logprob: float
     old_logprob: float | None
     advantage: float | None
     share: float | None
-    """Its share of the document's part; None: less than a tenth, or not known."""
+    """Its share of the document's contribution; None: less than a tenth, or not known."""
 
     @property
     def log_ratio(self) -> float | None:
@@ -52,17 +52,17 @@ class FoundLabel:
 
 @dataclass(frozen=True)
 class FoundDocument:
-    """A document that makes a metric what it is."""
+    """A document that caused a metric's jump."""
 
     document: Rollout
     part: float
-    """What it makes of the metric."""
+    """Its contribution to the metric."""
     share: float
-    """Its share of the jump, or if the step did not jump of the metric."""
+    """Its share of the jump; if there was no jump, its share of the metric."""
     labels: tuple[FoundLabel, ...]
-    """Those with a tenth or more of its part, and that with the largest log-ratio, in the document's order."""
+    """The labels with a tenth or more of its contribution, and the one with the largest log-ratio, in token order."""
     spread: tuple[int, int, float] | None
-    """The first and last place and the share of the labels that have most, where no label alone has."""
+    """If no single label stands out: the span of labels that contributes most, as first index, last index and share."""
     score: DocumentScore
 
     @property
@@ -78,7 +78,7 @@ class FoundDocument:
         shares: Mapping[int, float],
         spread: tuple[int, int, float] | None,
     ) -> "FoundDocument":
-        """Make it of its labels; `shares`: of single labels, by their places."""
+        """Describe a document by its labels. `shares`: each label's share of the contribution, by token index."""
         every = [label for sequence in labels for label in _labels(sequence, shares)]
         chosen = sorted(shares, key=lambda place: -shares[place])[:_MOST_LABELS]
         if far := [label for label in every if label.log_ratio is not None]:
@@ -106,7 +106,7 @@ def _labels(labels: Labels, shares: Mapping[int, float]) -> Iterator[FoundLabel]
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found of a jump."""
+    """The result of a search for the cause of a jump."""
 
     jump: Jump
     value: float  # of the metric in the replay
@@ -114,7 +114,7 @@ class Found:
     documents: Sequence[FoundDocument]
     together: Sequence[Rollout]
     without: float | None
-    unsearched: Sequence[str]  # what was not looked into
+    unsearched: Sequence[str]  # possible causes that were not searched
 
     @property
     def explains(self) -> bool:
@@ -126,7 +126,7 @@ class Found:
 
 
 def describe(config: Config, policy: Policy, found: Found) -> list[str]:
-    """Say which documents made a jump, and which of their labels, in lines of a terminal's width."""
+    """Say which documents caused a jump, and which of their labels, in lines of a terminal's width."""
     jump, together, documents, without = found.jump, found.together, found.documents, found.without
     total, rest = len(found.plan.documents), ""
     if without is not None:
@@ -250,7 +250,7 @@ def _where(config: Config, document: Rollout) -> str | None:
 
 
 def _files(config: Config, prompts: bool) -> list[Path]:
-    """Return the JSONL files of the run's prompts, or of its records, as far as they are there."""
+    """Return the JSONL files of the run's prompts, or of its records, that exist."""
     try:
         if prompts:
             sources = files_of(None if config.sampler is None else config.sampler.prompts).values()

@@ -1,4 +1,4 @@
-"""Each document's part of the gradient's norm.
+"""Each document's contribution to the gradient's norm.
 
 A norm is no sum over documents. But the gradient is one, so the norm is the sum of the documents' gradients along the
 whole gradient's direction: |g| = Σ_d <g_d, g> / |g|. That is a document's part here, and a label's. A document that
@@ -20,7 +20,7 @@ from truestep.tools.replay.parts import KEPT, of_kept_labels
 from truestep.types import StepPlan
 from truestep.weights.protocol import Weights
 
-_SLICE = 2**22  # numbers that are multiplied at a time
+_SLICE = 2**22  # elements of a product that are computed at a time
 
 
 class Direction:
@@ -32,7 +32,7 @@ class Direction:
 
     @torch.no_grad()
     def part(self) -> float:
-        """Return the part of the norm that the gradient in the buffers makes. Every rank calls this."""
+        """Return the contribution of the gradient in the buffers to the norm. Every rank calls this."""
         weights = self._weights
         total = torch.zeros((), dtype=torch.float64, device=weights.device)
         for name, gradient in weights.gradients.items():
@@ -63,13 +63,13 @@ class GradientParts:
         self.runner = replace(self.runner, metrics_level=None, keep_scores=False, compares=None)
 
     def order(self) -> list[int]:
-        """Return the documents' numbers in the order of their micro-batches, so that halves are whole micro-batches."""
+        """Return the documents' indices in micro-batch order, so that halves are whole micro-batches."""
         plan = self.plan
         packed = (plan.document_of[place] for members in plan.micro_batches for place in members)
         return list(dict.fromkeys(packed))
 
     def of_documents(self, some: Sequence[int]) -> float:
-        """Return the part that some documents make of the norm."""
+        """Return the contribution of some documents to the norm."""
         self.runner.accumulate(only(self.plan, some))
         return self.direction.part()
 
@@ -80,7 +80,7 @@ class GradientParts:
         return gradient_norm(self.runner.policy.weights)
 
     def of_labels(self, number: int, places: Sequence[int]) -> float:
-        """Return the part that some labels of a document make, by their places among its tokens."""
+        """Return the contribution of some labels of a document. `places`: their indices among its tokens."""
         plan = only(self.plan, [number])
         (document,) = plan.documents
         kept = np.zeros(document.num_tokens, np.bool_)

@@ -14,9 +14,9 @@ from truestep.run.again import ReplayError
 
 _AROUND = 20  # steps that a step is compared with
 _LEAST_BEFORE = 4  # if fewer steps are before a step, those after it count too
-FAR = 8.0  # spreads from the median, from which a step has jumped
-_FLOOR = 0.005  # a spread is at least this share of the median: smaller scatter is no measure of what is usual
-# Numbers of a step that no document makes.
+FAR = 8.0  # a step has jumped if it is at least so many spreads from the median
+_FLOOR = 0.005  # a spread is at least this share of the median: a smaller one would make harmless noise a jump
+# Metrics of a step that do not depend on its documents.
 _OF_NO_DOCUMENT = frozenset(
     {
         *("step", "documents_seen", "num_documents", "num_sequences", "num_labels", "num_tokens", "learning_rate"),
@@ -28,13 +28,13 @@ _OF_NO_DOCUMENT = frozenset(
 
 @dataclass(frozen=True)
 class Jump:
-    """A step's value of a metric beside those of the steps around it."""
+    """A step's value of a metric, and the values of the steps around it."""
 
     metric: str
     step: int
     value: float
     around: Sequence[float]
-    """The values of the steps that it is compared with: those before it, and at a run's beginning those after it."""
+    """The values of the steps before it; at a run's beginning also of those after it."""
 
     @property
     def usual(self) -> float | None:

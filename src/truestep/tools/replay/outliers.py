@@ -1,4 +1,4 @@
-"""Tells the parts of a sum that are far above those of the others, for their size."""
+"""Finds the terms of a sum that are outliers for their weight."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from truestep.tools.replay.search import Part
 
-_FAR = 6.0  # spreads above the typical part, from which a part stands out
-_FLOOR = 0.25  # a spread is at least this share of the typical part
-_FEW = 0.1  # of all members are few
+_FAR = 6.0  # an outlier is at least so many spreads above the typical term
+_FLOOR = 0.25  # a spread is at least this share of the typical term
+_FEW = 0.1  # the largest share of all members that counts as few
 
 
 @dataclass(frozen=True)
 class Typical:
-    """What most members' parts are, for one unit of their weight: of a document, for each of its labels."""
+    """The typical term per unit of weight, for example per label of a document, and the spread around it."""
 
     weights: Mapping[int, float]
     centre: float
@@ -41,14 +41,14 @@ class Typical:
         return Typical(weights, centre, max(spread, _FLOOR * abs(centre)))
 
     def excess(self, one: Part) -> float:
-        """Return what a part has beyond a typical one of its weight."""
+        """Return by how much a term exceeds the typical term of its weight."""
         return one.part - self.centre * self._weight(one)
 
     def far(self, one: Part) -> bool:
         return self.excess(one) > _FAR * self.spread * self._weight(one)
 
     def few_together(self, parts: Iterable[Part], wanted: float) -> list[int]:
-        """Return the few members that have so much more than typical ones; none if it takes many."""
+        """Return the few members whose excess explains the amount; none if it takes many."""
         ranked = sorted(parts, key=lambda one: -self.excess(one) / len(one.members))
         total, chosen, count = 0.0, list[int](), sum(len(one.members) for one in ranked)
         for one in ranked:

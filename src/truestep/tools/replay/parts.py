@@ -1,4 +1,4 @@
-"""Each document's part of a metric, and each label's, from the labels of one forward pass.
+"""Each document's contribution to a metric, and each label's, from the labels of one forward pass.
 
 A document that is left out adds nothing to the metric, and all else stays the whole step's: totals, the counts that
 means divide by, advantages.
@@ -27,12 +27,12 @@ from truestep.types import Rollout, StepPlan, StepTotals
 _NUMBER, _PLACE = "bisect_number", "bisect_place"  # a document's place in the plan, and a label's in its document
 _FIELDS = (Field(_NUMBER, "document", np.int64, has=False), Field(_PLACE, "label", np.int64, has=False))
 KEPT = "bisect_kept"  # a field of labels
-_NAME = "bisect"  # of the metric that carries what was found
+_NAME = "bisect"  # the metric that carries the result
 
 
 @dataclass(frozen=True)
 class ByDocument:
-    """Something of each document, by its number in the plan: one for each of its sequences."""
+    """A value of each document, by its index in the plan: one for each of its sequences."""
 
     found: Mapping[int, tuple[Any, ...]]
 
@@ -53,7 +53,7 @@ class ByDocument:
 
 
 def document_metrics(runner: StepRunner, plan: StepPlan, metric: str) -> dict[int, Metric] | None:
-    """Return each document's own metric, by one forward pass. None if the metric is made of no single documents. Every
+    """Return each document's own metric, by one forward pass. None if the metric is no sum over documents. Every
     rank calls this."""
     for measure in (measure_answers, measure_episodes):
         if metric in measure(plan.documents):
@@ -158,8 +158,8 @@ def _cut(value: Any, span: slice) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class SomeLabels(Labels):
-    """Labels of which only those count whose field `KEPT` is true. The others add nothing, and what a document's labels
-    have in common stays."""
+    """Labels of which only those with the field `KEPT` count. The others contribute nothing, but what all labels of a
+    document share is unchanged."""
 
     @staticmethod
     def some(labels: Labels, kept: torch.Tensor) -> "SomeLabels":
@@ -190,14 +190,14 @@ class _OfKeptLabels(Objective):
 
 
 def of_kept_labels(objective: Objective) -> Objective:
-    """Return the objective of the labels whose field `KEPT` is true; the others add nothing to it."""
+    """Return the objective of only the labels with the field `KEPT`."""
     return _OfKeptLabels(**{item.name: getattr(objective, item.name) for item in fields(objective)})
 
 
 def label_metric(
     labels: Sequence[Labels], kept: np.ndarray, metric: str, runner: StepRunner, plan: StepPlan
 ) -> Metric | None:
-    """Return a document's own metric if only the labels at the places `kept` count."""
+    """Return a document's own metric, counting only the labels at the indices `kept`."""
     facts = StepFacts(of_kept_labels(runner.objective), plan.documents_seen, plan.totals)
     wanted = torch.from_numpy(np.asarray(kept, dtype=np.int64))
     found = []
@@ -215,7 +215,7 @@ def merged(metrics: Iterable[Metric]) -> Metric:
 
 
 def left_out(known: Mapping[int, Metric]) -> dict[int, Metric]:
-    """Return what leaving each document out takes away from a metric of a user's own type, as if it added up."""
+    """Return by how much a metric of a user's own type falls if each document is left out."""
     numbers, metrics = list(known), list(known.values())
     before = list(accumulate(metrics, lambda first, second: first.merge(second)))
     behind = list(accumulate(reversed(metrics), lambda first, second: second.merge(first)))[::-1]
@@ -244,15 +244,15 @@ def far_together(known: Mapping[int, Metric], usual: float, value: float) -> lis
 
 @dataclass(frozen=True)
 class Scale:
-    """What parts of a metric are measured by."""
+    """How documents' contributions to a metric are measured."""
 
-    whole: Metric  # of the step
-    value: float  # of the step
-    usual: float | None  # of steps around; None: no jump
+    whole: Metric  # the step's
+    value: float  # the step's
+    usual: float | None  # the median of the steps around; None: no jump
 
     @property
     def jump(self) -> float:
-        """The size of the jump with its sign; without one the step's own value."""
+        """The signed size of the jump; without a jump, the step's value."""
         return self.value if self.usual is None else self.value - self.usual
 
     @property
@@ -261,12 +261,12 @@ class Scale:
 
     @property
     def least(self) -> float:
-        """The share of the jump from which a part is large: a tenth of a sum; of an extreme, what is past the middle
-        between the usual value and the step's."""
+        """The least share of the jump that counts as large: a tenth for a sum; for a maximum or minimum, a value beyond
+        the middle between the usual value and the step's."""
         return 0.5 if self.extreme else 0.1
 
     def share(self, part: Metric) -> float:
-        """Return a part's share of the jump: 1 if it makes all of it."""
+        """Return a contribution's share of the jump; 1 is the whole jump."""
         if self.extreme:
             value = part.value()
             if value is None:
@@ -277,18 +277,18 @@ class Scale:
         return self.amount(part) / self.jump if self.jump else 0.0
 
     def weight(self, part: Metric, labels: int) -> float:
-        """Return what a part's size is compared by: what its mean counts, or its labels."""
+        """Return the weight by which a contribution is compared: the count of its mean, or its number of labels."""
         return float(part.count) if isinstance(part, Mean) else float(labels)
 
     @property
     def falls_short(self) -> bool:
-        """True if a maximum fell or a minimum rose: no document can have made that."""
+        """True if a maximum fell or a minimum rose: no single document can cause that."""
         if self.usual is None:
             return False
         return (isinstance(self.whole, Max) and self.jump < 0) or (isinstance(self.whole, Min) and self.jump > 0)
 
     def amount(self, part: Metric) -> float:
-        """Return how much of the step's value a part makes: what leaving it out takes away."""
+        """Return a document's contribution to the step's value: the difference that leaving it out makes."""
         if isinstance(part, Max | Min):
             return part.value() or 0.0
         if isinstance(part, Sum):
@@ -298,7 +298,7 @@ class Scale:
         return self.value - (self.without(part) or 0.0)
 
     def without(self, part: Metric) -> float | None:
-        """Return the step's value without a part of a metric that adds up."""
+        """Return the step's value without some documents, for a metric that is a sum or a mean."""
         whole: Any = self.whole
         if isinstance(part, Sum):
             return float(whole.total - part.total)
@@ -313,5 +313,5 @@ class Scale:
 
     @staticmethod
     def known(metric: Metric) -> bool:
-        """Tell whether parts of this type of metric are known."""
+        """Tell whether contributions to this type of metric can be computed."""
         return isinstance(metric, Sum | Mean | Derived | Histogram | Max | Min)

@@ -27,7 +27,7 @@ from truestep.tools.replay.differences import (
 )
 from truestep.tools.replay.files import Changed, RunFiles, flat
 
-# What may be changed: all that acts on documents once they are there.
+# Options that a replay may change: those that act on documents that are already made.
 _MAY_CHANGE = (
     *("model.", "loss.", "optimizer.", "parallel.", "deterministic", "logging.", "data.tokens_per_microbatch"),
     *("data.pad_to_multiple", "data.share_prefixes", "data.zero_advantage", "data.advantage_std_floor"),
