@@ -96,4 +96,8 @@ def make_chat_model(folder: Path) -> None:
         bos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    # The unembedding gets no adapter, and with small random rows no hidden state reaches far from equal probabilities:
+    # the share of early letters would be 0.32 at most, where 0.30 is that of all tokens. Now it is 0.98.
+    model.model.norm.weight.data.fill_(16.0)
+    model.save_pretrained(folder)
