@@ -227,15 +227,15 @@ def test_recipes_of_the_cookbook_run_unmodified(recipe: str, folder: Path, addre
 @pytest.mark.skipif(not VERIFIERS, reason="TRUESTEP_TINKER_VERIFIERS names no Python: `make tinker` makes one")
 def test_the_recipe_of_verifiers_runs_but_for_one_argument(folder: Path, address: str) -> None:
     log = folder / "logs" / "verifiers"
-    given = [f"model_name={NAME}", f"log_path={log}", "renderer_name=qwen3_disable_thinking", "vf_env_id=early_letters"]
-    sizes = ["group_size=8", "groups_per_batch=8", "max_tokens=6", "max_steps=10", "learning_rate=0.03", "lora_rank=8"]
+    given = [f"model_name={NAME}", f"log_path={log}", "renderer_name=qwen3_disable_thinking", "vf_env_id=late_letters"]
+    sizes = ["group_size=8", "groups_per_batch=8", "max_tokens=6", "max_steps=6", "learning_rate=0.003", "lora_rank=8"]
     program = shutil.copy(Path(__file__).with_name("verifiers_program.py"), folder / "verifiers_program.py")
     with first_passes(folder) as seen:
         run(folder, address, str(program), *given, *sizes, python=VERIFIERS)
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "optim/kl_sample_train_v1" in line]
-    assert len(steps) == 10
+    assert len(steps) == 6
     assert all(abs(line["optim/kl_sample_train_v1"]) < 1e-5 for line in steps), "trained as they were sampled"
     rewards = [line["env/all/reward/total"] for line in steps]
-    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.4, rewards
     check_first_pass(folder, seen)

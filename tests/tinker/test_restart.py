@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tinker.house import House, arrays_of, config_of, metrics_of, request_of, served_in
+from tinker.house import House, arrays_of, config_of, metrics_of, request_of, served_in, tenant_of
 from truestep.commands.session import Session
 from truestep.commands.tinker import jobs as jobs_module
 from truestep.commands.tinker import state as states
@@ -416,3 +417,38 @@ def test_nobody_else_reads_the_journal(house: House, monkeypatch: pytest.MonkeyP
     assert live.stat().st_mode & 0o777 == 0o700
     files = [*live.rglob("requests"), *live.rglob("session.jsonl")]
     assert len(files) == 2 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+
+
+def test_checkpoints_of_a_tenant_s_older_name_are_there(folder: Path, house: House) -> None:
+    """Without a file of keys, tenants were once named by their keys, and not by digests of these."""
+    house.result(passed(house, 1))
+    house.result(UPDATE(house, 2))
+    path = house.result(house.recorded("save", seq_id=3))["path"]
+    expected = shown(house.result(forwards(house, 4)))
+    house.get(f"sessions/{house.session}/finish", "POST")
+    house.work()
+    own = house.tinker.directory / sha256(tenant_of(house.key).encode()).hexdigest()[:32]
+    own.rename(house.tinker.directory / sha256(f"key {house.key}".encode()).hexdigest()[:32])
+    house = house.started_again(folder)
+    assert house.of("tml-bob").get("checkpoints").json()["checkpoints"] == []
+    (found,) = house.get("checkpoints").json()["checkpoints"]
+    assert found["tinker_path"] == path
+    house.begin()
+    model = house.result(house.recorded("load", path=path, model_seq_id=0))["model_id"]
+    assert (
+        shown(house.result(house.post("forward_backward", content=house.message("forward", 1, model)).json()))
+        == expected
+    )
+
+
+def test_a_session_of_an_older_journal_is_named(folder: Path, house: House, caplog: pytest.LogCaptureFixture) -> None:
+    house.result(passed(house, 1))
+    events = next(house.tinker.directory.glob("live/*/session.jsonl"))
+    first, *rest = events.read_text().splitlines()
+    begun = json.loads(first)
+    del begun["computes"]
+    events.write_text("\n".join([json.dumps(begun), *rest, ""]))
+    again = house.started_again(folder)
+    assert again.post("session_heartbeat", {"session_id": house.session}).status_code == 404
+    assert "is of an older truestep" in caplog.text and str(events.parent) in caplog.text and events.exists()
+    again.make()

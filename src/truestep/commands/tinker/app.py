@@ -26,7 +26,7 @@ from truestep.commands.tinker.orders import JSON_PATHS, Orders, check_optimizer,
 from truestep.commands.tinker.requests import Model as Fits
 from truestep.commands.tinker.requests import asked
 from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
-from truestep.commands.tinker.tenants import Tenants
+from truestep.commands.tinker.tenants import Tenants, older_name
 from truestep.commands.tinker.usage import exposition
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ def _refusing(what: str) -> Route_:
 class _Routes:
     def __init__(self, served: Served):
         self._served, self._state, self._orders = served, served.state, served.orders
+        self._seen: set[str] = set()  # tenants that have sent a request
 
     # All requests
 
@@ -139,7 +140,12 @@ class _Routes:
         return self.guarded(handler)
 
     def _tenant(self, request: Request) -> str:
-        return self._served.tenants.of(_key(request))
+        key = _key(request)
+        tenant = self._served.tenants.of(key)
+        if tenant not in self._seen and self._served.tenants.by_keys:
+            self._served.checkpoints.rename_tenant(older_name(key or ""), tenant)
+        self._seen.add(tenant)
+        return tenant
 
     # Server
 

@@ -80,6 +80,9 @@ class Journal:
             place.mkdir(exist_ok=True)
         _append(place / _SESSION, json.dumps(event).encode() + b"\n")
 
+    def place(self, session: str) -> Path:
+        return self._directory / session
+
     def events(self, session: str) -> list[dict[str, Any]]:
         file = self._directory / session / _SESSION
         lines = file.read_bytes() if file.exists() else b""

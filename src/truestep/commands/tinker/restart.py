@@ -27,6 +27,11 @@ def restart(state: State, journal: Journal, orders: Orders) -> set[str]:
         models |= {event["id"] for event in events[1:] if event["kind"] == "model"}
         if events[0]["base"] != state.base:
             log.warning("session %s is of %s, which this server does not serve: it waits", name, events[0]["base"])
+        elif "computes" not in events[0]:
+            said = (
+                "session %s is of an older truestep, which did not write what it computes with: it is not gone on with"
+            )
+            log.warning(f"{said}. Its checkpoints are there; remove %s to forget it", name, journal.place(name))
         elif events[0]["computes"] != state.computes:
             said = "session %s began with other weights in %s, or with other options of its numbers: it waits for those"
             log.warning(said, name, events[0]["base"])
