@@ -184,14 +184,17 @@ def first_passes(folder: Path) -> Iterator[Path]:
                 link.unlink()
 
 
-def check_first_pass(folder: Path, links: Path) -> None:
+def check_first_pass(folder: Path, links: Path) -> bool:
     """The log-probs and the loss of a recipe's first pass are those of the base model in float64, since the first
-    adapter adds nothing."""
+    adapter adds nothing. Return whether there was a pass."""
     model = AutoModelForCausalLM.from_pretrained(folder / NAME, dtype=torch.float64).eval()
-    assert list(links.iterdir()), "the recipe made a model"
+    found_any = False
     for link in links.iterdir():
         records = list(_read(link))
-        asked = next(one for one in records if one.is_request and one.head["path"] == "forward_backward")
+        passes = [one for one in records if one.is_request and one.head["path"] == "forward_backward"]
+        if not passes:
+            continue
+        found_any, asked = True, passes[0]
         told = next(one.body for one in records if not one.is_request and one.seq == asked.seq)
         request, total = wire.read_forward_backward(asked.body), 0.0
         assert request.data
@@ -209,6 +212,7 @@ def check_first_pass(folder: Path, links: Path) -> None:
                 numbers = NUMBERS.get(request.loss, {}) | {name: float(one) for name, one in request.config.items()}
                 total += float(loss_of(request.loss, list(own), given, **numbers))
         assert metrics_of(told)["loss:sum"] == pytest.approx(total, rel=1e-5, abs=1e-5)
+    return found_any
 
 
 @pytest.mark.parametrize("recipe", RUNS)
@@ -216,7 +220,8 @@ def test_recipes_of_the_cookbook_run_unmodified(recipe: str, folder: Path, addre
     log = folder / "logs" / recipe
     with first_passes(folder) as seen:
         run(folder, address, "-m", f"{RECIPES}.{recipe}", f"model_name={NAME}", f"log_path={log}", *RUNS[recipe])
-    check_first_pass(folder, seen)
+    # Where all rewards of a group are equal, rl_loop leaves it out: the tiny model solves none of its tasks.
+    assert check_first_pass(folder, seen) == (recipe != "rl_loop")
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     assert lines and (log / "checkpoints.jsonl").read_text()
     if recipe == "sl_loop":
@@ -238,4 +243,4 @@ def test_the_recipe_of_verifiers_runs_but_for_one_argument(folder: Path, address
     assert all(abs(line["optim/kl_sample_train_v1"]) < 1e-5 for line in steps), "trained as they were sampled"
     rewards = [line["env/all/reward/total"] for line in steps]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.4, rewards
-    check_first_pass(folder, seen)
+    assert check_first_pass(folder, seen)
