@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 
 from rollouts.rollout_records import GOOD, MISSING, NOTHING, POISON, changed, parse, reason, same
+from truestep.rollouts import record, values
 from truestep.rollouts.fields import record_names
 from truestep.rollouts.record import BadRecord, Needs
 
@@ -23,6 +24,27 @@ def test_a_good_record():
     assert rollout.model_version.dtype == np.int64
     assert (rollout.reward, rollout.group_id, rollout.temperature) == (1.5, "g", 0.7)
     assert (rollout.id, rollout.metadata) == ("a", {"k": [1, None]})
+
+
+def test_arrays_are_checked_as_they_are(monkeypatch):
+    """And not turned into lists: that costs time for each token."""
+    arrays = {
+        "input_ids": np.array(GOOD["input_ids"], np.int32),
+        "loss_mask": np.array(GOOD["loss_mask"], np.bool_),
+        "logprobs": np.array([0, 0, -0.5, -0.25, 0], np.float32),
+    }
+    expected, whole = parse(GOOD), values.plain
+
+    def plain(value, field):
+        assert not isinstance(value, np.ndarray) or not value.ndim, field
+        return whole(value, field)
+
+    for module in (values, record):
+        monkeypatch.setattr(module, "plain", plain)
+    assert same(parse(GOOD | arrays), expected)
+    assert reason(GOOD | arrays | {"logprobs": np.array([0, 0, np.nan, -1, 0], np.float32)}).startswith("logprobs[2]")
+    assert reason(GOOD | arrays | {"logprobs": np.ones(5, np.bool_)}).startswith("logprobs[2]")
+    assert reason(GOOD | arrays | {"input_ids": np.array([5, 6, 7, 8, 9], np.float32)}).startswith("input_ids[0]")
 
 
 @pytest.mark.parametrize("raw", [None, [], "text", 3, 1.5, True, [GOOD], float("nan"), 10**4000])

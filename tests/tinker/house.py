@@ -102,12 +102,21 @@ class House:
         return out
 
     def work(self) -> None:
-        """Compute all jobs that are ready."""
-        while self.tinker.turn():
-            pass
+        """Compute all jobs that are ready, and wait until all is written."""
+        going = True
+        while going:
+            while self.tinker.turn():
+                pass
+            self.settle()
+            going = self.tinker.turn()
+        self.settle()
+
+    def settle(self) -> None:
+        assert self.tinker.state.writes.settle(60), "a write does not end"
 
     def started_again(self, directory: Path) -> House:
         """A new server on the same checkpoints; this one computes no more."""
+        self.settle()
         assert self.tinker.state.journal is not None
         self.tinker.state.journal.close()
         made = served_in(directory, self.tinker.directory, self.tinker.keys)

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# An environment of the package verifiers, which rates how many letters are in the first half of the alphabet.
+# An environment of the package verifiers, which rates how many letters are in the second half of the alphabet.
 ENVIRONMENT = """
 import verifiers as vf
 from datasets import Dataset
@@ -21,11 +21,11 @@ from datasets import Dataset
 def load_environment():
     rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": str(n)} for n in range(96)]
 
-    def early(completion, **_):
+    def late(completion, **_):
         text = completion[-1]["content"]
-        return sum(letter < "N" for letter in text) / max(len(text), 1)
+        return sum(letter >= "N" for letter in text) / max(len(text), 1)
 
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[early]))
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[late]))
 """
 NAME = "Qwen/Qwen3-8B"  # whose chat format the cookbook knows
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -52,7 +52,7 @@ def make_folder(folder: Path) -> Path:
     ]
     write_rows(folder / "Anthropic/hh-rlhf", {"train": pairs, "test": pairs[:8]})
     write_rows(folder / "zwhe99/DeepMath-103K", {"train": sums[:32]})
-    (folder / "early_letters.py").write_text(ENVIRONMENT)
+    (folder / "late_letters.py").write_text(ENVIRONMENT)
     sections = {
         "model": {"path": NAME, "dtype": "float32", "device": "cpu"},
         "data": {"path": "none.jsonl", "tokens_per_microbatch": 4096},
@@ -96,4 +96,8 @@ def make_chat_model(folder: Path) -> None:
         bos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    # The unembedding gets no adapter, and with a norm of 1 no hidden state leads far from equal probabilities of all
+    # tokens: the mean share of letters before N is 0.30, and 0.32 at most. So nothing could be learnt. Now it is 0.98.
+    model.model.norm.weight.data.fill_(16.0)
+    model.save_pretrained(folder)

@@ -6,20 +6,26 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from checkpoints import read_weights
 from generate.endpoint.test_serve import serving
-from tinker.house import tenant_of
+from tinker.house import arrays_of, metrics_of, tenant_of
 from tinker.oracle import Adapted, loss_of
 from tinker.stand_ins import NAME, make_folder
+from truestep.commands.tinker import wire
 from truestep.commands.tinker.checkpoints import Checkpoints
+from truestep.commands.tinker.journal import _read
 
 PYTHON = os.environ.get("TRUESTEP_TINKER", "")
 pytestmark = [
@@ -38,6 +44,7 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "dro": (RL, {"beta": 0.1}),
     "gspo": ({**RL, "sequence_ratio_mask": [0, 1, 1, 1, 1]}, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}),
 }
+NUMBERS = {"ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
 ADAM = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 0.5, "weight_decay": 0.1, "grad_clip_norm": 2.0}
 RECIPES = "tinker_cookbook.recipes"
 QWEN = "renderer_name=qwen3_disable_thinking"
@@ -151,10 +158,70 @@ def test_checkpoints_and_refusals(seen: dict[str, Any]) -> None:
     assert "its formula is not public" in seen["refused stable_reinforce"]
 
 
+@contextmanager
+def first_passes(folder: Path) -> Iterator[Path]:
+    """Keep what the server's journal says of each model that is made meanwhile: links to its files, which the end of a
+    session does not remove."""
+    links, stopped = Path(tempfile.mkdtemp(dir=folder)), threading.Event()
+
+    def look() -> None:
+        while not stopped.wait(0.1):
+            for file in (folder / "checkpoints" / "live").glob("*/*/0/requests"):
+                link = links / f"{file.parent.parent.parent.name}-{file.parent.parent.name}"
+                with suppress(FileExistsError, FileNotFoundError):
+                    os.link(file, link)
+
+    before = {file.parent.parent.parent.name for file in (folder / "checkpoints" / "live").glob("*/*/*/requests")}
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield links
+    finally:
+        stopped.set()
+        looking.join()
+        for link in links.iterdir():
+            if link.name.rpartition("-")[0] in before:
+                link.unlink()
+
+
+def check_first_pass(folder: Path, links: Path) -> bool:
+    """The log-probs and the loss of a recipe's first pass are those of the base model in float64, since the first
+    adapter adds nothing. Return whether there was a pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder / NAME, dtype=torch.float64).eval()
+    found_any = False
+    for link in links.iterdir():
+        records = list(_read(link))
+        passes = [one for one in records if one.is_request and one.head["path"] == "forward_backward"]
+        if not passes:
+            continue
+        found_any, asked = True, passes[0]
+        told = next(one.body for one in records if not one.is_request and one.seq == asked.seq)
+        request, total = wire.read_forward_backward(asked.body), 0.0
+        assert request.data
+        for datum, found in zip(request.data, arrays_of(told), strict=True):
+            targets = torch.from_numpy(datum.inputs["target_tokens"].copy())
+            with torch.no_grad():
+                logits = model(torch.from_numpy(datum.tokens.copy())[None]).logits[0]
+            own = logits.log_softmax(-1).gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
+            np.testing.assert_allclose(found["logprobs"], own.numpy(), rtol=1e-5, atol=1e-5)
+            if request.loss == "cross_entropy":
+                weights = datum.inputs.get("weights", np.ones(targets.shape))
+                total -= float((own.numpy() * weights).sum())
+            else:
+                given = {name: values.tolist() for name, values in datum.inputs.items()}
+                numbers = NUMBERS.get(request.loss, {}) | {name: float(one) for name, one in request.config.items()}
+                total += float(loss_of(request.loss, list(own), given, **numbers))
+        assert metrics_of(told)["loss:sum"] == pytest.approx(total, rel=1e-5, abs=1e-5)
+    return found_any
+
+
 @pytest.mark.parametrize("recipe", RUNS)
 def test_recipes_of_the_cookbook_run_unmodified(recipe: str, folder: Path, address: str) -> None:
     log = folder / "logs" / recipe
-    run(folder, address, "-m", f"{RECIPES}.{recipe}", f"model_name={NAME}", f"log_path={log}", *RUNS[recipe])
+    with first_passes(folder) as seen:
+        run(folder, address, "-m", f"{RECIPES}.{recipe}", f"model_name={NAME}", f"log_path={log}", *RUNS[recipe])
+    # Where all rewards of a group are equal, rl_loop leaves it out: the tiny model solves none of its tasks.
+    assert check_first_pass(folder, seen) == (recipe != "rl_loop")
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     assert lines and (log / "checkpoints.jsonl").read_text()
     if recipe == "sl_loop":
@@ -165,11 +232,15 @@ def test_recipes_of_the_cookbook_run_unmodified(recipe: str, folder: Path, addre
 @pytest.mark.skipif(not VERIFIERS, reason="TRUESTEP_TINKER_VERIFIERS names no Python: `make tinker` makes one")
 def test_the_recipe_of_verifiers_runs_but_for_one_argument(folder: Path, address: str) -> None:
     log = folder / "logs" / "verifiers"
-    given = [f"model_name={NAME}", f"log_path={log}", "renderer_name=qwen3_disable_thinking", "vf_env_id=early_letters"]
-    sizes = ["group_size=8", "groups_per_batch=8", "max_tokens=6", "max_steps=3", "learning_rate=0.03", "lora_rank=8"]
+    given = [f"model_name={NAME}", f"log_path={log}", "renderer_name=qwen3_disable_thinking", "vf_env_id=late_letters"]
+    sizes = ["group_size=8", "groups_per_batch=8", "max_tokens=6", "max_steps=6", "learning_rate=0.003", "lora_rank=8"]
     program = shutil.copy(Path(__file__).with_name("verifiers_program.py"), folder / "verifiers_program.py")
-    run(folder, address, str(program), *given, *sizes, python=VERIFIERS)
+    with first_passes(folder) as seen:
+        run(folder, address, str(program), *given, *sizes, python=VERIFIERS)
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "optim/kl_sample_train_v1" in line]
-    assert len(steps) == 3 and all(0 < line["env/all/reward/total"] < 1 for line in steps)
+    assert len(steps) == 6
     assert all(abs(line["optim/kl_sample_train_v1"]) < 1e-5 for line in steps), "trained as they were sampled"
+    rewards = [line["env/all/reward/total"] for line in steps]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.4, rewards
+    assert check_first_pass(folder, seen)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tinker.house import House, arrays_of, config_of, metrics_of, request_of, served_in
+from tinker.house import House, arrays_of, config_of, metrics_of, request_of, served_in, tenant_of
 from truestep.commands.session import Session
 from truestep.commands.tinker import jobs as jobs_module
+from truestep.commands.tinker import state as states
 from truestep.commands.tinker.journal import Journal, JournalError
 from truestep.commands.tinker.usage import Quota
 from truestep.step.learner import Learner
@@ -218,13 +221,17 @@ def test_directories_that_are_not_for_this_server(folder: Path, house: House) ->
     begun = json.loads(events.read_text().splitlines()[0])
     assert begun["base"] == str((folder / "model").absolute()) and "tml-alice" not in events.read_text()
     house.result(house.recorded("sampler", seq_id=1))
-    expected, whole = drawn(house), events.read_text()
-    events.write_text(events.read_text().replace("model", "other"))
+    expected = drawn(house)
+    house.result(passed(house, 2))
+    house.result(UPDATE(house, 3))  # the model goes on, so that the sampler needs its checkpoint
+    whole = events.read_text()
+    events.write_text(whole.replace(begun["base"], str(folder / "other")))
     again = house.started_again(folder)
     assert again.post("session_heartbeat", {"session_id": house.session}).status_code == 404
     assert events.exists(), "the server of the other model goes on with it"
     events.write_text(whole)
-    assert drawn(again.started_again(folder)) == expected, "its samplers without names waited too"
+    found = drawn(again.started_again(folder))
+    assert found == expected, "its samplers without names waited too"
 
 
 def test_other_weights_and_other_options_continue_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +266,7 @@ def test_other_weights_and_other_options_continue_nothing(tmp_path: Path, monkey
 def test_the_journal_does_not_grow_without_end(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """With requests that change nothing, with steps that fail, and with results that nobody asks for."""
     monkeypatch.setattr(jobs_module, "_STATE_BYTES", 4000)
+    monkeypatch.setattr(Journal, "size", lambda self, model: 0)
     place, seq = house.tinker.directory / "live" / house.session / "0", 0
 
     def state() -> Path:
@@ -286,6 +294,83 @@ def test_the_journal_does_not_grow_without_end(house: House, monkeypatch: pytest
         house.work()
     assert (state() / "requests").stat().st_size > 2 * jobs_module._STATE_BYTES
     assert int(state().name) - begun < 20
+
+
+def states_of(house: House, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the requests after which a state is written, or tried to be."""
+    written: list[int] = []
+    whole = Journal.keep
+
+    def keep(self: Journal, model: str, next_seq: int, *given: Any) -> Any:
+        written.append(next_seq - 1)
+        return whole(self, model, next_seq, *given)
+
+    monkeypatch.setattr(Journal, "keep", keep)
+    return written
+
+
+def test_states_are_written_after_as_many_bytes_as_they_have(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a disk gets at most twice the bytes of requests and results; also where a state could not be written."""
+    monkeypatch.setattr(jobs_module, "_STATE_BYTES", 1000)
+    written, model = states_of(house, monkeypatch), f"{house.session}:train:0"
+    journal = house.tinker.state.journal
+    assert journal is not None
+    grown = []
+
+    def go_on(first: int, last: int) -> None:
+        for seq in range(first, last):
+            house.result(forwards(house, seq))
+            grown.append(journal.grown(model))
+
+    go_on(1, 20)
+    first = written[0]
+    assert journal.size(model) > 20_000 and written == [first], "the state has more bytes than the requests after it"
+    file = next(house.tinker.directory.glob("live/*/0/*/requests"))
+    assert journal.grown(model) <= file.stat().st_size
+    planted = 3000
+    monkeypatch.setattr(Journal, "size", lambda self, model: planted)
+    go_on(20, 50)
+    apart = [b - a for a, b in pairwise(written[1:])]
+    assert len(apart) > 2 and min(apart) > 1, "not after each request"
+    assert max(grown[20:]) < 2 * planted, "and the journal has a bound"
+
+    def full(self: Session, *_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    before = len(written)
+    with monkeypatch.context() as fault:
+        fault.setattr(Session, "write", full)
+        go_on(50, 80)
+    tried = [b - a for a, b in pairwise(written[before:])]
+    assert len(tried) > 2 and min(tried) > 1, "not tried after each request"
+
+
+def test_seconds_that_change_no_weights_write_no_state(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "_STATE_SECONDS", 0.0001)
+    written = states_of(house, monkeypatch)
+    for seq in (1, 2, 3):
+        house.result(forwards(house, seq))
+    assert written == []
+    house.result(passed(house, 4))
+    house.result(UPDATE(house, 5))
+    assert written == [5]
+    house.result(forwards(house, 6))
+    assert written == [5]
+
+
+def test_requests_without_an_update_have_a_bound(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a gradient is open no state is written, so the journal would grow without end."""
+    house.result(passed(house, 1))
+    journal = house.tinker.state.journal
+    assert journal is not None
+    monkeypatch.setattr(states, "_MOST_GROWN", journal.grown(f"{house.session}:train:0"))
+    assert "since its last update" in house.result(passed(house, 2))["error"]
+    assert "a forward_backward of this step failed" in house.result(UPDATE(house, 3))["error"]
+    monkeypatch.setattr(jobs_module, "_STATE_BYTES", 1)
+    monkeypatch.setattr(Journal, "size", lambda self, model: 0)
+    house.result(UPDATE(house, 4))  # without a gradient, which fails, and a state is written
+    assert isinstance(house.result(passed(house, 5)), bytes)
+    assert house.result(UPDATE(house, 6))["metrics"]["step"] == 1
 
 
 def test_after_an_update_that_failed_a_new_server_has_the_weights_before_it(
@@ -332,3 +417,38 @@ def test_nobody_else_reads_the_journal(house: House, monkeypatch: pytest.MonkeyP
     assert live.stat().st_mode & 0o777 == 0o700
     files = [*live.rglob("requests"), *live.rglob("session.jsonl")]
     assert len(files) == 2 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+
+
+def test_checkpoints_of_a_tenant_s_older_name_are_there(folder: Path, house: House) -> None:
+    """Without a file of keys, tenants were once named by their keys, and not by digests of these."""
+    house.result(passed(house, 1))
+    house.result(UPDATE(house, 2))
+    path = house.result(house.recorded("save", seq_id=3))["path"]
+    expected = shown(house.result(forwards(house, 4)))
+    house.get(f"sessions/{house.session}/finish", "POST")
+    house.work()
+    own = house.tinker.directory / sha256(tenant_of(house.key).encode()).hexdigest()[:32]
+    own.rename(house.tinker.directory / sha256(f"key {house.key}".encode()).hexdigest()[:32])
+    house = house.started_again(folder)
+    assert house.of("tml-bob").get("checkpoints").json()["checkpoints"] == []
+    (found,) = house.get("checkpoints").json()["checkpoints"]
+    assert found["tinker_path"] == path
+    house.begin()
+    model = house.result(house.recorded("load", path=path, model_seq_id=0))["model_id"]
+    assert (
+        shown(house.result(house.post("forward_backward", content=house.message("forward", 1, model)).json()))
+        == expected
+    )
+
+
+def test_a_session_of_an_older_journal_is_named(folder: Path, house: House, caplog: pytest.LogCaptureFixture) -> None:
+    house.result(passed(house, 1))
+    events = next(house.tinker.directory.glob("live/*/session.jsonl"))
+    first, *rest = events.read_text().splitlines()
+    begun = json.loads(first)
+    del begun["computes"]
+    events.write_text("\n".join([json.dumps(begun), *rest, ""]))
+    again = house.started_again(folder)
+    assert again.post("session_heartbeat", {"session_id": house.session}).status_code == 404
+    assert "is of an older truestep" in caplog.text and str(events.parent) in caplog.text and events.exists()
+    again.make()

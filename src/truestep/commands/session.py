@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -558,6 +558,18 @@ class Session:
         """Write a checkpoint of weights, optimizer and counts into a directory; return its path. `load`, `Session(...,
         weights=...)` and `truestep export` read it. Without `optimizer`, its state is left out. With
         `leave_open`, the current step may have a gradient; it is kept in memory, but is not part of the checkpoint."""
+        return self.write(directory, optimizer=optimizer, leave_open=leave_open, within=self._doing("saving"))
+
+    def write(
+        self,
+        directory: str | Path,
+        *,
+        optimizer: bool = True,
+        leave_open: bool = False,
+        within: AbstractContextManager[None] | None = None,
+    ) -> Path:
+        """Save as `save` does, without a limit to the time that the disk takes. Another thread may call it, while this
+        session changes nothing."""
         if self._gradient is not None and not leave_open:
             raise SessionError("a checkpoint holds no gradient: call step() or drop() before save")
         store, learner = CheckpointStore(Path(directory), keep=2**31), self._here
@@ -567,7 +579,7 @@ class Session:
         queue = {"documents_seen": self.documents_seen, "sampled": self._sampled}
         progress = Progress(self.steps, queue, (), 0, entropy_bonus=learner.runner.objective.steered_weight)
         saves = Saves(store, self._ranks)
-        with self._doing("saving"):
+        with within or nullcontext():
             parts = optimizer_parts(learner.optimizer, self.policy.weights) if optimizer else iter(())
             complete = saves.begin(self.policy, parts, progress, self.documents_seen) or saves.finish()
             saves.close()

@@ -375,9 +375,13 @@ def _as_number(given: Any, field: str, check: Callable[[Any], Any]) -> Any:
     return None if value is None else checked(check, value, field)
 
 
+# Types of arrays whose values the arrays of `checked_array` hold exactly.
+_EXACT = frozenset({np.bool_, np.int32, np.int64, np.float32, np.float64})
+
+
 def _as_value(value: Any, field: str) -> Any:
     """Return the plain value of a field that may be a list. Numeric arrays are kept for `checked_array`."""
-    if type(value) is np.ndarray and value.ndim == 1 and value.dtype in (np.int64, np.float64):
+    if type(value) is np.ndarray and value.ndim == 1 and value.dtype.type in _EXACT:
         return value
     return plain(value, field)
 

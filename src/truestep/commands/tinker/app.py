@@ -5,8 +5,9 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -25,10 +26,12 @@ from truestep.commands.tinker.orders import JSON_PATHS, Orders, check_optimizer,
 from truestep.commands.tinker.requests import Model as Fits
 from truestep.commands.tinker.requests import asked
 from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
-from truestep.commands.tinker.tenants import Tenants
+from truestep.commands.tinker.tenants import Tenants, older_name
 from truestep.commands.tinker.usage import exposition
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 20.0  # how long a request for a result waits for it; the client's own limit is 45 s
 _MOST_RANK = 512
@@ -105,6 +108,7 @@ def _refusing(what: str) -> Route_:
 class _Routes:
     def __init__(self, served: Served):
         self._served, self._state, self._orders = served, served.state, served.orders
+        self._seen: set[str] = set()  # tenants that have sent a request
 
     # All requests
 
@@ -136,7 +140,12 @@ class _Routes:
         return self.guarded(handler)
 
     def _tenant(self, request: Request) -> str:
-        return self._served.tenants.of(_key(request))
+        key = _key(request)
+        tenant = self._served.tenants.of(key)
+        if tenant not in self._seen and self._served.tenants.by_keys:
+            self._served.checkpoints.rename_tenant(older_name(key or ""), tenant)
+        self._seen.add(tenant)
+        return tenant
 
     # Server
 
@@ -178,7 +187,8 @@ class _Routes:
         name = body.get("display_name")
         if name is not None and not isinstance(name, str):
             raise ApiError("display_name: a text is expected")
-        session = self._state.begin(tenant, metadata_of(body.get("user_metadata")), name)
+        metadata = metadata_of(body.get("user_metadata"))
+        session = await _written(self._state.write_of_tenant(tenant, lambda: self._state.begin(tenant, metadata, name)))
         return {"type": "create_session", "session_id": session.id}
 
     async def heartbeat(self, tenant: str, body: Body) -> Any:
@@ -190,20 +200,24 @@ class _Routes:
         session = state.session(tenant, body.get("session_id"))
         name = f"{session.id}:sample:{whole_number(body, 'sampling_session_seq_id')}"
         path = body.get("model_path")
-        if path is not None:
-            self._served.checkpoints.find(tenant, path)
-        elif body.get("base_model") not in self._served.names:
+        if path is None and body.get("base_model") not in self._served.names:
             raise self._no_model(body.get("base_model"))
-        with state.lock:
+
+        def add() -> None:
+            if path is not None:
+                self._served.checkpoints.find(tenant, path)
             state.session(tenant, session.id)  # it may have finished in the meantime
             if name not in state.samplers:
                 state.add_sampler(Sampler(name, tenant, session.id, self._served.name, path))
+
+        await _written(state.write(session, add))
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def join_sampling_session(self, tenant: str, body: Body) -> Any:
         sampler = self._state.sampler(tenant, body.get("sampling_session_id"))
         session = self._state.session(tenant, sampler.session)
-        return {"type": "join_sampling_session", "client_counter": self._state.add_clone(session)}
+        count = await _written(self._state.write(session, lambda: self._state.add_clone(session)))
+        return {"type": "join_sampling_session", "client_counter": count}
 
     def _no_model(self, name: Any) -> ApiError:
         return ApiError(f"base_model is {name!r:.200}, and this server has {self._served.name}", 404)
@@ -228,16 +242,23 @@ class _Routes:
         name = self._model_name(tenant, body)
         # Without a given seed, each model gets different initial values.
         seed = seed_of(name, 0, None) % 2**31 if seed is None else abs(seed)
-        model = self._new(tenant, body, name, Adapted(rank, seed, [], mlp, attention))
-        return _promise(self._state.submit(Job(f"{name}:0", tenant, model.session, Create(model), model=name)))
+        return await self._new(tenant, body, name, Adapted(rank, seed, [], mlp, attention))
 
     def _model_name(self, tenant: str, body: Body) -> str:
         session = self._state.session(tenant, body.get("session_id"))
         return f"{session.id}:train:{whole_number(body, 'model_seq_id')}"
 
-    def _new(self, tenant: str, body: Body, name: str, adapted: Adapted, **how: Any) -> Model:
+    async def _new(self, tenant: str, body: Body, name: str, adapted: Adapted, **how: Any) -> Body:
+        """Make a model, and promise it. `how`: the checkpoint that it begins with."""
         session, metadata = self._state.session(tenant, body.get("session_id")), metadata_of(body.get("user_metadata"))
-        return self._state.add_model(Model(name, tenant, session.id, self._served.name, adapted, metadata), **how)
+
+        def make() -> Job:
+            given = Model(name, tenant, session.id, self._served.name, adapted, metadata)
+            work = Create(self._state.add_model(given, **how), **how)
+            reads = work.checkpoint
+            return self._state.submit(Job(f"{name}:0", tenant, session.id, work, model=name, reads=reads))
+
+        return _promise(await _written(self._state.write(session, make)))
 
     async def get_info(self, tenant: str, body: Body) -> Any:
         model = self._state.model(tenant, body.get("model_id"))
@@ -266,8 +287,7 @@ class _Routes:
         if known is not None:
             return JSONResponse(_promise(known))
 
-        job = await asyncio.to_thread(self._order, model, head.seq_id, "forward_backward", body, too_large)
-        return JSONResponse(_promise(job))
+        return JSONResponse(await self._order(model, head.seq_id, "forward_backward", body, too_large))
 
     def _ordered(self, path: str) -> Route_:
         """Return the route of a request that a model computes in its turn."""
@@ -275,15 +295,20 @@ class _Routes:
         async def route(tenant: str, body: Body) -> Any:
             model = self._state.model(tenant, body.get("model_id"))
             seq = whole_number(body, "seq_id")
-            return _promise(self._order(model, seq, path, json.dumps(body).encode()))
+            return await self._order(model, seq, path, json.dumps(body).encode())
 
         return route
 
-    def _order(self, model: Model, seq: int, path: str, body: bytes, refused: ApiError | None = None) -> Job:
-        job = self._orders.job(model, seq, path, body, refused)
-        if (said := self._state.too_large(job)) is not None:
-            job = self._orders.job(model, seq, path, body, ApiError(said))
-        return self._state.submit(job, model)
+    async def _order(self, model: Model, seq: int, path: str, body: bytes, refused: ApiError | None = None) -> Body:
+        """Write a request of a model, and promise its result."""
+
+        def order() -> Job:
+            job = self._orders.job(model, seq, path, body, refused or self._state.too_grown(model, path))
+            if (said := self._state.too_large(job)) is not None:
+                job = self._orders.job(model, seq, path, body, ApiError(said))
+            return self._state.submit(job, model)
+
+        return _promise(await _written(self._state.write_request(model, len(body), order)))
 
     # Checkpoints
 
@@ -292,13 +317,14 @@ class _Routes:
             return await self._ordered("load_weights")(tenant, body)
         check_own(body)
         check_optimizer(body.get("optimizer_config"))
-        saved, _ = self._served.checkpoints.find(tenant, body.get("path"))
+        path = body.get("path")
+        found = self._state.write_of_tenant(tenant, lambda: self._served.checkpoints.find(tenant, path))
+        saved, _ = await _written(found)
         if body.get("base_model") is not None and body["base_model"] not in self._served.names:
             raise self._no_model(body.get("base_model"))
         name = self._model_name(tenant, body)
         how: Body = {"checkpoint": saved.path, "optimizer": body.get("optimizer") is True}
-        model = self._new(tenant, body, name, Adapted(**saved.adapted), **how)
-        return _promise(self._state.submit(Job(f"{name}:0", tenant, model.session, Create(model, **how), model=name)))
+        return await self._new(tenant, body, name, Adapted(**saved.adapted), **how)
 
     # Samples
 
@@ -316,7 +342,7 @@ class _Routes:
         together = ("sample", sampler.path, sampler.model, sampler.version, sampler.tenant if sampler.path else "")
         size = 32 * len(wanted.prompt) + (0 if wanted.targets is None else wanted.targets.nbytes)
         cost = wanted.count * wanted.draw.max_new_tokens
-        sizes: Body = {"size": size, "cost": cost, "tokens": len(wanted.prompt)}
+        sizes: Body = {"size": size, "cost": cost, "tokens": len(wanted.prompt), "reads": sampler.path}
         job = Job(f"{sampler.id}:{seq}", tenant, sampler.session, work, together, **sizes)
         if (said := state.too_large(job)) is not None:
             raise ApiError(said)
@@ -347,6 +373,11 @@ class _Routes:
             said = str(error) if own else f"an internal error ({error})"
             return JSONResponse({"error": said, "category": "user" if own else "server"})
         return _answer(waited.result())
+
+
+def _written(future: "Future[T]") -> "asyncio.Future[T]":
+    """Return the result of a write, for the event loop."""
+    return asyncio.wrap_future(future)
 
 
 def _key(request: Request) -> str | None:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -98,7 +99,19 @@ class Checkpoints:
         self._directory, self.now = directory, now
 
     def _of(self, tenant: str) -> Path:
-        return self._directory / sha256(tenant.encode()).hexdigest()[:32]
+        return self._directory / sha256(tenant.encode(errors="surrogateescape")).hexdigest()[:32]
+
+    def rename_tenant(self, before: str, tenant: str) -> None:
+        """Give a tenant the checkpoints that it has under an older name."""
+        old, new = self._of(before), self._of(tenant)
+        if not old.is_dir():
+            return
+        new.mkdir(parents=True, exist_ok=True)
+        for run in old.iterdir():
+            if not (new / run.name).exists():
+                run.rename(new / run.name)
+        with suppress(OSError):  # runs that are in both stay
+            old.rmdir()
 
     def place(self, tenant: str, run: str, kind: str, name: str) -> Path:
         return self._of(tenant) / run.replace(":", "_") / kind / name

@@ -5,9 +5,12 @@ it fails, changes nothing in other models.
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +26,7 @@ from truestep.commands.tinker.requests import Asked, Batch
 from truestep.commands.tinker.scoring import Scored, score
 from truestep.commands.tinker.state import ClientSession, Job, Model, Result, Sampler, State
 from truestep.commands.tinker.wire import Completed, Sampled, forward_backward_output, sample_response
+from truestep.commands.tinker.writes import Order
 from truestep.config.schema import NOTHING_IS_DRAWN, Config
 from truestep.errors import TruestepError
 from truestep.generate.engine.phase import EngineSettings
@@ -132,11 +136,14 @@ class Jobs:
         self._checkpoints, self._state = checkpoints, state
         self._sessions: dict[str, Session] = {}  # sessions of models, by model id
         self._samplers: OrderedDict[str, Session] = OrderedDict()  # sessions of samplers, by tenant and checkpoint path
+        self._cached = threading.Lock()  # of `_samplers`
         self._open: set[str] = set()  # ids of models with a gradient, or with a part of one that failed
         self._linear: tuple[str, ...] | None = None
         self._spent: defaultdict[str, float] = defaultdict(
             float
-        )  # seconds of computing since a model's last state, by model id
+        )  # seconds of steps and loads since a model's last state, by model id
+        self._sweeps = Order()
+        self._sweep: Future[None] | None = None  # the last removal of expired checkpoints
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Compute jobs that were taken together. A failing job fails only its own client's future."""
@@ -155,13 +162,16 @@ class Jobs:
                 Create: self._create,
                 ForwardBackwardJob: self._forward_backward,
                 OptimStep: self._optim_step,
-                Save: self._save,
                 Load: self._load,
             }
+            if isinstance(work, Save):
+                self._begin_save(job, work)
+                return
             start = time.monotonic()
             with torch.enable_grad():
                 result = do[type(work)](work)
-            self._spent[work.model.id] += time.monotonic() - start
+            if getattr(work, "part", None) is not None:  # what changes nothing is not computed again
+                self._spent[work.model.id] += time.monotonic() - start
             if isinstance(work, ForwardBackwardJob | OptimStep):
                 tokens = work.tokens if isinstance(work, ForwardBackwardJob) else 0
                 self._state.count(job.tenant, trained_tokens=tokens, steps=int(isinstance(work, OptimStep)))
@@ -169,12 +179,38 @@ class Jobs:
                 self._open.add(work.model.id)
             elif isinstance(work, OptimStep | Load):
                 self._open.discard(work.model.id)
-            job.keep(result)
-            self._keep_state(job, work)
-            job.end(result)
+            self._tell(job, work, result)
         except Exception as error:
             for job, work in works:
                 self._fail(job, work, error)
+
+    def _tell(self, job: Job, work: Any, outcome: Result | Exception) -> None:
+        """Write how a job ended, and then its model's state if it is due. Tell it when both are written. Meanwhile
+        other models' jobs are computed."""
+        if isinstance(work, Sample):
+            self._end(job, outcome)
+            return
+        model, state = work.model, self._state
+        due = self._is_due(work)
+        model.held = due
+
+        def write() -> None:
+            try:
+                with state.holding(model) if due else nullcontext():
+                    job.keep(outcome)
+                    if due:
+                        self._keep_state(job, model)
+            finally:
+                self._end(job, outcome)
+
+        state.write(model, write)
+
+    @staticmethod
+    def _end(job: Job, outcome: Result | Exception) -> None:
+        if isinstance(outcome, Result):
+            job.end(outcome)
+        else:
+            job.fail(outcome)
 
     def _fail(self, job: Job, work: Any, error: Exception) -> None:
         """Fail a job. A failed gradient makes the step's update fail too. A failed update ends the step, and drops its
@@ -189,16 +225,8 @@ class Jobs:
             if (session := self._sessions.get(work.model.id)) is not None:
                 session.drop()
         if isinstance(job.told, Result) and not isinstance(work, Told):
-            work.model.lost = f"{job.id} could not be computed again after a restart: load a checkpoint"
-        if isinstance(error, TruestepError | JobError | ApiError):
-            error = JobError(str(error))
-        elif not isinstance(error, ServerError):  # which was logged where it was met
-            log.error("a job failed", exc_info=error)
-            error = ServerError(type(error).__name__)
-        job.keep(error)
-        if not isinstance(work, Sample | Create):
-            self._keep_state(job, work)
-        job.fail(error)
+            work.model.lost = _not_again(job)
+        self._tell(job, work, _told(error))
 
     def _refuse(self, work: Refused) -> Result:
         raise work.error
@@ -209,50 +237,66 @@ class Jobs:
             self._sessions.pop(name, None)
             self._open.discard(name)
             self._spent.pop(name, None)
-        for name in session.models:
-            self._forget_hidden(session.tenant, name, keep=0)
-        if self._state.journal is not None:
-            self._state.journal.clean(session.id)
+        journal = self._state.journal
+
+        def clean() -> None:
+            for name in session.models:
+                self._forget_hidden(session.tenant, name, keep=0)
+            if journal is not None:
+                journal.clean(session.id)
+
+        self._state.write(session, clean)
 
     def _forget_hidden(self, tenant: str, run: str, keep: int) -> None:
         """Remove a model's samplers without names, except the last `keep`."""
         try:
             found = self._checkpoints.hidden(tenant, run)
             for saved in found[: max(0, len(found) - keep)]:
-                self._samplers.pop(f"{tenant} {saved.path}", None)
+                self._drop_sampler(tenant, saved.path)
                 self._checkpoints.discard(tenant, saved)
                 self._state.remove_samplers(tenant, saved.path)
         except Exception:  # log the error; the server continues
             log.exception("samplers without names were not removed")
 
-    def _keep_state(self, job: Job, work: Any) -> None:
-        """Write a model's state to the journal, if it is due and there is no gradient. Where weights come from a
-        checkpoint that may be removed, it is due at once."""
-        journal, state = self._state.journal, self._state
+    def _is_due(self, work: Any) -> bool:
+        """Tell whether a model's state is written now: after enough computing or enough bytes since the last one, if
+        there is no gradient. Where weights come from a checkpoint that may be removed, it is due at once."""
+        journal, model = self._state.journal, work.model
         loaded = isinstance(work, Load) or (isinstance(work, Create) and work.checkpoint is not None and not work.kept)
-        model = work.model
         session = self._sessions.get(model.id)
         if isinstance(work, Create) and not loaded:
-            return
+            return False
         if journal is None or model.id in self._open or model.lost or session is None or not session.has_weights:
-            return
-        if not loaded and self._spent[model.id] < _STATE_SECONDS and journal.grown(model.id) < _STATE_BYTES:
+            return False
+        grown = journal.grown(model.id) >= max(_STATE_BYTES, journal.size(model.id))
+        if not (loaded or grown or self._spent[model.id] >= _STATE_SECONDS):
+            return False
+        self._spent[model.id] = 0
+        return True
+
+    def _keep_state(self, job: Job, model: Model) -> None:
+        """Write a model's state to the journal, with the requests and results that are still wanted."""
+        journal, state, session = self._state.journal, self._state, self._sessions.get(model.id)
+        if journal is None or session is None:  # it was freed meanwhile
             return
         try:
-            switch = journal.keep(model.id, job.seq + 1, model.version, session.save)
-            with state.lock:
-                if model.id in state.models:
-                    switch(lambda seq: state.carries(state.known(model.tenant, f"{model.id}:{seq}")))
-            self._spent[model.id] = 0
+            switch = journal.keep(model.id, job.seq + 1, model.version, session.write)
+            switch(lambda seq: state.carries(state.known(model.tenant, f"{model.id}:{seq}")))
         except Exception:  # the requests since the last state are there
-            log.exception("the state of %s was not written", model.id)
+            if model.id in state.models:
+                log.exception("the state of %s was not written", model.id)
 
     def sweep(self) -> None:
         """Remove expired checkpoints."""
-        try:
-            self._checkpoints.sweep()
-        except Exception:  # log the error; the server continues
-            log.exception("expired checkpoints were not removed")
+
+        def sweep() -> None:
+            try:
+                self._checkpoints.sweep()
+            except Exception:  # log the error; the server continues
+                log.exception("expired checkpoints were not removed")
+
+        if self._sweep is None or self._sweep.done():
+            self._sweep = self._state.writes.do(self._sweeps, sweep)
 
     # Models
 
@@ -327,6 +371,26 @@ class Jobs:
 
     # Checkpoints
 
+    def _begin_save(self, job: Job, work: Save) -> None:
+        """Save in the model's order, while other models' jobs are computed."""
+        self._of(work.model)
+        work.model.held = True
+
+        def write() -> None:
+            with self._state.holding(work.model):
+                try:
+                    outcome: Result | Exception = self._save(work)
+                except Exception as error:
+                    outcome = _told(error)
+                    if isinstance(job.told, Result):
+                        work.model.lost = _not_again(job)
+                try:
+                    job.keep(outcome)
+                finally:
+                    self._end(job, outcome)
+
+        self._state.write(work.model, write)
+
     def _save(self, work: Save) -> Result:
         model, session = work.model, self._of(work.model)
         now = self._checkpoints.now()
@@ -347,21 +411,29 @@ class Jobs:
         keeps = work.kind == WEIGHTS
 
         def write(folder: Path) -> Path:
-            return session.save(folder, optimizer=keeps, leave_open=True)
+            return session.write(folder, optimizer=keeps, leave_open=True)
 
         def room() -> None:
             if (most := self._state.quota(model.tenant).bytes) is not None:
                 self._checkpoints.check_room(model.tenant, most, self._state.live_bytes(model.tenant))
 
         saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
-        self._samplers.pop(f"{model.tenant} {saved.path}", None)
+        self._drop_sampler(model.tenant, saved.path)
         if work.sampler is None:
             return Result(
                 {"path": saved.path, "type": f"save_{work.kind}".replace("sampler_weights", "weights_for_sampler")}
             )
-        self._forget_hidden(model.tenant, model.id, keep=_MOST_HIDDEN)
         whose = (work.sampler, model.tenant, model.session, model.base)
-        self._state.add_sampler(Sampler(*whose, saved.path, model.id, model.version, work.inflight))
+        sampler = Sampler(*whose, saved.path, model.id, model.version, work.inflight)
+
+        owner = self._state.sessions.get(model.session)
+
+        def add() -> None:
+            ended = owner is None or owner.finished  # meanwhile
+            self._forget_hidden(model.tenant, model.id, keep=0 if ended else _MOST_HIDDEN)
+            self._state.add_sampler(sampler)
+
+        self._state.write(owner or model, add).result()
         return Result({"sampling_session_id": work.sampler, "type": "save_weights_for_sampler"})
 
     def _load(self, work: Load) -> Result:
@@ -428,13 +500,34 @@ class Jobs:
             return self._sessions[model.id]
         saved, directory = self._checkpoints.find(sampler.tenant, sampler.path)
         key = f"{sampler.tenant} {saved.path}"
-        if key not in self._samplers:
-            adapted = Adapted(**saved.adapted)
-            self._samplers[key] = Session(self._config_of(adapted), weights=directory, base=self._policy)
-        self._samplers.move_to_end(key)
-        while len(self._samplers) > _MOST_SAMPLERS:
-            self._samplers.popitem(last=False)
-        return self._samplers[key]
+        with self._cached:
+            found = self._samplers.get(key)
+        if found is None:
+            found = Session(self._config_of(Adapted(**saved.adapted)), weights=directory, base=self._policy)
+        with self._cached:
+            self._samplers[key] = found
+            self._samplers.move_to_end(key)
+            while len(self._samplers) > _MOST_SAMPLERS:
+                self._samplers.popitem(last=False)
+        return found
+
+    def _drop_sampler(self, tenant: str, path: str) -> None:
+        with self._cached:
+            self._samplers.pop(f"{tenant} {path}", None)
+
+
+def _told(error: Exception) -> Exception:
+    """Return an error as a client is told of it."""
+    if isinstance(error, TruestepError | JobError | ApiError):
+        return JobError(str(error))
+    if not isinstance(error, ServerError):  # which was logged where it was met
+        log.error("a job failed", exc_info=error)
+        return ServerError(type(error).__name__)
+    return error
+
+
+def _not_again(job: Job) -> str:
+    return f"{job.id} could not be computed again after a restart: load a checkpoint"
 
 
 def _attends(layer: str) -> bool:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ class Kept:
 class Journal:
     def __init__(self, directory: Path):
         self._directory = directory
-        self._kept: dict[str, int] = {}  # bytes of requests and results that a model's last state began with
+        self._grown: dict[str, int] = {}  # bytes of requests and results since each model's last state
+        self._sizes: dict[str, int] = {}  # bytes of each model's last state
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o700)  # tenants' requests are for nobody else
         self._lock = (directory / "lock").open("w")
@@ -72,10 +74,14 @@ class Journal:
     # Sessions
 
     def note(self, session: str, event: Mapping[str, Any]) -> None:
-        """Write what was made in a session."""
+        """Write what was made in a session. The first note begins it."""
         place = self._directory / session
-        place.mkdir(exist_ok=True)
+        if event["kind"] == "session":
+            place.mkdir(exist_ok=True)
         _append(place / _SESSION, json.dumps(event).encode() + b"\n")
+
+    def place(self, session: str) -> Path:
+        return self._directory / session
 
     def events(self, session: str) -> list[dict[str, Any]]:
         file = self._directory / session / _SESSION
@@ -114,6 +120,8 @@ class Journal:
 
     def _last(self, model: str) -> Path:
         complete = [one for one in self._of(model).glob("[0-9]*") if (one / _STATE).is_file()]
+        if not complete:
+            raise FileNotFoundError(ENOENT, "the model's session has finished", str(self._of(model)))
         return max(complete, key=lambda one: int(one.name))
 
     def kept(self, model: str) -> Kept:
@@ -125,6 +133,8 @@ class Journal:
             if other != last:
                 shutil.rmtree(other, ignore_errors=True)
         state = json.loads((last / _STATE).read_text(encoding="utf-8"))
+        self._sizes[model] = _bytes(last)
+        self._grown[model] = (last / _REQUESTS).stat().st_size if (last / _REQUESTS).exists() else 0
         name = state["checkpoint"]
         return Kept(state["next_seq"], state["version"], None if name is None else last / name)
 
@@ -140,21 +150,21 @@ class Journal:
         line = json.dumps({**head, "size": len(body)}).encode()
         if len(line) > _LARGEST_HEAD:
             raise JournalError(f"a record of {len(line)} bytes is too large")
-        _append(self._last(model) / _REQUESTS, line + b"\n" + body)
+        record = line + b"\n" + body
+        _append(self._last(model) / _REQUESTS, record)
+        self._grown[model] = self._grown.get(model, 0) + len(record)
 
     def grown(self, model: str) -> int:
-        """Return the bytes of requests and results since the last state."""
-        file = self._last(model) / _REQUESTS
-        return file.stat().st_size - self._kept.get(model, 0) if file.exists() else 0
+        """Return the bytes of requests and results since the last state, or since one could not be written."""
+        return self._grown.get(model, 0)
+
+    def size(self, model: str) -> int:
+        """Return the bytes of the last state."""
+        return self._sizes.get(model, 0)
 
     def bytes(self, session: str) -> int:
         """Return the bytes of a session on disk."""
-        found = 0
-        for folder, _, names in os.walk(self._directory / session):
-            for name in names:
-                with suppress(FileNotFoundError):  # it was removed in the meantime
-                    found += (Path(folder) / name).stat().st_size
-        return found
+        return _bytes(self._directory / session)
 
     def records(self, model: str) -> Iterator[Record]:
         """Yield the records of a model, in the order in which they were written. Cut off one that is incomplete."""
@@ -164,7 +174,9 @@ class Journal:
 
     def keep(self, model: str, next_seq: int, version: int, save: Callable[[Path], Path]) -> Callable[..., None]:
         """Save a model's state as it is before the request `next_seq`. Return a function that makes it the last one: it
-        is called with a test of the results that are still wanted, while no request is written."""
+        is called with a test of the results that are still wanted, while no request is written. If the state cannot be
+        written, the bytes are counted anew, so that it is not tried again after each request."""
+        self._grown[model] = 0
         last = self._last(model)
         partial = last.parent / f".{int(last.name) + 1}"
         shutil.rmtree(partial, ignore_errors=True)
@@ -181,11 +193,20 @@ class Journal:
                 for record in _read(last / _REQUESTS) if (last / _REQUESTS).exists() else ():
                     if record.seq >= next_seq if record.is_request else wanted(record.seq):
                         file.write(json.dumps(record.head).encode() + b"\n" + record.body)
-                self._kept[model] = file.tell()
+            self._sizes[model] = _bytes(partial)
             partial.rename(last.parent / partial.name[1:])
             shutil.rmtree(last, ignore_errors=True)
 
         return switch
+
+
+def _bytes(directory: Path) -> int:
+    found = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):  # it was removed in the meantime
+                found += (Path(folder) / name).stat().st_size
+    return found
 
 
 def _own(file: str, flags: int) -> int:

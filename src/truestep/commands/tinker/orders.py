@@ -45,7 +45,7 @@ class Orders:
             work = Refused(model, JobError(said) if own else ServerError(said), _part(path, body))
             path, body = _REFUSED, json.dumps({"error": said, "own": own, "part": work.part}).encode()
         name, tokens = f"{model.id}:{seq}", work.tokens if isinstance(work, ForwardBackwardJob) else 0
-        order: Body = {"seq": seq, "path": path, "body": body}
+        order: Body = {"seq": seq, "path": path, "body": body, "reads": getattr(work, "checkpoint", None)}
         return Job(name, model.tenant, model.session, work, model=model.id, size=size, tokens=tokens, **order)
 
     def job_again(self, model: Model, seq: int, path: str, body: bytes, told: Outcome | None) -> Job:

@@ -61,7 +61,8 @@ class Batch:
 
 def _losses(name: str, document: Rollout, logprobs: np.ndarray) -> np.ndarray:
     """Compute the loss of each token of a document in float64."""
-    values = {each: torch.from_numpy(document.fields[PREFIX + each][1:].astype(np.float64)) for each in FIELDS}
+    used = (*INPUTS[name], *NUMBERS[name])
+    values = {each: torch.from_numpy(document.fields[PREFIX + each][1:].astype(np.float64)) for each in used}
     own = torch.from_numpy(logprobs.astype(np.float64))
     return terms(name, own, values, lambda each: each.sum().expand_as(each))[0].numpy()
 
@@ -114,17 +115,22 @@ def _documents(
     allowed = {*INPUTS[loss], *numbers, "target_tokens"}
     if odd := sorted(set(datum.inputs) - allowed):
         raise ApiError(f"{where}: loss_fn_inputs: {loss} has no {odd[0][:60]}: it has {', '.join(sorted(allowed))}")
-    values = {}
+    values: dict[str, np.ndarray | float] = {}
     for name in FIELDS:
         if name in INPUTS[loss] or name in datum.inputs:
             values[name] = _input(datum, where, name, targets.shape)
         else:
-            values[name] = np.full(targets.shape, numbers.get(name, 0.0), np.float32)
+            values[name] = numbers.get(name, 0.0)
     if targets.ndim == 1:
         return [_document(f"{where}", tokens, targets, values)], None
     columns = range(targets.shape[1])
     made = [
-        _document(f"{where}.{k}", tokens, targets[:, k], {name: each[:, k] for name, each in values.items()})
+        _document(
+            f"{where}.{k}",
+            tokens,
+            targets[:, k],
+            {name: each[:, k] if isinstance(each, np.ndarray) else each for name, each in values.items()},
+        )
         for k in columns
     ]
     return made, len(columns)
@@ -145,7 +151,7 @@ def _input(datum: Datum, where: str, name: str, shape: tuple[int, ...] | None) -
         raise ApiError(f"{where}: {name} have the shape {list(found.shape)}, and target_tokens {list(shape)}")
     if not np.isfinite(found).all():
         raise ApiError(f"{where}: {name} have numbers that are not finite")
-    return found.astype(np.float32)
+    return found.astype(np.float32, copy=False)
 
 
 def _check_ids(ids: np.ndarray, what: str, model: Model) -> None:
@@ -153,19 +159,23 @@ def _check_ids(ids: np.ndarray, what: str, model: Model) -> None:
         raise ApiError(f"{what} has ids outside of the vocabulary of {model.vocabulary}")
 
 
-def _document(name: str, tokens: np.ndarray, targets: np.ndarray, values: Mapping[str, np.ndarray]) -> Rollout:
-    mask = np.ones(len(tokens) + 1, np.bool_)
-    mask[0] = False
+def _document(name: str, tokens: np.ndarray, targets: np.ndarray, values: Mapping[str, np.ndarray | float]) -> Rollout:
+    size = len(tokens) + 1
 
-    def behind(array: np.ndarray, dtype: Any) -> np.ndarray:
-        return np.concatenate([np.zeros(1, dtype), array.astype(dtype)])
+    def behind(first: Any, rest: np.ndarray | float, dtype: Any) -> np.ndarray:
+        """Return an array for the document's tokens. The first token is no target."""
+        made = np.empty(size, dtype)
+        made[0], made[1:] = first, rest
+        return made
 
+    ids = np.empty(size, np.int64)
+    ids[:-1], ids[-1] = tokens, targets[-1]
     return Rollout(
         id=name,
-        input_ids=np.concatenate([tokens, targets[-1:]]).astype(np.int64),
-        loss_mask=mask,
-        targets=behind(targets, np.int64),
-        fields={PREFIX + each: behind(array, np.float32) for each, array in values.items()},
+        input_ids=ids,
+        loss_mask=behind(False, True, np.bool_),
+        targets=behind(0, targets, np.int64),
+        fields={PREFIX + each: behind(0.0, array, np.float32) for each, array in values.items()},
     )
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,6 +13,7 @@ from truestep.commands.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoints, 
 from truestep.commands.tinker.errors import ApiError, not_served, unknown
 from truestep.commands.tinker.state import Model, State
 
+T = TypeVar("T")
 Handler = Callable[[str, Request], Awaitable[Response]]
 Guard = Callable[[Handler], Callable[[Request], Awaitable[Response]]]
 
@@ -43,9 +44,13 @@ class _Rest:
 
     async def runs(self, tenant: str, request: Request) -> Response:
         """List a tenant's runs: those of live models, and those with checkpoints."""
-        shown = await asyncio.to_thread(self._runs, tenant)
+        shown = await self._on_disk(tenant, lambda: self._runs(tenant))
         page, cursor = _page(request, sorted(shown, key=lambda one: one["last_request_time"], reverse=True))
         return JSONResponse({"training_runs": page, "cursor": cursor})
+
+    def _on_disk(self, tenant: str, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Read or change a tenant's checkpoints, in that tenant's order."""
+        return asyncio.wrap_future(self._state.write_of_tenant(tenant, work))
 
     def _runs(self, tenant: str) -> list[dict[str, Any]]:
         with self._state.lock:
@@ -58,12 +63,15 @@ class _Rest:
 
     async def run(self, tenant: str, request: Request) -> Response:
         name = request.path_params["run"]
-        model = self._state.models.get(name)
+        model, found = self._state.models.get(name), await self._found(tenant, name)
         if model is not None and model.tenant == tenant:
-            return JSONResponse(self._shown(model, self._checkpoints.of_run(tenant, name)))
-        if not (found := self._checkpoints.of_run(tenant, name)):
+            return JSONResponse(self._shown(model, found))
+        if not found:
             raise unknown("training run")
         return JSONResponse(self._of_checkpoints(name, found))
+
+    async def _found(self, tenant: str, run: str) -> list[Saved]:
+        return await self._on_disk(tenant, lambda: self._checkpoints.of_run(tenant, run))
 
     def _shown(self, model: Model, found: list[Saved]) -> dict[str, Any]:
         return {
@@ -96,30 +104,31 @@ class _Rest:
 
     async def of_run(self, tenant: str, request: Request) -> Response:
         name = request.path_params["run"]
-        model = self._state.models.get(name)
-        found = self._checkpoints.of_run(tenant, name)
+        model, found = self._state.models.get(name), await self._found(tenant, name)
         if not found and (model is None or model.tenant != tenant):
             raise unknown("training run")
         return JSONResponse({"checkpoints": [one.shown() for one in found], "cursor": None})
 
     async def of_tenant(self, tenant: str, request: Request) -> Response:
-        page, cursor = _page(request, [one.shown() for one in self._checkpoints.of_tenant(tenant)])
+        found = await self._on_disk(tenant, lambda: self._checkpoints.of_tenant(tenant))
+        page, cursor = _page(request, [one.shown() for one in found])
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 
     async def remove(self, tenant: str, request: Request) -> Response:
-        self._checkpoints.remove(tenant, _path(request))
+        await self._on_disk(tenant, lambda: self._checkpoints.remove(tenant, _path(request)))
         return JSONResponse({})
 
     async def set_ttl(self, tenant: str, request: Request) -> Response:
         seconds = time_to_live((read_json(await read_body(request))).get("ttl_seconds"))
-        self._checkpoints.set_expiry(tenant, _path(request), seconds)
+        await self._on_disk(tenant, lambda: self._checkpoints.set_expiry(tenant, _path(request), seconds))
         return JSONResponse({})
 
     async def publish(self, tenant: str, request: Request) -> Response:
         raise not_served("a checkpoint that others may read")
 
     async def weights_info(self, tenant: str, request: Request) -> Response:
-        saved, _ = self._checkpoints.find(tenant, (read_json(await read_body(request))).get("tinker_path"))
+        path = (read_json(await read_body(request))).get("tinker_path")
+        saved, _ = await self._on_disk(tenant, lambda: self._checkpoints.find(tenant, path))
         adapted = saved.adapted
         return JSONResponse(
             {
@@ -148,7 +157,8 @@ class _Rest:
         )
 
     async def finish(self, tenant: str, request: Request) -> Response:
-        self._state.finish(self._state.any_session(tenant, request.path_params["session"]))
+        session = self._state.any_session(tenant, request.path_params["session"])
+        await asyncio.wrap_future(self._state.finish(session))
         return JSONResponse({})
 
     async def sampler(self, tenant: str, request: Request) -> Response:

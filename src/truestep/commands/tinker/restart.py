@@ -27,6 +27,11 @@ def restart(state: State, journal: Journal, orders: Orders) -> set[str]:
         models |= {event["id"] for event in events[1:] if event["kind"] == "model"}
         if events[0]["base"] != state.base:
             log.warning("session %s is of %s, which this server does not serve: it waits", name, events[0]["base"])
+        elif "computes" not in events[0]:
+            said = (
+                "session %s is of an older truestep, which did not write what it computes with: it is not gone on with"
+            )
+            log.warning(f"{said}. Its checkpoints are there; remove %s to forget it", name, journal.place(name))
         elif events[0]["computes"] != state.computes:
             said = "session %s began with other weights in %s, or with other options of its numbers: it waits for those"
             log.warning(said, name, events[0]["base"])
@@ -62,7 +67,8 @@ def _go_on(state: State, journal: Journal, orders: Orders, model: Model, how: Ma
     kept = journal.kept(model.id)
     model.next_seq, model.version = kept.next_seq, kept.version
     work = Create(model, **how, kept=kept.checkpoint)
-    state.submit(Job(f"{model.id}:0", model.tenant, model.session, work, model=model.id), again=True)
+    reads = work.checkpoint
+    state.submit(Job(f"{model.id}:0", model.tenant, model.session, work, model=model.id, reads=reads), again=True)
     told: dict[int, Outcome] = {
         one.seq: told_of(one.head, one.body) for one in journal.records(model.id) if not one.is_request
     }

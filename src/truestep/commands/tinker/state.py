@@ -1,7 +1,8 @@
 """The sessions, models, samplers and futures of tenants.
 
 Requests come from the server's thread; the compute thread takes jobs. Every lookup names the tenant, so other tenants'
-objects are reported as unknown. With a journal, all of them but samples are kept on disk.
+objects are reported as unknown. With a journal, all of them but samples are kept on disk. Nothing is written while
+`State.lock` is held: what writes is called in the order of its model, session or tenant (`State.write`).
 """
 
 import logging
@@ -9,21 +10,25 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from truestep.commands.tinker.checkpoints import Adapted
 from truestep.commands.tinker.errors import ApiError, JobError, unknown
 from truestep.commands.tinker.journal import Journal
 from truestep.commands.tinker.usage import Budget, Counts, Quota
+from truestep.commands.tinker.writes import Order, Writes
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MOST_WAITING = 4096  # most unfinished requests per tenant
 _MOST_WAITING_BYTES = 2**29  # most bytes of such requests
+_MOST_GROWN = 2**32  # most bytes of a model's requests and results since its last state
 _MOST_DRAWN = 2**20  # most tokens that may be drawn by jobs computed together
 _MOST_MODELS = 256  # most models per tenant
 _MOST_KEPT = 8192  # most results kept per tenant
@@ -57,6 +62,7 @@ class Job:
     work: Any  # a work item for `jobs`; None once the job has ended
     together: Hashable = None  # jobs with the same value may be computed together; None: alone
     model: str | None = None
+    reads: str | None = None  # the path of a checkpoint that it may read
     size: int = 0  # approximate bytes of the request
     cost: int = 0  # most tokens that it may draw
     tokens: int = 0  # that it trains on, or reads as a prompt
@@ -111,6 +117,8 @@ class Model:
     version: int = 0  # the number of the request that changed its weights last, or may have
     spoiled: bool = False  # a part of the current training step failed
     lost: str = ""  # why its weights are not what its client was told
+    held: bool = False  # it is being written, and none of its jobs is computed meanwhile
+    order: Order = field(default_factory=Order)
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,7 @@ class ClientSession:
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     clones: int = 0
+    order: Order = field(default_factory=Order)
 
 
 @dataclass(eq=False)
@@ -152,6 +161,8 @@ class Own:
     done: deque[Job] = field(default_factory=deque)  # in the order in which they ended
     kept: int = 0  # bytes of their results
     forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    writing: int = 0  # bytes of requests that are being written
+    order: Order = field(default_factory=Order)
 
     def ended(self, job: Job) -> None:
         """Keep a job's result. If there are too many results, drop the oldest ones that were retrieved. If there are
@@ -187,6 +198,46 @@ class State:
         self.computes = ""  # a digest of its weights and of the options that change numbers
         self.quota: Callable[[str], Quota] = lambda tenant: Quota()
         self.busy = 0.0  # seconds of computing
+        self.writes = Writes()
+
+    # Writes
+
+    def write(self, owner: "Model | ClientSession", work: Callable[[], T]) -> "Future[T]":
+        """Do work that writes to the disk, after what was given for this owner before."""
+        return self.writes.do(owner.order, work)
+
+    def write_of_tenant(self, tenant: str, work: Callable[[], T]) -> "Future[T]":
+        """Do work on a tenant's checkpoints."""
+        with self.lock:
+            order = self._of_tenant(tenant).order
+        return self.writes.do(order, work)
+
+    def write_request(self, model: Model, size: int, work: Callable[[], T]) -> "Future[T]":
+        """Do work that writes a model's request of so many bytes."""
+        with self.lock:
+            own = self._of_tenant(model.tenant)
+            if own.writing and own.writing + size > _MOST_WAITING_BYTES:
+                own.counts.refused += 1
+                raise ApiError(f"{own.writing} bytes of your requests are being written", 429, 1.0)
+            own.writing += size
+
+        def ended(_: "Future[T]") -> None:
+            with self.lock:
+                own.writing -= size
+
+        future = self.write(model, work)
+        future.add_done_callback(ended)
+        return future
+
+    @contextmanager
+    def holding(self, model: Model) -> Iterator[None]:
+        """Let a model's jobs be computed again when the work within has ended. `model.held` was set before."""
+        try:
+            yield
+        finally:
+            with self.lock:
+                model.held = False
+            self.wake()
 
     # Sessions
 
@@ -199,10 +250,15 @@ class State:
             for old in finished[:-_MOST_FINISHED]:
                 del self.sessions[old.id]
             session = ClientSession(str(uuid.uuid4()), tenant, time.time(), self._now(), metadata, name)
-            about = {"tenant": tenant, "base": self.base, "computes": self.computes, "created": session.created}
-            self._note(session.id, "session", {**about, "user_metadata": metadata, "display_name": name})
             self.sessions[session.id] = session
-            return session
+        about = {"tenant": tenant, "base": self.base, "computes": self.computes, "created": session.created}
+        try:
+            self._note(session.id, "session", {**about, "user_metadata": metadata, "display_name": name})
+        except BaseException:
+            with self.lock:
+                self.sessions.pop(session.id, None)
+            raise
+        return session
 
     def begin_again(self, name: str, about: Mapping[str, Any]) -> ClientSession:
         """Begin a session of the journal, after a restart."""
@@ -222,14 +278,14 @@ class State:
         session.seen = self._now()
         return session
 
-    def finish(self, session: ClientSession) -> None:
+    def finish(self, session: ClientSession) -> "Future[None]":
+        """End a session. The future ends when it is forgotten on disk, too."""
         with self.lock:
+            forgotten = self.write(session, lambda: self._forget(session.id))
             if session.finished:
-                return
+                return forgotten
             session.finished = True
             self.ended.append(session)
-            if self.journal is not None:
-                self.journal.forget(session.id)
             for name in session.models:
                 self.models.pop(name, None)
             for name in session.samplers:
@@ -239,6 +295,16 @@ class State:
                     job.fail(JobError("the session has finished"))
                     self._drop(job)
             self.wake()
+            return forgotten
+
+    def _forget(self, session: str) -> None:
+        if self.journal is None:
+            return
+        try:
+            self.journal.forget(session)
+        except OSError:
+            log.exception("the session %s was not forgotten", session)
+            raise
 
     def end_silent(self) -> None:
         """End sessions whose clients have been silent for too long."""
@@ -272,18 +338,25 @@ class State:
         """Add a model, and return it. If the request is a repetition, return the model from the first one. `how` it is
         created, for the journal."""
         with self.lock:
-            if model.id not in self.models:
-                session = self.session(model.tenant, model.session)
-                most = min(_MOST_MODELS, self._of_tenant(model.tenant).quota.models or _MOST_MODELS)
-                if sum(one.tenant == model.tenant for one in self.models.values()) >= most:
-                    raise ApiError(f"there are {most} models of yours: finish a session, which frees its own")
-                about = {"base": model.base, "adapted": asdict(model.adapted), "user_metadata": model.user_metadata}
-                self._note(session.id, "model", {"id": model.id, "how": how, **about})
-                if self.journal is not None:
-                    self.journal.begin(model.id)
-                self.models[model.id] = model
-                session.models.append(model.id)
-            return self.models[model.id]
+            if model.id in self.models:
+                return self.models[model.id]
+            session = self.session(model.tenant, model.session)
+            most = min(_MOST_MODELS, self._of_tenant(model.tenant).quota.models or _MOST_MODELS)
+            if sum(one.tenant == model.tenant for one in self.models.values()) >= most:
+                raise ApiError(f"there are {most} models of yours: finish a session, which frees its own")
+            self.models[model.id] = model
+            session.models.append(model.id)
+        about = {"base": model.base, "adapted": asdict(model.adapted), "user_metadata": model.user_metadata}
+        try:
+            self._note(session.id, "model", {"id": model.id, "how": how, **about})
+            if self.journal is not None:
+                self.journal.begin(model.id)
+        except BaseException:
+            with self.lock:
+                self.models.pop(model.id, None)
+                session.models.remove(model.id)
+            raise
+        return model
 
     def add_sampler(self, sampler: Sampler) -> None:
         """Add a sampler, if its session goes on."""
@@ -293,7 +366,10 @@ class State:
                 return
             if len(session.samplers) >= _MOST_SAMPLERS and sampler.id not in self.samplers:
                 raise ApiError(f"there are {_MOST_SAMPLERS} samplers of this session: finish it and begin another", 429)
-            self._note(session.id, "sampler", asdict(sampler))
+        self._note(session.id, "sampler", asdict(sampler))
+        with self.lock:
+            if session.finished:
+                return
             self.samplers[sampler.id] = sampler
             if sampler.id not in session.samplers:
                 session.samplers.append(sampler.id)
@@ -301,22 +377,25 @@ class State:
     def remove_samplers(self, tenant: str, path: str) -> None:
         """Forget the samplers of a checkpoint that is removed."""
         with self.lock:
-            for sampler in [one for one in self.samplers.values() if (one.tenant, one.path) == (tenant, path)]:
-                session = self.sessions.get(sampler.session)
-                if session is None or session.finished:
-                    continue
-                self._note(session.id, "gone", {"id": sampler.id})
-                del self.samplers[sampler.id]
-                session.samplers.remove(sampler.id)
+            found = [one for one in self.samplers.values() if (one.tenant, one.path) == (tenant, path)]
+        for sampler in found:
+            session = self.sessions.get(sampler.session)
+            if session is None or session.finished:
+                continue
+            self._note(session.id, "gone", {"id": sampler.id})
+            with self.lock:
+                if self.samplers.pop(sampler.id, None) is not None and sampler.id in session.samplers:
+                    session.samplers.remove(sampler.id)
 
     def add_clone(self, session: ClientSession) -> int:
         """Count one more client of a session."""
         with self.lock:
             if session.clones >= _MOST_CLONES:
                 raise ApiError(f"{_MOST_CLONES} clients have joined this session: begin another", 429)
-            self._note(session.id, "clones", {"count": session.clones + 1})
             session.clones += 1
-            return session.clones
+            count = session.clones
+        self._note(session.id, "clones", {"count": count})
+        return count
 
     def sampler(self, tenant: str, name: Any) -> Sampler:
         sampler: Sampler = self._of(self.samplers, tenant, name, "sampling session")
@@ -376,37 +455,58 @@ class State:
             own = self._of_tenant(job.tenant)
             if job.id in own.jobs:
                 return own.jobs[job.id]
-            session = self.sessions.get(job.session)
-            if session is None or session.finished:
-                raise ApiError("the session has finished", 410)
+            self._check_open(job.session)
             if not again:
                 self._check_limits(own, job, model)
-            if model is None:
-                ready = [job]
-            else:
-                if not model.next_seq <= job.seq < model.next_seq + _MOST_WAITING:
-                    raise ApiError(f"seq_id is {job.seq}, and the next request of this model is {model.next_seq}", 409)
-                if self.journal is not None:
-                    if not again:
-                        self.journal.request(model.id, job.seq, job.path, job.body)
-                    job.record = self._record
-                job.body = b""
-                model.early[job.seq] = job
-                ready = []
-                while model.next_seq in model.early:
-                    ready.append(model.early.pop(model.next_seq))
-                    model.next_seq += 1
-            own.jobs[job.id] = job
-            own.counts.requests += 1
-            if not again:
-                job.charged = job.cost
-                own.budget.use(job.tokens + job.charged)
-            own.waiting += 1
-            own.waiting_bytes += job.size
-            job.future.add_done_callback(lambda _: self._ended(own, job))
-            self._ready.setdefault(job.tenant, deque()).extend(ready)
-            self.wake()
-            return job
+            if model is not None and not model.next_seq <= job.seq < model.next_seq + _MOST_WAITING:
+                raise ApiError(f"seq_id is {job.seq}, and the next request of this model is {model.next_seq}", 409)
+            self._count(own, job, 1, again)
+        try:
+            if model is not None and self.journal is not None:
+                if not again:
+                    self.journal.request(model.id, job.seq, job.path, job.body)
+                job.record = self._record
+            with self.lock:
+                self._check_open(job.session)
+                self._accept(own, job, model)
+        except BaseException:
+            with self.lock:
+                self._count(own, job, -1, again)
+            raise
+        return job
+
+    def _check_open(self, name: str) -> None:
+        session = self.sessions.get(name)
+        if session is None or session.finished:
+            raise ApiError("the session has finished", 410)
+
+    def _count(self, own: Own, job: Job, sign: int, again: bool) -> None:
+        """Count a request as waiting, and take its tokens from the budget; with `sign` -1 take both back."""
+        own.waiting += sign
+        own.waiting_bytes += sign * job.size
+        if not again:
+            job.charged = job.cost
+            own.budget.use(sign * (job.tokens + job.charged))
+
+    def _accept(self, own: Own, job: Job, model: Model | None) -> None:
+        job.body, ready = b"", [job]
+        if model is not None:
+            model.early[job.seq] = job
+            ready = []
+            while model.next_seq in model.early:
+                ready.append(model.early.pop(model.next_seq))
+                model.next_seq += 1
+        own.jobs[job.id] = job
+        own.counts.requests += 1
+        job.future.add_done_callback(lambda _: self._ended(own, job))
+        self._ready.setdefault(job.tenant, deque()).extend(ready)
+        self.wake()
+
+    def too_grown(self, model: Model, path: str) -> ApiError | None:
+        """Say why a pass of a model is not accepted: its journal grows while a gradient is open."""
+        if self.journal is None or path != "forward_backward" or self.journal.grown(model.id) < _MOST_GROWN:
+            return None
+        return ApiError(f"the requests of this model since its last update have more than {_MOST_GROWN} bytes: update")
 
     def live_bytes(self, tenant: str) -> int:
         """Return the bytes of a tenant's models in the journal."""
@@ -448,12 +548,12 @@ class State:
             told, body = ({}, outcome.message) if outcome.json is None else ({"json": dict(outcome.json)}, b"")
         else:
             told, body = {"error": str(outcome)[:4000], "user": isinstance(outcome, JobError)}, b""
-        with self.lock:
-            if self.journal is None or job.model not in self.models:
-                return
-            try:
-                self.journal.result(job.model, job.seq, told, body)
-            except OSError:  # the request is in the journal: after a restart it is computed again
+        if self.journal is None or job.model not in self.models:
+            return
+        try:
+            self.journal.result(job.model, job.seq, told, body)
+        except OSError:  # the request is in the journal: after a restart it is computed again
+            if job.model in self.models:
                 log.exception("the result of %s was not written to the journal", job.id)
 
     def ended_before(self, job: Job) -> None:
@@ -511,9 +611,13 @@ class State:
             for tenant in list(self._ready):
                 ready = self._ready.pop(tenant)
                 job = None
-                while ready and job is None:
-                    first = ready.popleft()
-                    job = None if first.future.done() else first
+                for first in list(ready):
+                    if first.future.done():
+                        ready.remove(first)
+                    elif not self._is_held(first):
+                        ready.remove(first)
+                        job = first
+                        break
                 if ready:
                     self._ready[tenant] = ready  # at the end, after the other tenants
                 if job is not None:
@@ -522,6 +626,12 @@ class State:
                         one.running = True
                     return jobs
             return []
+
+    def _is_held(self, job: Job) -> bool:
+        """Tell whether a job's model is being written, or the one whose checkpoint it reads."""
+        read = (job.reads or "").removeprefix("tinker://").partition("/")[0]
+        found = (self.models.get(name) for name in (job.model, read) if name)
+        return any(model is not None and model.held for model in found)
 
     def _alike(self, job: Job, most: int) -> list[Job]:
         found: list[Job] = []

@@ -29,6 +29,11 @@ class Tenants:
         if file is not None:
             self._keys, self._quotas = _read(file)
 
+    @property
+    def by_keys(self) -> bool:
+        """Tell whether every key is a tenant of its own."""
+        return self._keys is None
+
     def quota(self, tenant: str) -> Quota:
         return self._quotas.get(tenant, Quota())
 
@@ -49,6 +54,11 @@ class Tenants:
         if not found or found[0] == METRICS:
             raise ApiError("the API key is of no tenant", 401)
         return found[0]
+
+
+def older_name(key: str) -> str:
+    """Return the name that a key's tenant had, without a file of keys, before names were digests."""
+    return f"key {key}"
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, Quota]]:

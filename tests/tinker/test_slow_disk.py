@@ -1,0 +1,141 @@
+"""A write of one tenant that does not end stops nobody else, and what the tenant sent is computed when it has ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinker.house import House, metrics_of, request_of, served_in
+from truestep.commands.session import Session
+from truestep.commands.tinker import jobs, journal
+from truestep.commands.tinker.checkpoints import Checkpoints
+
+
+class SlowDisk:
+    """Writes to paths with this name wait until they are released."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.met, self._released = threading.Event(), threading.Event()
+
+    def write(self, path: Any) -> None:
+        if self.name and self.name in str(path):
+            self.met.set()
+            assert self._released.wait(120), "the disk is released"
+
+    def release(self) -> None:
+        self.name = ""
+        self._released.set()
+
+
+@pytest.fixture
+def disk() -> Iterator[SlowDisk]:
+    disk = SlowDisk()
+    yield disk
+    disk.release()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("slow")
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, disk: SlowDisk, what: str) -> None:
+    """Requests and results are appended to the journal; a state and a checkpoint are written by a session."""
+    append, note, keep, write = journal._append, journal.Journal.note, Session.write, Checkpoints.write
+
+    def slow_append(file: Path, raw: bytes) -> None:
+        if (b'"kind": "%s"' % what.encode()) in raw[:60]:
+            disk.write(file)
+        append(file, raw)
+
+    def slow_note(self: journal.Journal, session: str, event: Mapping[str, Any]) -> None:
+        if what == "sampler" == event["kind"]:
+            disk.write(session)
+        note(self, session, event)
+
+    def slow_keep(self: Session, directory: Path, **given: Any) -> Path:
+        if what == "state":
+            disk.write(directory)
+        return keep(self, directory, **given)
+
+    def slow_write(self: Checkpoints, tenant: str, saved: Any, *given: Any, **named: Any) -> Any:
+        if what == "checkpoint":
+            disk.write(saved.run)
+        return write(self, tenant, saved, *given, **named)
+
+    monkeypatch.setattr(journal, "_append", slow_append)
+    monkeypatch.setattr(journal.Journal, "note", slow_note)
+    monkeypatch.setattr(Session, "write", slow_keep)
+    monkeypatch.setattr(Checkpoints, "write", slow_write)
+    if what == "state":
+        monkeypatch.setattr(jobs, "_STATE_SECONDS", 0.0)
+
+
+def steps(house: House, first: int) -> list[Any]:
+    """Two steps and a save; the promises of what a client sends."""
+    model, made = f"{house.session}:train:0", []
+    for seq in (first, first + 2):
+        data = [([3, 4, 5], {"target_tokens": [4, 5, 6], "weights": [1.0, 0.5, seq / 8]})]
+        raw = request_of(model, seq, data, "cross_entropy")
+        made.append(house.post("forward_backward", content=raw).json())
+        made.append(house.recorded("optim_step", seq_id=seq + 1))
+    made.append(house.recorded("save", seq_id=first + 4, path=f"after-{first}"))
+    return made
+
+
+def results(house: House, promises: list[Any]) -> list[Any]:
+    found = []
+    for promise in promises:
+        answer = house.post("retrieve_future", {"request_id": promise["request_id"]})
+        assert answer.status_code == 200, answer.text
+        made = metrics_of(answer.content) if "protobuf" in answer.headers["content-type"] else answer.json()
+        assert "error" not in made, made
+        found.append(str(made).replace(house.session, "SESSION"))
+    return found
+
+
+@pytest.mark.parametrize("what", ["request", "result", "state", "checkpoint", "sampler"])
+def test_a_slow_disk_of_one_tenant_stops_nobody_else(
+    what: str, folder: Path, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, disk, what)
+    slow = served_in(folder, tmp_path / "checkpoints")
+    quick = slow.of("tml-bob")
+    stopped = threading.Event()
+
+    def compute() -> None:
+        while not stopped.is_set():
+            if not slow.tinker.turn():
+                time.sleep(0.001)
+
+    with slow.client, ThreadPoolExecutor(3) as pool:  # one event loop for all requests
+        computing = pool.submit(compute)
+        try:
+            for house in (slow, quick):
+                house.begin()
+                assert house.recorded("model")["model_id"]
+            disk.name = slow.session
+            sent: Future[Any] = pool.submit(lambda: asked(slow, what))
+            assert disk.met.wait(60)
+            told = pool.submit(lambda: results(quick, steps(quick, 1))).result(60)
+            assert not sent.done(), "the slow one is not told before all is written"
+            disk.release()
+            assert sent.result(60) == told, "bit for bit what the other tenant got"
+        finally:
+            disk.release()
+            stopped.set()
+        computing.result(60)
+        slow.settle()
+
+
+def asked(house: House, what: str) -> list[Any]:
+    if what == "sampler":
+        house.recorded("base_sampler")
+    return results(house, steps(house, 1))
