@@ -219,6 +219,8 @@ class Elastic:
             over = self.watch is not None and self.watch.over  # an error of another rank
             if ends_run(error) or over or self.agent.last_start:
                 self.agent.leave()
+            else:
+                self.agent.leave_if_cut_off()
             raise
         finally:
             if self.recalled is not None:
@@ -250,6 +252,8 @@ class Elastic:
         self.note(reason, False)
         if over or self.agent.last_start:
             self.agent.end()
+        else:
+            self.agent.leave_if_cut_off()
 
     def note(self, reason: str, own: bool) -> None:
         """Write why the generation ends, unless another rank has. `own`: this rank failed."""
