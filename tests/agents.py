@@ -8,6 +8,7 @@ context, by its process id.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,12 +30,14 @@ from small_runs import read_lines
 from truestep.commands.cli import main
 from truestep.ranks import elastic, keeper_client, processes
 from truestep.ranks.forks import fork_context
+from truestep.ranks.group import NoDeviceError
 from truestep.run.checkpoint import memory as memories
 from truestep.run.elastic import GENERATIONS
 from truestep.run.trainer import Trainer
 
 LEAST, MOST = 2, 5
 _GAVE_UP = "ends: DistStoreError"
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 STEP_TAKES = 0.05  # seconds more than it would: so that steps are there to be interrupted
 # Of the rendezvous: as `truestep elastic-command` has them, with shorter times.
 SETTINGS = {"join_timeout": 600, "last_call_timeout": 8, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
@@ -61,6 +64,11 @@ class _Start:
     settings: dict[str, int]
     environment: dict[str, str]
     host: Host | None
+    lacks_device: bool
+
+
+def _no_device(*_: Any) -> None:
+    raise NoDeviceError("local rank 0 has no GPU")
 
 
 def _worker(given: _Start) -> None:
@@ -76,6 +84,8 @@ def _worker(given: _Start) -> None:
     if given.host is not None:  # processes of another host are not seen
         here = f"{processes.machine()} host {given.host.number}"
         processes.machine = running.machine = lambda: here  # type: ignore[assignment, attr-defined]
+    if given.lacks_device:
+        training.join_ranks = _no_device  # type: ignore[assignment]
     made = Trainer._train
 
     def slowly(self: Trainer, *arguments: Any) -> None:
@@ -170,8 +180,8 @@ class Agents:
             for worker in self.workers(number):
                 _end(worker)
 
-    def start(self, *numbers: int, options: tuple[str, ...] = ()) -> None:
-        """Start agents. They may have further options of the command."""
+    def start(self, *numbers: int, options: tuple[str, ...] = (), lacks_device: bool = False) -> None:
+        """Start agents. They may have further options of the command, or no GPU for their ranks."""
         for number in numbers:
             given = _Start(
                 folder=str(self.folder),
@@ -185,6 +195,7 @@ class Agents:
                 settings=self.settings,
                 environment=self.environment,
                 host=self.hosts.get(number),
+                lacks_device=lacks_device,
             )
             self.agents[number] = fork_context().Process(target=_agent, args=(given,))
             self.agents[number].start()
@@ -225,7 +236,7 @@ class Agents:
         for at, own, _, _, name in writes:
             if name == GENERATIONS:
                 began.setdefault(own, at)
-        assert began.keys() == order.keys()
+        assert began.keys() >= order.keys()
         return [
             f"{event} {name} by rank {rank} of generation {order.get(own, own)}"
             for at, own, rank, event, name in writes
@@ -273,3 +284,52 @@ def _end(process: int) -> None:
     with contextlib.suppress(OSError):
         if b"forkserver" in Path(f"/proc/{process}/cmdline").read_bytes():
             os.kill(process, signal.SIGKILL)
+
+
+def nothing_left(agents: Agents) -> None:
+    assert agents.alive() == []
+    assert not [path.name for path in agents.run.iterdir() if path.name.startswith(".generation")]
+    assert not list((agents.run / "checkpoints").glob(".*"))
+
+
+def descendants(process: int) -> set[int]:
+    """The processes that another one has started, and those that they have, without what has ended."""
+    found: set[int] = set()
+    listed = Path(f"/proc/{process}/task/{process}/children")
+    try:
+        numbers = [int(word) for word in listed.read_text().split()]
+    except OSError:
+        return found
+    for number in numbers:
+        try:
+            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found |= ({number} if state != "Z" else set()) | descendants(number)
+    return found
+
+
+@contextlib.contextmanager
+def leaves_nothing(agents: Agents) -> Iterator[None]:
+    """Check that of a run nothing is left: processes, which alone hold its shared memory, files of the run, temporary
+    files."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_SUBREAPER, 1)  # so that a process whose parent was killed is still found
+    started = fork_context().Process(target=int)  # the process that others are forked from stays
+    started.start()
+    started.join()
+    before = descendants(os.getpid())
+    temporary = agents.folder / "temporary"
+    temporary.mkdir()
+    agents.environment["TMPDIR"] = str(temporary)
+    try:
+        yield
+        nothing_left(agents)
+        deadline = time.monotonic() + 20
+        while (left := descendants(os.getpid()) - before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        said = [Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ") for number in left]
+        assert not left, said
+        assert not list(temporary.iterdir())
+    finally:
+        libc.prctl(_SUBREAPER, 0)

@@ -153,7 +153,7 @@ def test_an_agent_that_fails_twice_is_left_out_unless_the_run_got_further(saved:
         (RankLostError("rank 1 is gone"), False, False),
         (ZeroDivisionError("planted"), True, False),
         (MemoryExhaustedError("the GPU's memory ran out"), True, False),
-        (NoDeviceError("local rank 3 has no GPU"), True, False),
+        (NoDeviceError("local rank 3 has no GPU"), True, True),
         (KeyboardInterrupt(), False, False),
     ],
 )

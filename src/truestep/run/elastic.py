@@ -23,7 +23,7 @@ from truestep.errors import TruestepError
 from truestep.files.whole import append_json_line, lines_from_the_end, read_json_lines
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.elastic import MAX_RESTARTS, OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id
-from truestep.ranks.group import Ranks
+from truestep.ranks.group import NoDeviceError, Ranks
 from truestep.ranks.keeper import Key
 from truestep.ranks.processes import machine
 from truestep.ranks.watch import Watch, ends_run, raised_between_ranks
@@ -217,7 +217,7 @@ class Elastic:
             cause = error.cause if isinstance(error, RankLostError) else str(error)
             self.note(failure if own else cause, own)
             over = self.watch is not None and self.watch.over  # an error of another rank
-            if ends_run(error) or over or self.agent.last_start:
+            if ends_run(error) or isinstance(error, NoDeviceError) or over or self.agent.last_start:
                 self.agent.leave()
             else:
                 self.agent.leave_if_cut_off()
