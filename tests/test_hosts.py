@@ -8,6 +8,7 @@ disturbed.
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,12 @@ import pytest
 from agents import SETTINGS, Agents
 from hosts import Hosts, make_hosts
 from test_elastic import STEPS, compare, make_config, nothing_left, undisturbed
+from truestep.run.elastic import GENERATIONS
 
 pytestmark = pytest.mark.timeout(900)
 # An agent that does not reach the rendezvous ends after `read_timeout`, 60 s where nothing sets it.
 READ_TIMEOUT = 30
-SILENCE = 10  # seconds after which a rank that says nothing is lost; 60 s as a rule
+SILENCE = 15  # seconds after which a rank that says nothing is lost; 60 s as a rule
 # The agent of the rendezvous is on the last host. Rank 0 is on the first: torch sorts agents by their addresses.
 TWO, THREE = {0: 2, 1: 1}, {0: 3, 1: 1, 2: 2}
 
@@ -64,6 +66,29 @@ def saves(agents: Agents) -> bool:
 
 def computes(agents: Agents) -> bool:
     return agents.steps >= 5
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "late"),
+    [
+        (0, "ledger.jsonl", True),
+        (1, "checkpoints/step-00000003", True),
+        (0, "checkpoints/.step-00000003.partial/checksums.json", True),
+        (1, "checkpoints/.step-00000003.partial/part", False),
+        (1, ".generation-ended-old", False),
+    ],
+)
+def test_a_late_write_is_seen(rank: int, name: str, late: bool, tmp_path: Path) -> None:
+    agents = Agents(tmp_path, tmp_path / "config.yaml", tmp_path / "run")
+    agents.run.mkdir()
+    began = [{"id": "old", "generation": 1}, {"id": "new", "generation": 2}]
+    (agents.run / GENERATIONS).write_text("".join(f"{json.dumps(line)}\n" for line in began))
+    writes = [(1.0, "old", 0, "open", GENERATIONS), (2.0, "old", rank, "open", name)]
+    writes += [(3.0, "new", 0, "open", GENERATIONS), (4.0, "old", rank, "open", name)]
+    (tmp_path / "agent-0.writes").write_text("".join(f"{json.dumps(line)}\n" for line in writes[:3]))
+    assert agents.late_writes() == []
+    (tmp_path / "agent-1.writes").write_text(json.dumps(writes[3]))
+    assert agents.late_writes() == [f"open {name} by rank {rank} of generation 1"] * late
 
 
 @pytest.mark.nightly
