@@ -42,7 +42,9 @@ _NOTE = ".generation-ended-"  # why a generation ended: written by the first ran
 _MOST_FAILURES = 2  # of an agent's ranks after the same checkpoint
 _LEAST_RESTARTS = 10
 _FROM = {"memory": "memory", "disk": "the disk"}
-_LOOKS = 1.0  # seconds between looks for a note, while ranks connect
+# Seconds between looks for a note, while ranks connect. Torch's agents need some to find one another: those that leave
+# a round before others have read it end the run.
+_LOOKS = 15.0
 JOIN_PATIENCE = 180.0  # seconds in which all ranks must be connected
 _LOCK_PATIENCE = 120.0  # seconds to wait for the lock of a rank that is ending: a lease of NFS lasts 90
 _MOST_TO_FAIL = 20.0  # seconds after a signal to stop in which the end of a rank is its own failure
