@@ -36,7 +36,7 @@ from truestep.run.elastic import GENERATIONS
 from truestep.run.trainer import Trainer
 
 LEAST, MOST = 2, 5
-_GAVE_UP = "ends: DistStoreError"
+_GAVE_UP = ("ends: DistStoreError", "ends: RendezvousClosedError")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 STEP_TAKES = 0.05  # seconds more than it would: so that steps are there to be interrupted
 # Of the rendezvous: as `truestep elastic-command` has them, with shorter times.
@@ -256,7 +256,11 @@ class Agents:
         docs/machines.md promises no more for that."""
         if self.agents and all(agent.exitcode is not None for agent in self.agents.values()):
             logs = {number: self.folder / f"agent-{number}.log" for number in self.agents}
-            gave_up = [number for number, log in logs.items() if log.is_file() and _GAVE_UP in log.read_text()]
+            gave_up = [
+                number
+                for number, log in logs.items()
+                if log.is_file() and any(end in log.read_text() for end in _GAVE_UP)
+            ]
             for number in gave_up:
                 logs[number].rename(logs[number].with_suffix(f".{time.monotonic_ns()}.log"))
             self.start(*gave_up)
