@@ -8,30 +8,39 @@ context, by its process id.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
+import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import truestep.run.elastic as running
 import truestep.run.train as training
+from hosts import Host
 from small_runs import read_lines
 from truestep.commands.cli import main
-from truestep.ranks import elastic, keeper_client
+from truestep.ranks import elastic, keeper_client, processes
 from truestep.ranks.forks import fork_context
+from truestep.ranks.group import NoDeviceError
 from truestep.run.checkpoint import memory as memories
+from truestep.run.elastic import GENERATIONS
 from truestep.run.trainer import Trainer
 
 LEAST, MOST = 2, 5
-_GAVE_UP = "ends: DistStoreError"
+_GAVE_UP = ("ends: DistStoreError", "ends: RendezvousClosedError")
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 STEP_TAKES = 0.05  # seconds more than it would: so that steps are there to be interrupted
+# Of the rendezvous: as `truestep elastic-command` has them, with shorter times.
+SETTINGS = {"join_timeout": 600, "last_call_timeout": 8, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
 
 
 def free_port() -> int:
@@ -40,15 +49,43 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _worker(folder: str, number: int, words: list[str], nodes: tuple[int, int], own_machine: bool) -> None:
+@dataclass(frozen=True)
+class _Start:
+    """What an agent and its workers are started with."""
+
+    folder: str
+    run: str
+    number: int
+    meeting: str  # the rendezvous, as address:port
+    words: list[str]
+    nodes: tuple[int, int]
+    present: tuple[int, int]
+    own_machine: bool
+    settings: dict[str, int]
+    environment: dict[str, str]
+    host: Host | None
+    lacks_device: bool
+
+
+def _no_device(*_: Any) -> None:
+    raise NoDeviceError("local rank 0 has no GPU")
+
+
+def _worker(given: _Start) -> None:
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # those of the agent that forked it
         signal.signal(kind, signal.SIG_DFL)
-    agent = os.getppid()
-    training.find_agent = lambda: elastic.agent_of(agent, *nodes)
-    with (Path(folder) / f"agent-{number}.workers").open("a", encoding="utf-8") as file:
+    agent, number, words = os.getppid(), given.number, given.words
+    training.find_agent = lambda: elastic.agent_of(agent, *given.nodes, given.meeting)
+    with (Path(given.folder) / f"agent-{number}.workers").open("a", encoding="utf-8") as file:
         print(os.getpid(), file=file, flush=True)
-    if own_machine:  # what keepers of states go by
+    _log_writes(given)
+    if given.own_machine:  # what keepers of states go by
         memories.machine_key = keeper_client.machine_key = lambda: f"machine {number}"  # type: ignore[assignment]
+    if given.host is not None:  # processes of another host are not seen
+        here = f"{processes.machine()} host {given.host.number}"
+        processes.machine = running.machine = lambda: here  # type: ignore[assignment, attr-defined]
+    if given.lacks_device:
+        training.join_ranks = _no_device  # type: ignore[assignment]
     made = Trainer._train
 
     def slowly(self: Trainer, *arguments: Any) -> None:
@@ -63,43 +100,55 @@ def _worker(folder: str, number: int, words: list[str], nodes: tuple[int, int], 
         main(words, prog_name="truestep", standalone_mode=False)
 
 
-def _agent(
-    folder: str,
-    number: int,
-    port: int,
-    words: list[str],
-    nodes: tuple[int, int],
-    present: tuple[int, int],
-    own_machine: bool,
-    environment: dict[str, str],
-) -> None:
+def _log_writes(given: _Start) -> None:
+    """Write down when this process changes a file of the run, and for which generation."""
+    log = os.open(f"{given.folder}/agent-{given.number}.writes", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    own, rank = elastic.generation_id(), int(os.environ["RANK"])
+    changes = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in changes and not (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""
+        if path.startswith(f"{given.run}/"):
+            line = json.dumps([time.monotonic(), own, rank, event, path[len(given.run) + 1 :]])
+            os.write(log, f"{line}\n".encode())
+
+    sys.addaudithook(hook)
+
+
+def _may_be_late(rank: int, event: str, name: str) -> bool:
+    """True for files that no other generation takes for its own: notes of why one ended, and parts of a checkpoint,
+    whose names are those of a start."""
+    if name.startswith((".generation-ended-", ".lock")) or (event, name) == ("os.mkdir", "checkpoints"):
+        return True
+    return rank > 0 and name.startswith("checkpoints/.step-")
+
+
+def _agent(given: _Start) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.update(environment)
-    log = os.open(f"{folder}/agent-{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.environ.update(given.environment)
+    log = os.open(f"{given.folder}/agent-{given.number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    if given.host is not None:
+        given.host.enter()
     config = LaunchConfig(
-        *present,
+        *given.present,
         nproc_per_node=1,
         run_id="test",
         rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={
-            "is_host": number == 0,
-            "join_timeout": 600,
-            "last_call_timeout": 8,
-            "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 5,
-        },
+        rdzv_endpoint=given.meeting,
+        rdzv_configs={"is_host": given.number == 0, **given.settings},
         max_restarts=100,
         start_method="fork",
-        local_addr="127.0.0.1",
+        local_addr="127.0.0.1" if given.host is None else given.host.address,
     )
     try:
-        elastic_launch(config, _worker)(folder, number, words, nodes, own_machine)
+        elastic_launch(config, _worker)(given)
     except BaseException as error:  # also what a signal raises
-        print(f"agent {number} ends: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"agent {given.number} ends: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
 
@@ -117,6 +166,8 @@ class Agents:
     environment: dict[str, str] = field(default_factory=lambda: {elastic.OWN_STORE: "1"})
     port: int = field(default_factory=free_port)
     program: str = "train"  # the command of truestep, or a function of the configuration's path
+    settings: dict[str, int] = field(default_factory=lambda: dict(SETTINGS))  # of the rendezvous
+    hosts: Mapping[int, Host] = field(default_factory=dict)  # of agents; without, all are on this machine
     agents: dict[int, BaseProcess] = field(default_factory=dict)
 
     def __enter__(self) -> Agents:
@@ -129,13 +180,24 @@ class Agents:
             for worker in self.workers(number):
                 _end(worker)
 
-    def start(self, *numbers: int, options: tuple[str, ...] = ()) -> None:
-        """Start agents. They may have further options of the command."""
+    def start(self, *numbers: int, options: tuple[str, ...] = (), lacks_device: bool = False) -> None:
+        """Start agents. They may have further options of the command, or no GPU for their ranks."""
         for number in numbers:
-            words = [self.program, str(self.config), *options]
-            least = self.nodes[self.waits_for_all], self.nodes[1]
-            given = str(self.folder), number, self.port, words, self.nodes, least, self.own_machines, self.environment
-            self.agents[number] = fork_context().Process(target=_agent, args=given)
+            given = _Start(
+                folder=str(self.folder),
+                run=str(self.run),
+                number=number,
+                meeting=f"{self.hosts[0].address if self.hosts else '127.0.0.1'}:{self.port}",
+                words=[self.program, str(self.config), *options],
+                nodes=self.nodes,
+                present=(self.nodes[self.waits_for_all], self.nodes[1]),
+                own_machine=self.own_machines,
+                settings=self.settings,
+                environment=self.environment,
+                host=self.hosts.get(number),
+                lacks_device=lacks_device,
+            )
+            self.agents[number] = fork_context().Process(target=_agent, args=(given,))
             self.agents[number].start()
 
     def workers(self, number: int) -> list[int]:
@@ -164,6 +226,23 @@ class Agents:
         file = self.run / name
         return read_lines(file) if file.is_file() else []
 
+    def late_writes(self) -> list[str]:
+        """The changes to files of the run that a generation made after a later one had begun to write. Notes why a
+        generation ended have its name, and may come late."""
+        read = [json.loads(line) for file in self.folder.glob("agent-*.writes") for line in file.open(encoding="utf-8")]
+        writes = sorted(entry for entry in read if not _may_be_late(*entry[2:]))
+        order = {line["id"]: line["generation"] for line in self.generations}
+        began: dict[str, float] = {}
+        for at, own, _, _, name in writes:
+            if name == GENERATIONS:
+                began.setdefault(own, at)
+        assert began.keys() >= order.keys()
+        return [
+            f"{event} {name} by rank {rank} of generation {order.get(own, own)}"
+            for at, own, rank, event, name in writes
+            if own not in order or any(began[other] < at and order[other] > order[own] for other in order)
+        ]
+
     def until(self, what: Callable[[], bool], seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not what():
@@ -177,7 +256,11 @@ class Agents:
         docs/machines.md promises no more for that."""
         if self.agents and all(agent.exitcode is not None for agent in self.agents.values()):
             logs = {number: self.folder / f"agent-{number}.log" for number in self.agents}
-            gave_up = [number for number, log in logs.items() if log.is_file() and _GAVE_UP in log.read_text()]
+            gave_up = [
+                number
+                for number, log in logs.items()
+                if log.is_file() and any(end in log.read_text() for end in _GAVE_UP)
+            ]
             for number in gave_up:
                 logs[number].rename(logs[number].with_suffix(f".{time.monotonic_ns()}.log"))
             self.start(*gave_up)
@@ -205,3 +288,52 @@ def _end(process: int) -> None:
     with contextlib.suppress(OSError):
         if b"forkserver" in Path(f"/proc/{process}/cmdline").read_bytes():
             os.kill(process, signal.SIGKILL)
+
+
+def nothing_left(agents: Agents) -> None:
+    assert agents.alive() == []
+    assert not [path.name for path in agents.run.iterdir() if path.name.startswith(".generation")]
+    assert not list((agents.run / "checkpoints").glob(".*"))
+
+
+def descendants(process: int) -> set[int]:
+    """The processes that another one has started, and those that they have, without what has ended."""
+    found: set[int] = set()
+    listed = Path(f"/proc/{process}/task/{process}/children")
+    try:
+        numbers = [int(word) for word in listed.read_text().split()]
+    except OSError:
+        return found
+    for number in numbers:
+        try:
+            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found |= ({number} if state != "Z" else set()) | descendants(number)
+    return found
+
+
+@contextlib.contextmanager
+def leaves_nothing(agents: Agents) -> Iterator[None]:
+    """Check that of a run nothing is left: processes, which alone hold its shared memory, files of the run, temporary
+    files."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_SUBREAPER, 1)  # so that a process whose parent was killed is still found
+    started = fork_context().Process(target=int)  # the process that others are forked from stays
+    started.start()
+    started.join()
+    before = descendants(os.getpid())
+    temporary = agents.folder / "temporary"
+    temporary.mkdir()
+    agents.environment["TMPDIR"] = str(temporary)
+    try:
+        yield
+        nothing_left(agents)
+        deadline = time.monotonic() + 20
+        while (left := descendants(os.getpid()) - before) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        said = [Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ") for number in left]
+        assert not left, said
+        assert not list(temporary.iterdir())
+    finally:
+        libc.prctl(_SUBREAPER, 0)

@@ -2,72 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from agents import Agents
+from agents import Agents, leaves_nothing
 from server.runs import server_config
-from test_elastic import nothing_left, number_of
+from test_elastic import number_of
 from truestep.config.load import dump_config
-from truestep.ranks.forks import fork_context
 
 STEPS, DOCUMENTS = 12, 6  # of a step
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-
-
-def descendants(process: int) -> set[int]:
-    """The processes that another one has started, and those that they have, without what has ended."""
-    found: set[int] = set()
-    listed = Path(f"/proc/{process}/task/{process}/children")
-    try:
-        numbers = [int(word) for word in listed.read_text().split()]
-    except OSError:
-        return found
-    for number in numbers:
-        try:
-            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        found |= ({number} if state != "Z" else set()) | descendants(number)
-    return found
-
-
-@contextlib.contextmanager
-def leaves_nothing(agents: Agents) -> Iterator[None]:
-    """Check that of a run nothing is left: processes, files of the run, temporary files."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_SUBREAPER, 1)  # so that a process whose parent was killed is still found
-    started = fork_context().Process(target=int)  # the process that others are forked from stays
-    started.start()
-    started.join()
-    before = descendants(os.getpid())
-    try:
-        yield
-        nothing_left(agents)
-        deadline = time.monotonic() + 20
-        while (left := descendants(os.getpid()) - before) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        said = [Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ") for number in left]
-        assert not left, said
-        assert not list((agents.folder / "temporary").iterdir())
-    finally:
-        libc.prctl(_SUBREAPER, 0)
 
 
 def agents_of(folder: Path, config: dict[str, Any], **more: Any) -> Agents:
-    (folder / "temporary").mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    agents = Agents(folder, folder / "config.yaml", folder / "run", **more)
-    agents.environment["TMPDIR"] = str(folder / "temporary")
-    return agents
+    return Agents(folder, folder / "config.yaml", folder / "run", **more)
 
 
 def lose(agents: Agents, whom: str, step: int = 4) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 import yaml
 from click.testing import CliRunner
 
-from agents import LEAST, MOST, Agents, free_port
+from agents import LEAST, MOST, Agents, free_port, leaves_nothing, nothing_left
 from checkpoints import latest, read_states, read_weights
 from small_runs import write_rollouts
 from truestep.commands.cli import main
 
 DOCUMENTS, STEPS = 150, 30
+# Of random runs, as FIRST:END.
+SEEDS = range(*map(int, os.environ.get("TRUESTEP_SEEDS", "0:100").split(":")))
 
 
 def make_config(folder: Path, model: Path, **options: Any) -> Path:
@@ -64,12 +67,6 @@ def compare(run: Path, whole: Path, bitwise: bool = False) -> None:
             else:
                 # By the norm: Adam's update of a weight without a gradient to speak of is rounding.
                 assert (found[name] - value).norm() <= 1e-4 * value.norm(), name
-
-
-def nothing_left(agents: Agents) -> None:
-    assert agents.alive() == []
-    assert not [path.name for path in agents.run.iterdir() if path.name.startswith(".generation")]
-    assert not list((agents.run / "checkpoints").glob(".*"))
 
 
 @pytest.mark.long
@@ -151,56 +148,113 @@ def test_the_first_rank_stands_still(tiny_model: Callable[[str], Path], tmp_path
     compare(agents.run, whole)
 
 
+@dataclass
+class Disturbed:
+    """A run whose ranks are killed, stopped, told to go, refused and added at random instants, one or two at a time.
+    The first agent stays, since it has the rendezvous, and no rank is killed twice."""
+
+    agents: Agents
+    draw: random.Random
+
+    def __post_init__(self) -> None:
+        self.alive, self.unhurt, self.new = [0, 1, 2, 3], [0, 1, 2, 3], 4
+        self.agents.start(*self.alive)
+
+    def disturb(self) -> None:
+        for step in sorted(self.draw.sample(range(1, STEPS - 4), 3)):
+            self.agents.until(lambda step=step: self.agents.steps >= step)
+            self.reach(self.draw.choice(("step", "save", "rendezvous")))
+            for _ in range(self.draw.choice((1, 1, 2))):
+                self.do(self.draw.choice(("kill", "kill", "stop", "go", "lose", "join", "refused")))
+                time.sleep(self.draw.choice((0.0, self.draw.uniform(0.0, 4.0))))
+
+    def reach(self, instant: str) -> None:
+        """Wait for a random instant in a step, in a save, or while the agents find one another."""
+        agents, steps, saves = self.agents, self.agents.steps, self.agents.run / "checkpoints"
+        if instant == "step":
+            time.sleep(self.draw.uniform(0.0, 0.4))
+        elif instant == "save":  # or the run is not where it saves
+            agents.until(lambda: any(saves.glob(".step-*")) or agents.steps > steps + 4 or ended(agents))
+        elif self.unhurt and len(self.alive) > LEAST:
+            process = self.kill(self.unhurt.pop(self.draw.randrange(len(self.unhurt))))
+            agents.until(lambda: not Path(f"/proc/{process}").exists())
+            time.sleep(self.draw.uniform(0.0, 6.0))
+
+    def kill(self, number: int) -> int:
+        self.agents.signal(number, signal.SIGKILL)
+        return self.agents.workers(number)[-1]
+
+    def do(self, what: str) -> None:
+        agents, leaving = self.agents, [number for number in self.unhurt if number > 0]
+        if what in ("go", "lose", "stop") and leaving and len(self.alive) > LEAST:
+            number = self.draw.choice(leaving)
+            self.unhurt.remove(number)
+            self.alive.remove(number)
+            if what == "stop":
+                agents.signal(number, signal.SIGSTOP)
+            elif what == "go":
+                agents.agents[number].terminate()
+            else:
+                agents.agents[number].kill()
+                self.kill(number)
+        elif what == "kill" and self.unhurt:
+            self.kill(self.unhurt.pop(self.draw.randrange(len(self.unhurt))))
+        elif what == "refused":
+            agents.start(self.new, lacks_device=True)
+            self.new += 1
+        elif len(self.alive) < MOST:
+            agents.start(self.new)
+            self.alive.append(self.new)
+            self.unhurt.append(self.new)
+            self.new += 1
+
+
+def ended(agents: Agents) -> bool:
+    return "the data ended after step" in agents.log()
+
+
+@pytest.mark.nightly
+def test_a_machine_without_a_gpu_is_refused(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+        agents.start(0, 1)
+        agents.until(lambda: agents.steps >= 5)
+        agents.start(2, lacks_device=True)
+        assert agents.wait(2) == [1], agents.log()[-6000:]
+        assert agents.wait(0, 1) == [0, 0], agents.log()[-6000:]
+        assert all(line["ranks"] == 2 for line in agents.generations)
+        assert agents.log().count("local rank 0 has no GPU") == 1, "its agent has left at once"
+        nothing_left(agents)
+    compare(agents.run, whole)
+
+
 def disturb(agents: Agents, seed: int) -> None:
-    """Let ranks be killed, stopped, told to go and join, one or two at a time, at random instants. The first agent
-    stays, since it has the rendezvous, and no rank is killed twice."""
-    draw = random.Random(seed)
-    agents.start(*range(4))
-    alive, unhurt, new = [0, 1, 2, 3], [0, 1, 2, 3], 4
-    instants = sorted(draw.sample(range(1, STEPS - 4), 3))
-    for instant in instants:
-        agents.until(lambda instant=instant: agents.steps >= instant)
-        time.sleep(draw.uniform(0.0, 0.4))
-        for _ in range(draw.choice((1, 1, 2))):
-            what = draw.choice(("kill", "kill", "stop", "go", "lose", "join"))
-            leaving = [number for number in unhurt if number > 0]
-            if what in ("go", "lose", "stop") and leaving and len(alive) > LEAST:
-                number = draw.choice(leaving)
-                unhurt.remove(number)
-                alive.remove(number)
-                if what == "stop":
-                    agents.signal(number, signal.SIGSTOP)
-                elif what == "go":
-                    agents.agents[number].terminate()
-                else:
-                    agents.agents[number].kill()
-                    agents.signal(number, signal.SIGKILL)
-            elif what == "kill" and unhurt:
-                number = draw.choice(unhurt)
-                unhurt.remove(number)
-                agents.signal(number, signal.SIGKILL)
-            elif len(alive) < MOST:
-                agents.start(new)
-                alive.append(new)
-                unhurt.append(new)
-                new += 1
-            time.sleep(draw.choice((0.0, draw.uniform(0.0, 4.0))))
+    Disturbed(agents, random.Random(seed)).disturb()
+
+
+@pytest.fixture(scope="module")
+def whole_of_four(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "four", tiny_model("llama"), 4)
 
 
 @pytest.mark.release  # a rank that is lost while the others connect keeps them waiting for three minutes
-@pytest.mark.parametrize("seed", range(100))
-def test_seeded_losses_and_joins(seed: int, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
-    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_seeded_losses_and_joins(
+    seed: int, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path, whole_of_four: Path
+) -> None:
+    (tmp_path / "elastic").mkdir()
+    with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents, leaves_nothing(agents):
         disturb(agents, seed)
-        agents.until(lambda: "the data ended after step" in agents.log())
+        agents.until(lambda: ended(agents), seconds=900)
         # One that joins when the run ends keeps the others waiting for minutes: torch's agents wait for each other.
         agents.end()
-        nothing_left(agents)
-        steps = [line["step"] for line in agents.lines("metrics.jsonl")]
-        assert steps == list(range(1, STEPS + 1))
-        numbers = [line["generation"] for line in agents.lines("metrics.jsonl")]
-        assert numbers == sorted(numbers) and {line["generation"] for line in agents.generations} >= set(numbers)
-    compare(agents.run, whole)
+    steps = [line["step"] for line in agents.lines("metrics.jsonl")]
+    assert steps == list(range(1, STEPS + 1))
+    numbers = [line["generation"] for line in agents.lines("metrics.jsonl")]
+    assert numbers == sorted(numbers) and {line["generation"] for line in agents.generations} >= set(numbers)
+    assert agents.late_writes() == []
+    same = {line["ranks"] for line in agents.generations} == {4}
+    compare(agents.run, whole_of_four if same else whole, bitwise=same)
 
 
 def children(process: int) -> list[int]:

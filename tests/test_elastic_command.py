@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 from small_runs import merged
 from truestep.commands.cli import main
 from truestep.config.schema import Config
-from truestep.ranks import elastic
+from truestep.ranks import elastic, watch
 from truestep.ranks.elastic import Agent, agent_of, find_agent
 from truestep.run.elastic import ElasticError, check_elastic
 from truestep.run.train import _refuse_notice
@@ -64,8 +66,9 @@ def test_one_agent_a_gpu(tmp_path: Path) -> None:
         assert given["max_restarts"] >= 100
         settings = _parse_rendezvous_config(given["rdzv_conf"])
         assert settings.keys() == {
-            *("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
+            *("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "read_timeout")
         }
+        assert int(settings["read_timeout"]) > watch._SILENCE + elastic._REACHES, "ranks end a cut-off agent before"
         assert given["module"] and given["training_script"] == "truestep"
         assert given["training_script_args"] == ["train", str(tmp_path / "run.yaml"), "--seed", "3"]
 
@@ -195,6 +198,49 @@ def test_an_agent_that_has_ended_is_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     agent = agent_of(2**22 + 1, 1, 2)
     assert agent is not None and agent.gone and agent.last_start
     agent.end()  # no process of another kind has its number
+
+
+COMMAND = ["python", "/bin/torchrun", "--nnodes", "2:4", "-m", "truestep", "train", "run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "one:29500"], ("one", 29500)),
+        (["--rdzv-backend", "c10d", "--rdzv_endpoint", "[fd00::1]:7"], ("fd00::1", 7)),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "one"], ("one", 29400)),  # torch's own port
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], None),  # any that is free
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "one:two"], None),
+        (["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "one:29500"], None),
+        ([], None),
+    ],
+)
+@pytest.mark.parametrize(
+    "answer", [None, ConnectionRefusedError(), TimeoutError(), OSError("No route to host")], ids=repr
+)
+def test_an_agent_whose_machine_is_cut_off_is_killed(
+    answer: Exception | None, options: list[str], asked: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it waits for a quarter of an hour, and may then close the run for others. A refusal is an answer."""
+
+    def connect(address: tuple[str, int], timeout: float) -> contextlib.AbstractContextManager[None]:
+        assert address == asked
+        if answer is not None:
+            raise answer
+        return contextlib.nullcontext()
+
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
+    monkeypatch.setattr(elastic, "_taken", {})
+    monkeypatch.setattr(socket, "create_connection", connect)
+    words = [*COMMAND[:4], *options, *COMMAND[4:]]
+    monkeypatch.setattr(elastic, "_command_line", lambda number: words if number == os.getppid() else [])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    agent = find_agent()
+    assert agent is not None
+    agent.leave_if_cut_off()
+    silent = answer is not None and not isinstance(answer, ConnectionRefusedError)
+    assert killed == ([(os.getppid(), signal.SIGKILL)] if silent and asked else [])
 
 
 def test_one_rank_of_a_team_ends_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:

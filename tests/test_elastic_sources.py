@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -46,11 +47,17 @@ EPISODES = {
     "max_episode_tokens": 64,
     "stop": ["=", "1", "2", "3"],
 }
+PROGRAM = Path(__file__).parent / "generate" / "endpoint" / "sorts.py"
+AGENTS = {
+    "environment": {"type": "command", "run": [sys.executable, str(PROGRAM), "ends", "{prompt}"]},
+    "reward": None,
+    "max_episode_tokens": 64,
+}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("whom", ["first", "another"])
-@pytest.mark.parametrize("sampler", [{}, EPISODES], ids=["rewards", "episodes"])
+@pytest.mark.parametrize("sampler", [{}, EPISODES, AGENTS], ids=["rewards", "episodes", "agents"])
 def test_runs_that_sample_in_process(whom: str, sampler: dict[str, Any], tmp_path: Path) -> None:
     with agents_of(tmp_path, drawn_config(tmp_path, sampler=sampler), nodes=(2, 3)) as agents, leaves_nothing(agents):
         agents.start(0, 1, 2)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from truestep.ranks.axes import RankLayout
 from truestep.ranks.elastic import Agent, RankLostError
 from truestep.ranks.group import ALONE, NoDeviceError, Ranks
 from truestep.ranks.watch import Watch
+from truestep.run import elastic as generations
 from truestep.run.assemble.rewards import ranks_of_machine
 from truestep.run.checkpoint.checksums import MANIFEST
 from truestep.run.checkpoint.store import CheckpointStore
@@ -153,7 +155,7 @@ def test_an_agent_that_fails_twice_is_left_out_unless_the_run_got_further(saved:
         (RankLostError("rank 1 is gone"), False, False),
         (ZeroDivisionError("planted"), True, False),
         (MemoryExhaustedError("the GPU's memory ran out"), True, False),
-        (NoDeviceError("local rank 3 has no GPU"), True, False),
+        (NoDeviceError("local rank 3 has no GPU"), True, True),
         (KeyboardInterrupt(), False, False),
     ],
 )
@@ -170,6 +172,21 @@ def test_how_a_generation_ends(
     line, _ = begin(part(tmp_path, "a/1"))
     assert line["failed"] == ([own.agent.name] if failed else [])
     assert ended == [1] * over, "an error that would come again ends the agent too"
+
+
+@pytest.mark.parametrize(("whose", "ends"), [("host-1", True), ("host-2", False)])
+def test_ranks_that_connect_end_with_one_that_cannot(
+    whose: str, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes, looked = list[int](), threading.Event()
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(generations, "_LOOKS", 0.01)
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), looked.set()))
+    with part(tmp_path).connecting():
+        note(tmp_path, whose, "b/2")
+        looked.wait(60 if ends else 0.2)
+    assert bool(codes) is ends
 
 
 @pytest.mark.parametrize(

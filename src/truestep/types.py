@@ -177,7 +177,7 @@ def counts_of(documents: Sequence[Rollout]) -> np.ndarray:  # [2, D]
 
 def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:
     """Return the sequences of documents, in order."""
-    return tuple(sequence for document in documents for sequence in document.sequences)
+    return tuple(chain.from_iterable(each.sequences if each.starts else (each,) for each in documents))
 
 
 # the mappings that hold fields which are not attributes of a rollout

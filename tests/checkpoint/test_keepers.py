@@ -127,6 +127,27 @@ def test_what_does_not_fit_is_refused_before_it_is_sent(run: Path) -> None:
         connection.put((1, 1.0, 1), "q", b"fits")
 
 
+def test_a_new_generation_has_another_secret(run: Path) -> None:
+    one = start(run)
+    port = hello(one)["port"]
+    put(RemoteKeeper("127.0.0.1", port, SECRET), 1)
+    assert hello(one, generation=2, secret=OTHER)["port"] == port
+    with pytest.raises(KeeperError, match="does not answer"):
+        put(RemoteKeeper("127.0.0.1", port, SECRET), 2)
+    with RemoteKeeper("127.0.0.1", port, OTHER).connected() as connection:
+        connection.put((2, 2.0, 1), "a", b"content")
+
+
+def test_a_long_send_makes_progress(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, made = os.urandom(5 * keeper.PIECE // 2), list[float]()
+    remote = RemoteKeeper("127.0.0.1", hello(start(run, limit=len(content)))["port"], SECRET)
+    monkeypatch.setattr("truestep.process.progress.made", lambda what, amount=1.0: made.append(amount))
+    put(remote, 1, content)
+    assert made == [keeper.PIECE, keeper.PIECE, keeper.PIECE // 2]
+    with remote.connected() as connection:
+        assert connection.read((1, 1.0, 1), "a", 0, len(content)) == content
+
+
 def test_idle_connections_without_the_secret_do_not_end_a_keeper(run: Path) -> None:
     one = start(run, files=FEW)
     port = hello(one)["port"]

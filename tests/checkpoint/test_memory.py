@@ -33,6 +33,7 @@ from truestep.ranks.forks import fork_context
 from truestep.ranks.group import ALONE
 from truestep.ranks.keeper import Key
 from truestep.ranks.keeper_client import KeeperError, LocalKeeper, RemoteKeeper
+from truestep.run.checkpoint.checksums import find_damage
 from truestep.run.checkpoint.memory import Memory, MemoryStore, Recalled
 from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.staging import SharedStaging
@@ -117,14 +118,30 @@ def compare(found: Recalled, run: Path) -> None:
     assert read_progress(found.path) == read_progress(on_disk)
 
 
-def test_a_state_in_memory_is_the_checkpoint_on_the_disk(config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_state_in_memory_is_the_checkpoint_on_the_disk(optimizer: str, config: Config, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert trained(config) == []
+    given = Config.model_validate(config.model_dump(by_alias=True) | {"optimizer": {"type": optimizer}})
+    assert trained(given) == []
     found, notes = recalled(run)
     assert found is not None and found.step == STEPS - 1 and notes == []
     compare(found, run)
     found.close()
     assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_an_intact_state_is_compared_in_one_go(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(config)
+    looks: list[int] = []
+
+    def find(path: Path, *part: int, only: set[str]) -> str | None:
+        looks.append(len(only))
+        return find_damage(path, *part, only=only)
+
+    monkeypatch.setattr("truestep.run.checkpoint.memory.find_damage", find)
+    found, _ = recalled(tmp_path / "run")
+    assert found is not None and len(looks) == 1 and looks[0] > 3
+    found.close()
 
 
 def test_a_flipped_byte_is_noticed(config: Config, tmp_path: Path) -> None:

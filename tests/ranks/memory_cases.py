@@ -20,6 +20,7 @@ from truestep.run.checkpoint import memory as memories
 from truestep.run.checkpoint.memory import Memory, MemoryStore
 from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.staging import SharedStaging
+from truestep.run.checkpoint.store import random_name
 from truestep.run.train import make_trainer
 from truestep.weights.remote_parts import remote_parts
 from truestep.weights.tensor_parts import FOLDER
@@ -63,6 +64,8 @@ def keep_and_lose(config: dict[str, Any], lost: list[int], harmed: list[int], ex
         assert found is not None and found.step == step and notes == [], notes
         far = sorted(remote_parts(found.path))
         assert " ".join(far) == expected[ranks.rank], far
+        copied = {file.name for file in (found.path / FOLDER).glob("random-*") if not file.is_symlink()}
+        assert copied <= {random_name(0), random_name(ranks.rank)}, "what this rank reads, and no more"
         _compare(found.path, run / "checkpoints" / f"step-{step:08d}", (read_weights, read_states))
         ranks.gather(None)  # others may still read from here
         found.close()

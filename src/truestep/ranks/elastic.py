@@ -10,12 +10,15 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from truestep.ranks.axes import RankError
 
+_REACHES = 10.0  # seconds for a connection to the rendezvous
+_RENDEZVOUS_PORT = 29400  # torch's, where none is given
 _ANCESTORS = 3  # an agent may start a worker through numactl or a shell
 MAX_RESTARTS = 1000  # for --max-restarts: an agent uses one for each rank that is lost or joins
 # An agent gives its workers 30 s before it kills them, when it starts them anew.
@@ -43,6 +46,7 @@ class Agent:
     local_rank: int = 0
     last_start: bool = False  # after another failure it would close the run for all
     restarts: int = MAX_RESTARTS  # that the agent may make
+    rendezvous: str = ""  # host:port where agents find one another; "" if unknown
 
     @property
     def name(self) -> str:
@@ -58,11 +62,38 @@ class Agent:
         ignore_end()
         self.end()
 
-    def end(self) -> None:
+    def leave_if_cut_off(self) -> None:
+        """Kill the agent if this machine no longer reaches the rendezvous. By itself it would wait for a quarter of an
+        hour, and then close the run for the others, if it reached them again."""
+        if self.rendezvous and _is_silent(self.rendezvous):
+            print(f"error: {self.name} ends: it does not reach the rendezvous {self.rendezvous}", file=sys.stderr)
+            sys.stderr.flush()
+            self.end(signal.SIGKILL)  # it may be inside a call that never returns
+
+    def end(self, kind: signal.Signals = signal.SIGTERM) -> None:
         """End the agent by a signal, so that it leaves the run to the others. Of the workers of an agent one does it:
         a second signal would keep it from ending the rest."""
         if not self.gone and _first_to_take(f"truestep ends agent {self.number}"):
-            os.kill(self.number, signal.SIGTERM)
+            os.kill(self.number, kind)
+
+
+def _is_silent(endpoint: str) -> bool:
+    """Tell whether a rendezvous does not answer. A refusal is an answer, which its agents hear too."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    try:
+        host, port = parse_rendezvous_endpoint(endpoint, _RENDEZVOUS_PORT)
+    except ValueError:
+        return False
+    if not port:  # any that is free
+        return False
+    try:
+        with socket.create_connection((host, port), _REACHES):
+            return False
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
 
 
 _taken: dict[str, socket.socket] = {}
@@ -99,7 +130,7 @@ def find_agent() -> Agent | None:
     return None if launcher is None else agent_of(*launcher)
 
 
-def agent_of(number: int, least: int, most: int) -> Agent | None:
+def agent_of(number: int, least: int, most: int, rendezvous: str = "") -> Agent | None:
     """Return the agent with this process id, by the variables that it set; None if its run has a fixed size."""
     if least == most:
         return None
@@ -108,7 +139,7 @@ def agent_of(number: int, least: int, most: int) -> Agent | None:
         for name, given in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", str(MAX_RESTARTS)))
     )
     processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    return Agent(number, least, most, processes, local, last_start=count >= limit, restarts=limit)
+    return Agent(number, least, most, processes, local, count >= limit, limit, rendezvous)
 
 
 def unknown_launcher() -> bool:
@@ -116,8 +147,9 @@ def unknown_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and _launcher() is None
 
 
-def _launcher() -> tuple[int, int, int] | None:
-    """Return the torchrun that started this process: the id of its process, its least and its most agents."""
+def _launcher() -> tuple[int, int, int, str] | None:
+    """Return the torchrun that started this process: the id of its process, its least and its most agents, and where
+    agents find one another."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     found = ((number, _nodes_of(_command_line(number))) for number in _ancestors())
@@ -152,8 +184,9 @@ def _command_line(number: int) -> list[str]:
     return [word.decode(errors="replace") for word in words[:-1]]
 
 
-def _nodes_of(words: Sequence[str]) -> tuple[int, int] | None:
-    """Return the least and the most agents by an agent's command line; None if it is not one of torchrun."""
+def _nodes_of(words: Sequence[str]) -> tuple[int, int, str] | None:
+    """Return the least and the most agents by an agent's command line, and the rendezvous; None if it is not one of
+    torchrun."""
     start = next((place for place, word in enumerate(words[:6]) if _is_torchrun(word)), None)
     if start is None:
         return None
@@ -164,7 +197,7 @@ def _nodes_of(words: Sequence[str]) -> tuple[int, int] | None:
         least, most = parse_min_max_nnodes(given.nnodes)
     except (SystemExit, RuntimeError, ValueError):
         return None
-    return int(least), int(most)
+    return int(least), int(most), given.rdzv_endpoint if given.rdzv_backend == "c10d" else ""
 
 
 def _is_torchrun(word: str) -> bool:

@@ -10,6 +10,8 @@ import json
 import math
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +25,10 @@ from truestep.errors import TruestepError
 from truestep.files.whole import append_json_line, lines_from_the_end, read_json_lines
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.elastic import MAX_RESTARTS, OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id
-from truestep.ranks.group import Ranks
+from truestep.ranks.group import NoDeviceError, Ranks
 from truestep.ranks.keeper import Key
 from truestep.ranks.processes import machine
-from truestep.ranks.watch import Watch, ends_run, raised_between_ranks
+from truestep.ranks.watch import ENDED_BY_ANOTHER, Watch, ends_run, raised_between_ranks
 from truestep.run.assemble.policy import layout_of
 from truestep.run.assemble.sources import own_part
 from truestep.run.checkpoint.memory import Memory, Recalled
@@ -40,6 +42,9 @@ _NOTE = ".generation-ended-"  # why a generation ended: written by the first ran
 _MOST_FAILURES = 2  # of an agent's ranks after the same checkpoint
 _LEAST_RESTARTS = 10
 _FROM = {"memory": "memory", "disk": "the disk"}
+# Seconds between looks for a note, while ranks connect. Torch's agents need some to find one another: those that leave
+# a round before others have read it end the run.
+_LOOKS = 15.0
 JOIN_PATIENCE = 180.0  # seconds in which all ranks must be connected
 _LOCK_PATIENCE = 120.0  # seconds to wait for the lock of a rank that is ending: a lease of NFS lasts 90
 _MOST_TO_FAIL = 20.0  # seconds after a signal to stop in which the end of a rank is its own failure
@@ -108,6 +113,25 @@ class Elastic:
     limit: int | None = None  # the most bytes that a keeper holds
     memory: Memory | None = None
     recalled: Recalled | None = None  # what the generation goes on from, if it is in memory
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """End the process if another rank ends before all are connected: by its note, since nothing else tells."""
+        note, connected = self.path / f"{_NOTE}{generation_id()}", threading.Event()
+
+        def look() -> None:
+            while not connected.wait(_LOOKS):
+                if note.exists():
+                    print("error: another rank has ended before all were connected", file=sys.stderr, flush=True)
+                    os._exit(ENDED_BY_ANOTHER)
+
+        looking = threading.Thread(target=look, daemon=True, name="connecting")
+        looking.start()
+        try:
+            yield
+        finally:
+            connected.set()
+            looking.join()
 
     def count_beside(self, ranks: Ranks) -> None:
         """Let LOCAL_WORLD_SIZE be the ranks of this machine, which share its memory and cores: an agent counts its own.
@@ -217,8 +241,10 @@ class Elastic:
             cause = error.cause if isinstance(error, RankLostError) else str(error)
             self.note(failure if own else cause, own)
             over = self.watch is not None and self.watch.over  # an error of another rank
-            if ends_run(error) or over or self.agent.last_start:
+            if ends_run(error) or isinstance(error, NoDeviceError) or over or self.agent.last_start:
                 self.agent.leave()
+            else:
+                self.agent.leave_if_cut_off()
             raise
         finally:
             if self.recalled is not None:
@@ -250,6 +276,8 @@ class Elastic:
         self.note(reason, False)
         if over or self.agent.last_start:
             self.agent.end()
+        else:
+            self.agent.leave_if_cut_off()
 
     def note(self, reason: str, own: bool) -> None:
         """Write why the generation ends, unless another rank has. `own`: this rank failed."""

@@ -126,7 +126,8 @@ def _train(
     elif unknown_launcher():
         notes.append("the launcher is not torchrun: the number of ranks is fixed, also where it could start fewer")
     _refuse_notice(config)
-    ranks = join_ranks(config, None if elastic is None else JOIN_PATIENCE)
+    with nullcontext() if elastic is None else elastic.connecting():
+        ranks = join_ranks(config, None if elastic is None else JOIN_PATIENCE)
     watch = Watch(ranks, config.schedule.stall_timeout, None if elastic is None else elastic.agent)
     with ExitStack() as watched:
         if elastic is not None:  # a rank may be lost at any time

@@ -13,8 +13,15 @@ from truestep.run.assemble.policy import layout_of
 from truestep.run.elastic import check_elastic
 
 # Settings of torch's rendezvous, in seconds. Agents wait a week for others; a generation begins this long after the
-# least number of agents is there; an agent that is silent for 5 intervals has left.
-RENDEZVOUS = {"join_timeout": 604800, "last_call_timeout": 15, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
+# least number of agents is there; an agent that is silent for 5 intervals has left. An agent that gets no answer for
+# `read_timeout` closes the run for all as soon as it can, so its ranks, which hear nothing either, end it before.
+RENDEZVOUS = {
+    "join_timeout": 604800,
+    "last_call_timeout": 15,
+    "keep_alive_interval": 2,
+    "keep_alive_max_attempt": 5,
+    "read_timeout": 90,
+}
 _THREADS = "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"  # torchrun sets it for several processes of an agent, not for one
 # Waits for all agents, also after a signal, which ends a `wait`; the exit code is the greatest of theirs.
 _WAIT = (

@@ -399,16 +399,19 @@ class Memory:
             (recalled.path / name).symlink_to(f"/proc/self/fd/{handle}")
         beside = [rank for rank, answer in enumerate(self._answers) if answer.place == machine_key()]
         part = beside.index(self.ranks.rank)
-        for name in names:
-            if name not in damaged:
-                damage = find_damage(recalled.path, part, len(beside), only=[name])
-                damaged |= {} if damage is None else {name: damage}
+        linked = [name for name in names if name not in damaged]
+        if find_damage(recalled.path, part, len(beside), only=set(linked)) is not None:  # look which
+            told = {name: find_damage(recalled.path, only={name}) for name in linked}
+            damaged |= {name: damage for name, damage in told.items() if damage is not None}
         return damaged
 
     def _note_remote(self, key: Key, remote: Mapping[str, str], folder: Path) -> None:
-        """Note where the parts are that only other machines hold, and copy small files."""
-        parts = {}
+        """Note where the parts are that only other machines hold, and copy the small files that this rank reads."""
+        parts, of_ranks = {}, f"{FOLDER}/{random_name(0).partition('-')[0]}-"
+        own = f"{FOLDER}/{random_name(self.ranks.rank)}"
         for name, where in remote.items():
+            if name.startswith(of_ranks) and name not in (own, f"{FOLDER}/{random_name(0)}"):
+                continue
             keeper, size = self._holder(key, name, where)
             if Path(name).suffix == ".safetensors":
                 parts[Path(name).name] = RemotePart(keeper, key, name)

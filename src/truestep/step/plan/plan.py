@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
+import numpy as np
+
 from truestep.rollouts.advantages import STANDARD_DEVIATION_FLOOR, scale_over_step
 from truestep.rollouts.packing import balance, fill_in_order
 from truestep.rollouts.prefixes import find_segments, identities
@@ -53,7 +55,10 @@ class StepRule:
 
 
 def totals_of(documents: Sequence[Rollout]) -> StepTotals:
-    counts = counts_of(documents)
+    return _totals(counts_of(documents))
+
+
+def _totals(counts: np.ndarray) -> StepTotals:
     num_tokens, num_labels = counts.sum(1).tolist()
     return StepTotals(counts.shape[1], num_labels, num_tokens)
 
@@ -71,7 +76,10 @@ def make_plan(
     packed = tuple(tuple(members) for members in micro_batches)
     # Every rank has all documents of the step here, so scaling over the step gives the same result on each.
     scaled = scale_over_step(documents, advantage_std_floor)
-    return StepPlan(tuple(scaled), packed, totals_of(documents), documents_seen, ranks, repeated, sharing, again)
+    counts = counts_of(documents)
+    plan = StepPlan(tuple(scaled), packed, _totals(counts), documents_seen, ranks, repeated, sharing, again)
+    vars(plan)["counts"] = counts  # not to be counted again
+    return plan
 
 
 def plan_exactly(
@@ -135,10 +143,17 @@ def _balanced(sequences: Sequence[Rollout], items: Packables, rule: StepRule) ->
         chosen = items.divided([any(has_advantage(sequences[index]) for index in each) for each in items.members])
     for part in chosen:
         packed = balance(part.tokens, part.costs, rule.tokens_per_microbatch, rule.multiple)
-        each = [math.fsum(part.costs[place] for place in places) for places in packed]
+        each = _sums(part.costs, packed)
         slowest += math.fsum(max(each[start : start + rule.ranks]) for start in range(0, len(each), rule.ranks))
-        bins += [sorted(chain.from_iterable(part.members[place] for place in places)) for places in packed]
+        bins += [sorted(chain.from_iterable(map(part.members.__getitem__, places))) for places in packed]
     return bins, slowest
+
+
+def _sums(costs: Sequence[float], bins: Sequence[Sequence[int]]) -> list[float]:
+    """Return the cost of each micro-batch. Additions are in order, so that all ranks get the same bits."""
+    number = np.repeat(np.arange(len(bins)), [len(places) for places in bins])
+    places = np.fromiter(chain.from_iterable(bins), np.int64, len(number))
+    return list(np.bincount(number, np.asarray(costs, np.float64)[places], len(bins)).tolist())
 
 
 def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int, repeated: bool = False) -> StepPlan:

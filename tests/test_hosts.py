@@ -1,0 +1,189 @@
+"""Runs over several hosts whose network fails: a partition, a slow link, a host that is lost or that comes back.
+
+Each host is a namespace of its own on this machine (hosts.py), with an agent of torch's launcher. What each case
+expects is what docs/machines.md says. No two generations ever write, and in the end the run is the one that was never
+disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agents import SETTINGS, Agents
+from hosts import Hosts, make_hosts
+from test_elastic import STEPS, compare, make_config, nothing_left, undisturbed
+from truestep.run.elastic import GENERATIONS
+
+pytestmark = pytest.mark.timeout(900)
+# An agent that does not reach the rendezvous ends after `read_timeout`, 60 s where nothing sets it.
+READ_TIMEOUT = 30
+SILENCE = 15  # seconds after which a rank that says nothing is lost; 60 s as a rule
+# The agent of the rendezvous is on the last host. Rank 0 is on the first: torch sorts agents by their addresses.
+TWO, THREE = {0: 2, 1: 1}, {0: 3, 1: 1, 2: 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "whole", tiny_model("llama"), 3)
+
+
+@contextlib.contextmanager
+def agents_on(
+    hosts: Hosts, places: dict[int, int], folder: Path, model: Path, least: int, waits_for_all: bool = False
+) -> Iterator[Agents]:
+    folder.mkdir(exist_ok=True)
+    config = make_config(folder, model, schedule={"docs_per_step": 5, "stall_timeout": SILENCE})
+    placed = {agent: hosts[number] for agent, number in places.items()}
+    settings = {**SETTINGS, "read_timeout": READ_TIMEOUT}
+    nodes = (least, len(places))
+    with Agents(folder, config, folder / "run", nodes, waits_for_all, hosts=placed, settings=settings) as agents:
+        agents.start(*places)
+        agents.until(lambda: bool(agents.generations) and agents.generations[-1]["ranks"] == len(places))
+        yield agents
+
+
+def ended_well(agents: Agents, hosts: Hosts, whole: Path) -> None:
+    agents.until(lambda: "the data ended after step" in agents.log(), seconds=500)
+    agents.end()
+    nothing_left(agents)
+    agents.until(lambda: not hosts.left(), seconds=60)
+    assert agents.late_writes() == []
+    assert [line["step"] for line in agents.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
+    compare(agents.run, whole)
+
+
+def saves(agents: Agents) -> bool:
+    """True while a checkpoint is being written."""
+    return any((agents.run / "checkpoints").glob(".step-*"))
+
+
+def computes(agents: Agents) -> bool:
+    return agents.steps >= 5
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "late"),
+    [
+        (0, "ledger.jsonl", True),
+        (1, "checkpoints/step-00000003", True),
+        (0, "checkpoints/.step-00000003.partial/checksums.json", True),
+        (1, "checkpoints/.step-00000003.partial/part", False),
+        (1, ".generation-ended-old", False),
+    ],
+)
+def test_a_late_write_is_seen(rank: int, name: str, late: bool, tmp_path: Path) -> None:
+    agents = Agents(tmp_path, tmp_path / "config.yaml", tmp_path / "run")
+    agents.run.mkdir()
+    began = [{"id": "old", "generation": 1}, {"id": "new", "generation": 2}]
+    (agents.run / GENERATIONS).write_text("".join(f"{json.dumps(line)}\n" for line in began))
+    writes = [(1.0, "old", 0, "open", GENERATIONS), (2.0, "old", rank, "open", name)]
+    writes += [(3.0, "new", 0, "open", GENERATIONS), (4.0, "old", rank, "open", name)]
+    (tmp_path / "agent-0.writes").write_text("".join(f"{json.dumps(line)}\n" for line in writes[:3]))
+    assert agents.late_writes() == []
+    (tmp_path / "agent-1.writes").write_text(json.dumps(writes[3]))
+    assert agents.late_writes() == [f"open {name} by rank {rank} of generation 1"] * late
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("when", [computes, saves])
+@pytest.mark.parametrize("whom", [1, 2], ids=["first", "another"])
+def test_a_host_that_is_cut_off_ends_and_the_others_go_on(
+    whom: int, when: Callable[[Agents], bool], tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    with make_hosts(3) as hosts, agents_on(hosts, THREE, tmp_path / "run", tiny_model("llama"), 2) as agents:
+        before = len(agents.generations)
+        agents.until(lambda: agents.steps >= 3 and when(agents))
+        hosts.cut(whom)
+        agents.until(lambda: len(agents.generations) == before + 1)
+        assert agents.wait(whom) == [-signal.SIGKILL], agents.log()[-6000:]
+        assert "does not reach the rendezvous" in agents.log()
+        hosts.mend(whom)  # nothing of it comes back
+        assert [line["ranks"] for line in agents.generations][-2:] == [3, 2]
+        ended_well(agents, hosts, whole)
+
+
+@pytest.mark.nightly
+def test_a_host_without_a_network_for_a_moment(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    with make_hosts(3) as hosts, agents_on(hosts, THREE, tmp_path / "run", tiny_model("llama"), 2) as agents:
+        before = len(agents.generations)
+        agents.until(lambda: agents.steps >= 5)
+        hosts.cut(1)
+        time.sleep(2)
+        hosts.mend(1)
+        assert agents.wait(0, 1, 2) == [0, 0, 0], agents.log()[-6000:]
+        assert len(agents.generations) == before
+        ended_well(agents, hosts, whole)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("places", [TWO, THREE], ids=["two", "three"])
+def test_the_host_of_the_rendezvous_is_lost(
+    places: dict[int, int], tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    """All agents end. The same commands go on from the last checkpoint."""
+    model, folder, all_there = tiny_model("llama"), tmp_path / "run", True
+    with make_hosts(3) as hosts, agents_on(hosts, places, folder, model, 1, all_there) as agents:
+        agents.until(lambda: agents.steps >= 8)
+        hosts.lose(places[0])
+        others = [number for number in places if number]
+        assert agents.wait(*others) == [-signal.SIGKILL] * len(others), agents.log()[-6000:]
+        hosts.mend(places[0])
+        before = len(agents.generations)
+        agents.start(*places)
+        ended_well(agents, hosts, whole)
+        assert agents.generations[before]["step"] == 6
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("whom", [1, 2], ids=["first", "another"])
+def test_a_host_comes_back_with_an_old_generation(
+    whom: int, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    """It stood still, as a virtual machine may, and the network disk has taken its lock away."""
+    with make_hosts(3) as hosts, agents_on(hosts, THREE, tmp_path / "run", tiny_model("llama"), 2) as agents:
+        before = len(agents.generations)
+        agents.until(lambda: agents.steps >= 5)
+        hosts.cut(whom)
+        hosts[whom].signal(signal.SIGSTOP)
+        (agents.run / ".lock").unlink()
+        agents.until(lambda: len(agents.generations) == before + 1 and agents.steps >= 8)
+        hosts.mend(whom)
+        hosts[whom].signal(signal.SIGCONT)
+        ended_well(agents, hosts, whole)
+
+
+@pytest.mark.nightly
+def test_a_slow_link_changes_nothing(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+    with make_hosts(2) as hosts, agents_on(hosts, TWO, tmp_path / "run", tiny_model("llama"), 2) as agents:
+        before = len(agents.generations)
+        agents.until(lambda: agents.steps >= 3)
+        hosts.slow(1, "4mbit")
+        assert agents.wait(0, 1) == [0, 0], agents.log()[-6000:]
+        assert len(agents.generations) == before
+        ended_well(agents, hosts, whole)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("whom", [1, 3], ids=["first", "rendezvous"])
+def test_a_host_is_cut_off_while_agents_find_one_another(
+    whom: int, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
+    """The others go on without it, or all end, and the same commands go on."""
+    with make_hosts(3) as hosts, agents_on(hosts, THREE, tmp_path / "run", tiny_model("llama"), 2) as agents:
+        before = len(agents.generations)
+        agents.until(lambda: agents.steps >= 5)
+        first = [agents.workers(number)[-1] for number in THREE]
+        agents.signal(2, signal.SIGKILL)
+        agents.until(lambda: not any(Path(f"/proc/{process}").exists() for process in first))
+        hosts.cut(whom)
+        cut_off = time.monotonic()
+        agents.until(lambda: len(agents.generations) > before or time.monotonic() > cut_off + 4 * READ_TIMEOUT)
+        hosts.mend(whom)
+        ended_well(agents, hosts, whole)
