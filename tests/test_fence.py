@@ -218,7 +218,7 @@ def test_the_lock_is_kept_until_the_source_has_given_back_what_it_holds(tmp_path
         def close(self, *arguments: Any) -> None: ...
 
     parts = {"directory": run, "ranks": Ranks(), "finished": True, "source": SimpleNamespace(close=close)}
-    Trainer._close(SimpleNamespace(**parts, plans=Closed(), evaluator=None, saves=Closed()))  # type: ignore[arg-type]
+    Trainer._close(SimpleNamespace(**parts, plans=Closed(), evaluator=None, saves=Closed(), memory=None))  # type: ignore[arg-type]
     RunDirectory(tmp_path).lock()
     assert held
 

@@ -176,14 +176,16 @@ def test_a_checkpoint_of_another_adapter_or_base_is_refused(tmp_path: Path) -> N
     config = run_of(tmp_path, model, "run", 1)
     train_all([config])
     further = merged(config, {"schedule": {"steps": 2}})
+    held = []  # as a notebook holds the error of its last cell: a start that fails gives its lock back even so
     for changed, message in (
         ({"adapter": {"rank": 8}}, "does not fit adapter.rank, which asks for 8, and it has 4"),
         ({"adapter": {"alpha": 8.0}}, "does not fit adapter.alpha, which asks for 8.0, and it has 32.0"),
         ({"adapter": {"targets": ["q_proj"]}}, "does not fit adapter.targets, which asks for other layers than it has"),
         ({"adapter": None}, "holds an adapter, and the configuration has no section adapter"),
     ):
-        with pytest.raises(TruestepError, match=re.escape(message)):
+        with pytest.raises(TruestepError, match=re.escape(message)) as error:
             make_trainer_of(merged(further, changed))
+        held.append(error)
     make_model(tmp_path / "model", "llama", seed=5)
     with pytest.raises(TruestepError, match="the run began with the weights of"):
         make_trainer_of(further)

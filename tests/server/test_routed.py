@@ -109,7 +109,7 @@ HOSTILE = {
     "too much": ("A" * (MIB + 4 + bytes_of_routes(SHAPE, TOKENS)), "is not read"),
     "other layers": (
         text(file_of(routes(layers=5).astype(np.uint8))),
-        "has 5 layers: TinyMoe has 4, those that do not",
+        "has 5 layers: TinyMoe has 4, counting layers without experts",
     ),
 }
 

@@ -214,7 +214,7 @@ def _make_trainer(
     elastic: Elastic | None,
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
-    directory = _check(config, ranks, elastic)
+    directory = _check(config, ranks, elastic, opened)
     store = _make_store(config, directory, ranks.share(lambda: directory.token))
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
@@ -347,9 +347,9 @@ def _say_notes(display: Display, config: Config, notes: Sequence[str]) -> None:
         display.say(shown(note))
 
 
-def _check(config: Config, ranks: Ranks, elastic: Elastic | None) -> RunDirectory:
+def _check(config: Config, ranks: Ranks, elastic: Elastic | None, opened: ExitStack) -> RunDirectory:
     """Check the configuration and its inputs before the model is loaded, which can take minutes; return the run's
-    directory."""
+    directory. A start that fails gives its lock back."""
     keep_secrets_of(config.model_dump())
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -360,6 +360,7 @@ def _check(config: Config, ranks: Ranks, elastic: Elastic | None) -> RunDirector
         return elastic.directory
     directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
     ranks.share(directory.check)
+    opened.callback(directory.unlock)
     return directory
 
 
