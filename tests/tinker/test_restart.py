@@ -166,6 +166,8 @@ def test_a_model_of_a_checkpoint_that_was_removed_goes_on(folder: Path, house: H
     house.result(house.recorded("load", path=path, model_seq_id=1, optimizer=True))
     house.get(f"training_runs/{house.session}:train:0/checkpoints/weights/{path.rpartition('/')[2]}", "DELETE")
     house = house.started_again(folder)
+    again = house.tinker.state.known(tenant_of(house.key), f"{house.session}:train:1:0")
+    assert again is not None and again.reads is None, "it waits for no model whose checkpoint it began with"
     second = house.message("forward", seq=1, model=f"{house.session}:train:1")
     first = house.post("forward_backward", content=house.message("forward", seq=4)).json()
     found = house.result(house.post("forward_backward", content=second).json())

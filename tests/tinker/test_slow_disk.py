@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tinker.house import House, metrics_of, request_of, served_in
+from tinker.house import House, metrics_of, request_of, served_in, tenant_of
 from truestep.commands.session import Session
 from truestep.commands.tinker import jobs, journal
 from truestep.commands.tinker.checkpoints import Checkpoints
@@ -139,3 +139,37 @@ def asked(house: House, what: str) -> list[Any]:
     if what == "sampler":
         house.recorded("base_sampler")
     return results(house, steps(house, 1))
+
+
+def test_what_follows_a_load_waits_with_it(
+    folder: Path, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model loads a checkpoint of another one that is being written. Its later requests are sent at once."""
+    plant(monkeypatch, disk, "checkpoint")
+    house = served_in(folder, tmp_path / "checkpoints")
+    house.begin()
+    first, second = f"{house.session}:train:0", f"{house.session}:train:1"
+    for number in (0, 1):
+        house.result(house.recorded("model", model_seq_id=number))
+    path = house.result(house.recorded("save", seq_id=1))["path"]
+
+    def program(seq: int) -> list[Any]:
+        update = {"model_id": second, "path": path}
+        return [
+            house.recorded("load", seq_id=seq, **update),
+            house.post("forward_backward", content=house.message("cross_entropy", seq + 1, second)).json(),
+            house.recorded("optim_step", seq_id=seq + 2, model_id=second),
+            house.post("forward_backward", content=house.message("forward", seq + 3, second)).json(),
+        ]
+
+    expected = [house.result(promise) for promise in program(1)]
+    disk.name = first
+    held = house.recorded("save", seq_id=2, path="two")
+    promises = program(5)
+    own = house.tinker.state._of_tenant(tenant_of(house.key)).jobs
+    while house.tinker.turn():
+        pass
+    assert disk.met.wait(60) and not any(own[one["request_id"]].future.done() for one in promises)
+    disk.release()
+    assert "path" in house.result(held)
+    assert [house.result(promise) for promise in promises] == expected

@@ -67,7 +67,7 @@ def _go_on(state: State, journal: Journal, orders: Orders, model: Model, how: Ma
     kept = journal.kept(model.id)
     model.next_seq, model.version = kept.next_seq, kept.version
     work = Create(model, **how, kept=kept.checkpoint)
-    reads = work.checkpoint
+    reads = work.checkpoint if kept.checkpoint is None else None
     state.submit(Job(f"{model.id}:0", model.tenant, model.session, work, model=model.id, reads=reads), again=True)
     told: dict[int, Outcome] = {
         one.seq: told_of(one.head, one.body) for one in journal.records(model.id) if not one.is_request

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -611,10 +611,13 @@ class State:
             for tenant in list(self._ready):
                 ready = self._ready.pop(tenant)
                 job = None
+                waiting: set[str] = set()  # models of jobs that are passed over: their later jobs are, too
                 for first in list(ready):
                     if first.future.done():
                         ready.remove(first)
-                    elif not self._is_held(first):
+                    elif self._is_held(first, waiting):
+                        waiting.update({first.model} if first.model else ())
+                    else:
                         ready.remove(first)
                         job = first
                         break
@@ -627,11 +630,13 @@ class State:
                     return jobs
             return []
 
-    def _is_held(self, job: Job) -> bool:
-        """Tell whether a job's model is being written, or the one whose checkpoint it reads."""
+    def _is_held(self, job: Job, waiting: Collection[str]) -> bool:
+        """Tell whether a job's model, or the one whose checkpoint it reads, is being written or has an earlier job that
+        waits."""
         read = (job.reads or "").removeprefix("tinker://").partition("/")[0]
-        found = (self.models.get(name) for name in (job.model, read) if name)
-        return any(model is not None and model.held for model in found)
+        names = [name for name in (job.model, read) if name]
+        found = (self.models.get(name) for name in names)
+        return any(name in waiting for name in names) or any(model is not None and model.held for model in found)
 
     def _alike(self, job: Job, most: int) -> list[Job]:
         found: list[Job] = []
