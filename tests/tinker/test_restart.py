@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -454,3 +456,43 @@ def test_a_session_of_an_older_journal_is_named(folder: Path, house: House, capl
     assert again.post("session_heartbeat", {"session_id": house.session}).status_code == 404
     assert "is of an older truestep" in caplog.text and str(events.parent) in caplog.text and events.exists()
     again.make()
+
+
+def test_a_model_that_was_half_begun_is_begun_anew(folder: Path, house: House) -> None:
+    """The server was killed while the model's directory was made, or its disk was full."""
+    expected = shown(house.result(passed(house, 1)))
+    model = house.tinker.directory / "live" / house.session / "0"
+    for left in ("nothing", "a directory", "a part of a state"):
+        shutil.rmtree(model)
+        (model / "0").mkdir(parents=True)
+        if left == "nothing":
+            (model / "0").rmdir()
+        elif left == "a part of a state":
+            (model / "0" / ".state.json.1.partial").write_text("{")
+        house = house.started_again(folder)
+        assert shown(house.result(passed(house, 1))) == expected, left
+
+
+@pytest.mark.parametrize("what", ["events", "model", "state"])
+def test_a_session_that_cannot_be_read_stops_no_other(
+    what: str, folder: Path, house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it is removed, and it goes on where its files are mended."""
+    bob = house.of("tml-bob")
+    bob.make()
+    told = shown(bob.result(passed(bob, 1)))
+    house.result(house.recorded("sampler", seq_id=1))
+    expected = drawn(house)
+    place = house.tinker.directory / "live" / house.session
+    file = {"events": place / "session.jsonl", "model": place / "session.jsonl", "state": place / "0/0/state.json"}[
+        what
+    ]
+    whole = file.read_text()
+    file.write_text(whole.replace('"id"', '"name"') if what == "model" else whole[1:])
+    again = house.started_again(folder)
+    assert str(place) in caplog.text
+    bob = replace(again, key=bob.key, session=bob.session)
+    assert shown(bob.result({"request_id": f"{bob.session}:train:0:1"})) == told
+    assert again.post("session_heartbeat", {"session_id": house.session}).status_code == 404
+    file.write_text(whole)
+    assert drawn(again.started_again(folder)) == expected

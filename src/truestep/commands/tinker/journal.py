@@ -118,15 +118,20 @@ class Journal:
         place.mkdir(parents=True, exist_ok=True)
         write_json(place / _STATE, {"next_seq": 1, "version": 0, "checkpoint": None})
 
+    def _complete(self, model: str) -> list[Path]:
+        """Return the directories of a model's states that were written whole."""
+        return [one for one in self._of(model).glob("[0-9]*") if (one / _STATE).is_file()]
+
     def _last(self, model: str) -> Path:
-        complete = [one for one in self._of(model).glob("[0-9]*") if (one / _STATE).is_file()]
+        complete = self._complete(model)
         if not complete:
             raise FileNotFoundError(ENOENT, "the model's session has finished", str(self._of(model)))
         return max(complete, key=lambda one: int(one.name))
 
     def kept(self, model: str) -> Kept:
         """Return the last state of a model. Remove what is older or incomplete."""
-        if not self._of(model).is_dir():  # the server was killed before it wrote more than the model's name
+        begun = self._complete(model) or any(self._of(model).glob(f"*/{_REQUESTS}"))
+        if not begun:  # the server was killed, or its disk was full, before the first state was there
             self.begin(model)
         last = self._last(model)
         for other in self._of(model).iterdir():

@@ -284,18 +284,28 @@ class State:
             forgotten = self.write(session, lambda: self._forget(session.id))
             if session.finished:
                 return forgotten
-            session.finished = True
+            self._end(session)
             self.ended.append(session)
-            for name in session.models:
-                self.models.pop(name, None)
-            for name in session.samplers:
-                self.samplers.pop(name, None)
-            for job in list(self._of_tenant(session.tenant).jobs.values()):
-                if job.session == session.id:
-                    job.fail(JobError("the session has finished"))
-                    self._drop(job)
             self.wake()
             return forgotten
+
+    def _end(self, session: ClientSession) -> None:
+        """Drop a session's models, samplers and requests."""
+        session.finished = True
+        for name in session.models:
+            self.models.pop(name, None)
+        for name in session.samplers:
+            self.samplers.pop(name, None)
+        for job in list(self._of_tenant(session.tenant).jobs.values()):
+            if job.session == session.id:
+                job.fail(JobError("the session has finished"))
+                self._drop(job)
+
+    def leave(self, name: str) -> None:
+        """Drop a session that cannot be gone on with after a restart. It stays on the disk."""
+        with self.lock:
+            if (session := self.sessions.pop(name, None)) is not None:
+                self._end(session)
 
     def _forget(self, session: str) -> None:
         if self.journal is None:
