@@ -433,7 +433,10 @@ class Jobs:
             self._forget_hidden(model.tenant, model.id, keep=0 if ended else _MOST_HIDDEN)
             self._state.add_sampler(sampler)
 
-        self._state.write(owner or model, add).result()
+        if owner is None:
+            add()
+        else:
+            self._state.write(owner, add).result()
         return Result({"sampling_session_id": work.sampler, "type": "save_weights_for_sampler"})
 
     def _load(self, work: Load) -> Result:
