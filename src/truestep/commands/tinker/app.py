@@ -28,6 +28,7 @@ from truestep.commands.tinker.requests import asked
 from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
 from truestep.commands.tinker.tenants import Tenants, older_name
 from truestep.commands.tinker.usage import exposition
+from truestep.commands.tinker.writes import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ class _Routes:
                 return JSONResponse({"error": str(error), "detail": str(error)}, 400)
             except ClientDisconnect:
                 return Response(status_code=499)
+            except Stopped:  # the client sends the request again
+                return JSONResponse({"error": "the server ends"}, 503)
             except OSError as error:  # the client sends the request again
                 log.exception("a request could not be kept")
                 return JSONResponse({"error": f"the request cannot be kept: {error.strerror}"}, 503)

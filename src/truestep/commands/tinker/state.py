@@ -552,7 +552,8 @@ class State:
         return f"the request may use {job.tokens + job.cost} tokens, and your quota allows {most} for one: send less"
 
     def _record(self, job: Job, outcome: Outcome) -> None:
-        """Write how a job of a model ended."""
+        """Write how a job of a model ended. When the server ends, the job is computed again by the next one, because it
+        may have failed by that."""
         told: dict[str, Any] = {}
         if isinstance(outcome, Result):
             told, body = ({}, outcome.message) if outcome.json is None else ({"json": dict(outcome.json)}, b"")
@@ -560,6 +561,7 @@ class State:
             told, body = {"error": str(outcome)[:4000], "user": isinstance(outcome, JobError)}, b""
         if self.journal is None or job.model not in self.models:
             return
+        self.writes.check_going()
         try:
             self.journal.result(job.model, job.seq, told, body)
         except OSError:  # the request is in the journal: after a restart it is computed again
