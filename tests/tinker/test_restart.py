@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tinker.house import House, arrays_of, config_of, metrics_of, request_of, served_in, tenant_of
 from truestep.commands.session import Session
 from truestep.commands.tinker import jobs as jobs_module
+from truestep.commands.tinker import journal as journals
 from truestep.commands.tinker import state as states
 from truestep.commands.tinker.journal import Journal, JournalError
 from truestep.commands.tinker.usage import Quota
@@ -218,6 +220,47 @@ def test_disks_that_fail(folder: Path, house: House, monkeypatch: pytest.MonkeyP
     assert house.result({"request_id": f"{house.session}:train:0:2"}) == told
 
 
+def test_a_state_that_is_not_written_whole_leaves_nothing(
+    folder: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the requests since the state are written behind it."""
+    monkeypatch.setattr(jobs_module, "_STATE_SECONDS", 0.0)
+    place = house.tinker.directory / "live" / house.session / "0"
+
+    def full(file: str, flags: int) -> int:
+        if "/." in file:
+            raise OSError(28, "No space left on device")
+        return os.open(file, flags, 0o600)
+
+    house.result(passed(house, 1))
+    with monkeypatch.context() as fault:
+        fault.setattr(journals, "_own", full)
+        told = house.result(UPDATE(house, 2))
+    assert told["metrics"]["step"] == 1 and [one.name for one in place.iterdir()] == ["0"]
+    expected = shown(house.result(forwards(house, 3)))
+    house = house.started_again(folder)
+    assert shown(house.result(forwards(house, 4))) == expected
+
+
+def test_a_session_that_finishes_while_its_state_is_written_leaves_nothing(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "_STATE_SECONDS", 0.0)
+    write = Session.write
+
+    def late(self: Session, directory: Path, **given: Any) -> Path:
+        assert house.get(f"sessions/{house.session}/finish", "POST").status_code == 200
+        while house.tinker.state.ended:
+            house.tinker._jobs.free(house.tinker.state.ended.popleft())
+        return write(self, directory, **given)
+
+    house.result(passed(house, 1))
+    monkeypatch.setattr(Session, "write", late)
+    UPDATE(house, 2)
+    house.work()
+    assert [one.name for one in (house.tinker.directory / "live").iterdir()] == ["lock"]
+
+
 def test_directories_that_are_not_for_this_server(folder: Path, house: House) -> None:
     with pytest.raises(JournalError, match="another server uses"):
         Journal(house.tinker.directory / "live")
@@ -349,6 +392,23 @@ def test_states_are_written_after_as_many_bytes_as_they_have(house: House, monke
     assert len(tried) > 2 and min(tried) > 1, "not tried after each request"
 
 
+def test_passes_of_a_model_with_a_large_state_are_not_refused(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the state has more bytes than requests may have without an update, and no gradient is open."""
+    monkeypatch.setattr(jobs_module, "_STATE_BYTES", 1000)
+    written, journal = states_of(house, monkeypatch), house.tinker.state.journal
+    assert journal is not None
+    while not written:
+        house.result(forwards(house, house.seq + 1))
+        house.seq += 1
+    most = 10_000
+    monkeypatch.setattr(states, "MOST_GROWN", most)
+    assert journal.size(f"{house.session}:train:0") > 2 * most
+    for seq in range(house.seq + 1, house.seq + 60):
+        assert isinstance(house.result(forwards(house, seq)), bytes)
+    apart = [b - a for a, b in pairwise(written)]
+    assert len(apart) > 2 and min(apart) > 1, "not after each request"
+
+
 def test_seconds_that_change_no_weights_write_no_state(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_module, "_STATE_SECONDS", 0.0001)
     written = states_of(house, monkeypatch)
@@ -367,7 +427,7 @@ def test_requests_without_an_update_have_a_bound(house: House, monkeypatch: pyte
     house.result(passed(house, 1))
     journal = house.tinker.state.journal
     assert journal is not None
-    monkeypatch.setattr(states, "_MOST_GROWN", journal.grown(f"{house.session}:train:0"))
+    monkeypatch.setattr(states, "MOST_GROWN", journal.grown(f"{house.session}:train:0"))
     assert "since its last update" in house.result(passed(house, 2))["error"]
     assert "a forward_backward of this step failed" in house.result(UPDATE(house, 3))["error"]
     monkeypatch.setattr(jobs_module, "_STATE_BYTES", 1)

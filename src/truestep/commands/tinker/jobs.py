@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from truestep.commands.session import Session
+from truestep.commands.tinker import state as states
 from truestep.commands.tinker.checkpoints import WEIGHTS, Adapted, Checkpoints, Saved
 from truestep.commands.tinker.errors import ApiError, JobError, ServerError
 from truestep.commands.tinker.requests import Asked, Batch
@@ -47,7 +48,7 @@ _MOST_SAMPLERS = 8  # most sessions for samplers whose weights are not those of 
 _MOST_HIDDEN = 16  # most samplers without names that are kept for each model
 _NO_TOP = -99999.0  # the client's log-prob for an entry without a token
 _STATE_SECONDS = 60.0  # after so many seconds of computing for a model its state is written anew
-_STATE_BYTES = 2**28  # or after so many bytes of its requests
+_STATE_BYTES = 2**28  # or after so many bytes of its requests, or as many as its state has
 
 
 GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
@@ -268,7 +269,8 @@ class Jobs:
             return False
         if journal is None or model.id in self._open or model.lost or session is None or not session.has_weights:
             return False
-        grown = journal.grown(model.id) >= max(_STATE_BYTES, journal.size(model.id))
+        most = min(max(_STATE_BYTES, journal.size(model.id)), states.MOST_GROWN // 2)  # before passes are refused
+        grown = journal.grown(model.id) >= most
         if not (loaded or grown or self._spent[model.id] >= _STATE_SECONDS):
             return False
         self._spent[model.id] = 0
@@ -285,6 +287,9 @@ class Jobs:
         except Exception:  # the requests since the last state are there
             if model.id in state.models:
                 log.exception("the state of %s was not written", model.id)
+        finally:
+            if model.id not in state.models:  # its session finished meanwhile
+                journal.clean(model.session)
 
     def sweep(self) -> None:
         """Remove expired checkpoints."""

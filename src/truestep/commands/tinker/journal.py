@@ -104,7 +104,11 @@ class Journal:
             place.rename(self._directory / f"{_GONE}{session}")
 
     def clean(self, session: str) -> None:
+        """Remove the files of a forgotten session. Where a state of it was written meanwhile, its directory was made
+        again: then call this again when that has ended."""
         shutil.rmtree(self._directory / f"{_GONE}{session}", ignore_errors=True)
+        if not (self._directory / session / _SESSION).exists():
+            shutil.rmtree(self._directory / session, ignore_errors=True)
 
     # Models
 
@@ -194,12 +198,17 @@ class Journal:
             raise
 
         def switch(wanted: Callable[[int], bool]) -> None:
-            with open(partial / _REQUESTS, "wb", opener=_own) as file:
-                for record in _read(last / _REQUESTS) if (last / _REQUESTS).exists() else ():
-                    if record.seq >= next_seq if record.is_request else wanted(record.seq):
-                        file.write(json.dumps(record.head).encode() + b"\n" + record.body)
-            self._sizes[model] = _bytes(partial)
-            partial.rename(last.parent / partial.name[1:])
+            try:
+                with open(partial / _REQUESTS, "wb", opener=_own) as file:
+                    for record in _read(last / _REQUESTS) if (last / _REQUESTS).exists() else ():
+                        if record.seq >= next_seq if record.is_request else wanted(record.seq):
+                            file.write(json.dumps(record.head).encode() + b"\n" + record.body)
+                size = _bytes(partial)
+                partial.rename(last.parent / partial.name[1:])
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            self._sizes[model] = size
             shutil.rmtree(last, ignore_errors=True)
 
         return switch

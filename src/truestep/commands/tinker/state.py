@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _MOST_WAITING = 4096  # most unfinished requests per tenant
 _MOST_WAITING_BYTES = 2**29  # most bytes of such requests
-_MOST_GROWN = 2**32  # most bytes of a model's requests and results since its last state
+MOST_GROWN = 2**32  # most bytes of a model's requests and results since its last state
 _MOST_DRAWN = 2**20  # most tokens that may be drawn by jobs computed together
 _MOST_MODELS = 256  # most models per tenant
 _MOST_KEPT = 8192  # most results kept per tenant
@@ -514,9 +514,9 @@ class State:
 
     def too_grown(self, model: Model, path: str) -> ApiError | None:
         """Say why a pass of a model is not accepted: its journal grows while a gradient is open."""
-        if self.journal is None or path != "forward_backward" or self.journal.grown(model.id) < _MOST_GROWN:
+        if self.journal is None or path != "forward_backward" or self.journal.grown(model.id) < MOST_GROWN:
             return None
-        return ApiError(f"the requests of this model since its last update have more than {_MOST_GROWN} bytes: update")
+        return ApiError(f"the requests of this model since its last update have more than {MOST_GROWN} bytes: update")
 
     def live_bytes(self, tenant: str) -> int:
         """Return the bytes of a tenant's models in the journal."""
