@@ -120,7 +120,7 @@ class _Routes:
 
         async def handle(request: Request) -> Response:
             try:
-                return await handler(self._tenant(request), request)
+                return await handler(await self._tenant(request), request)
             except ApiError as error:
                 wait = {} if error.wait is None else {"retry-after": f"{math.ceil(error.wait)}"}
                 return JSONResponse({"error": str(error), "detail": str(error)}, error.status, wait)
@@ -142,11 +142,13 @@ class _Routes:
 
         return self.guarded(handler)
 
-    def _tenant(self, request: Request) -> str:
-        key = _key(request)
-        tenant = self._served.tenants.of(key)
-        if tenant not in self._seen and self._served.tenants.by_keys:
-            self._served.checkpoints.rename_tenant(older_name(key or ""), tenant)
+    async def _tenant(self, request: Request) -> str:
+        key, served = _key(request), self._served
+        tenant = served.tenants.of(key)
+        if tenant not in self._seen and served.tenants.by_keys:
+            older = older_name(key or "")
+            rename = self._state.write_of_tenant(tenant, lambda: served.checkpoints.rename_tenant(older, tenant))
+            await _written(rename)
         self._seen.add(tenant)
         return tenant
 

@@ -282,7 +282,8 @@ class Jobs:
         if journal is None or session is None:  # it was freed meanwhile
             return
         try:
-            switch = journal.keep(model.id, job.seq + 1, model.version, session.write)
+            with state.writing_weights(model.tenant):
+                switch = journal.keep(model.id, job.seq + 1, model.version, session.write)
             switch(lambda seq: state.carries(state.known(model.tenant, f"{model.id}:{seq}")))
         except Exception:  # the requests since the last state are there
             if model.id in state.models:
@@ -422,7 +423,8 @@ class Jobs:
             if (most := self._state.quota(model.tenant).bytes) is not None:
                 self._checkpoints.check_room(model.tenant, most, self._state.live_bytes(model.tenant))
 
-        saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
+        with self._state.writing_weights(model.tenant):  # so that the next one's check of room counts this one
+            saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
         self._drop_sampler(model.tenant, saved.path)
         if work.sampler is None:
             return Result(

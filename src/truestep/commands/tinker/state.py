@@ -12,7 +12,7 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -163,6 +163,7 @@ class Own:
     forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
     writing: int = 0  # bytes of requests that are being written
     order: Order = field(default_factory=Order)
+    weights: threading.Lock = field(default_factory=threading.Lock)  # held while weights of a model are written
 
     def ended(self, job: Job) -> None:
         """Keep a job's result. If there are too many results, drop the oldest ones that were retrieved. If there are
@@ -211,6 +212,11 @@ class State:
         with self.lock:
             order = self._of_tenant(tenant).order
         return self.writes.do(order, work)
+
+    def writing_weights(self, tenant: str) -> AbstractContextManager[Any]:
+        """Let one thread at a time write weights of a tenant's models, because each holds a copy of them in memory."""
+        with self.lock:
+            return self._of_tenant(tenant).weights
 
     def write_request(self, model: Model, size: int, work: Callable[[], T]) -> "Future[T]":
         """Do work that writes a model's request of so many bytes."""
