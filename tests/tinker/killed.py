@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from kill_driver import _kill_at_event, _kill_self
 from tinker.house import PROTOBUF, metrics_of, request_of
 from truestep.commands import cli
-from truestep.commands.tinker import jobs, journal
+from truestep.commands.session import Session
+from truestep.commands.tinker import jobs, journal, serving
 
 PASSING = (408, 409, 429, 503)  # with these the client sends a request again
 
@@ -116,3 +118,22 @@ def run_client(folder: str, port: int, key: str) -> None:
             seq += 1
             promise = remote.ask("save_weights", {"model_id": model, "seq_id": seq, "path": f"step-{step}"})
             tell({"path": remote.result(promise)["path"]})
+
+
+def run_server_on_a_disk_that_stands_still(folder: str, port: int) -> None:
+    """Serve while a client's checkpoint is written without an end."""
+    serving._END_SECONDS = 0.2
+
+    def stands_still(*_: Any, **__: Any) -> Any:
+        (Path(folder) / "met").touch()
+        threading.Event().wait()
+
+    def client() -> None:
+        remote = Remote(f"http://127.0.0.1:{port}", "tml-alice")
+        about = {"session_id": remote.session, "model_seq_id": 0, "base_model": "model", "lora_config": {"rank": 4}}
+        model = remote.result(remote.ask("create_model", about))["model_id"]
+        remote.ask("save_weights", {"model_id": model, "seq_id": 1, "path": "one"})
+
+    Session.write = stands_still  # type: ignore[method-assign]
+    threading.Thread(target=client, daemon=True).start()
+    run_server(folder, port, None)

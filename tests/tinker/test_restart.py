@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tinker.house import House, arrays_of, config_of, metrics_of, request_of, served_in, tenant_of
 from truestep.commands.session import Session
 from truestep.commands.tinker import jobs as jobs_module
+from truestep.commands.tinker import journal as journals
 from truestep.commands.tinker import state as states
 from truestep.commands.tinker.journal import Journal, JournalError
 from truestep.commands.tinker.usage import Quota
@@ -166,6 +170,8 @@ def test_a_model_of_a_checkpoint_that_was_removed_goes_on(folder: Path, house: H
     house.result(house.recorded("load", path=path, model_seq_id=1, optimizer=True))
     house.get(f"training_runs/{house.session}:train:0/checkpoints/weights/{path.rpartition('/')[2]}", "DELETE")
     house = house.started_again(folder)
+    again = house.tinker.state.known(tenant_of(house.key), f"{house.session}:train:1:0")
+    assert again is not None and again.reads is None, "it waits for no model whose checkpoint it began with"
     second = house.message("forward", seq=1, model=f"{house.session}:train:1")
     first = house.post("forward_backward", content=house.message("forward", seq=4)).json()
     found = house.result(house.post("forward_backward", content=second).json())
@@ -212,6 +218,48 @@ def test_disks_that_fail(folder: Path, house: House, monkeypatch: pytest.MonkeyP
         told = house.result(UPDATE(house, 2))
     house = house.started_again(folder)
     assert house.result({"request_id": f"{house.session}:train:0:2"}) == told
+
+
+def test_a_state_that_is_not_written_whole_leaves_nothing(
+    folder: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the requests since the state are written behind it."""
+    monkeypatch.setattr(jobs_module, "_STATE_SECONDS", 0.0)
+    place = house.tinker.directory / "live" / house.session / "0"
+
+    def full(file: str, flags: int) -> int:
+        if "/." in file:
+            raise OSError(28, "No space left on device")
+        return os.open(file, flags, 0o600)
+
+    house.result(passed(house, 1))
+    with monkeypatch.context() as fault:
+        fault.setattr(journals, "_own", full)
+        told = house.result(UPDATE(house, 2))
+    assert told["metrics"]["step"] == 1 and [one.name for one in place.iterdir()] == ["0"]
+    expected = shown(house.result(forwards(house, 3)))
+    house = house.started_again(folder)
+    assert shown(house.result(forwards(house, 4))) == expected
+
+
+def test_a_session_that_finishes_while_its_state_is_written_leaves_nothing(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "_STATE_SECONDS", 0.0)
+    write = Session.write
+
+    def late(self: Session, directory: Path, **given: Any) -> Path:
+        assert house.get(f"sessions/{house.session}/finish", "POST").status_code == 200
+        session = house.tinker.state.ended.popleft()
+        house.tinker._jobs.free(session)
+        house.tinker.state.write(session, lambda: None).result(60)
+        return write(self, directory, **given)
+
+    house.result(passed(house, 1))
+    monkeypatch.setattr(Session, "write", late)
+    UPDATE(house, 2)
+    house.work()
+    assert [one.name for one in (house.tinker.directory / "live").iterdir()] == ["lock"]
 
 
 def test_directories_that_are_not_for_this_server(folder: Path, house: House) -> None:
@@ -345,6 +393,23 @@ def test_states_are_written_after_as_many_bytes_as_they_have(house: House, monke
     assert len(tried) > 2 and min(tried) > 1, "not tried after each request"
 
 
+def test_passes_of_a_model_with_a_large_state_are_not_refused(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the state has more bytes than requests may have without an update, and no gradient is open."""
+    monkeypatch.setattr(jobs_module, "_STATE_BYTES", 1000)
+    written, journal = states_of(house, monkeypatch), house.tinker.state.journal
+    assert journal is not None
+    while not written:
+        house.result(forwards(house, house.seq + 1))
+        house.seq += 1
+    most = 10_000
+    monkeypatch.setattr(states, "MOST_GROWN", most)
+    assert journal.size(f"{house.session}:train:0") > 2 * most
+    for seq in range(house.seq + 1, house.seq + 60):
+        assert isinstance(house.result(forwards(house, seq)), bytes)
+    apart = [b - a for a, b in pairwise(written)]
+    assert len(apart) > 2 and min(apart) > 1, "not after each request"
+
+
 def test_seconds_that_change_no_weights_write_no_state(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_module, "_STATE_SECONDS", 0.0001)
     written = states_of(house, monkeypatch)
@@ -363,7 +428,7 @@ def test_requests_without_an_update_have_a_bound(house: House, monkeypatch: pyte
     house.result(passed(house, 1))
     journal = house.tinker.state.journal
     assert journal is not None
-    monkeypatch.setattr(states, "_MOST_GROWN", journal.grown(f"{house.session}:train:0"))
+    monkeypatch.setattr(states, "MOST_GROWN", journal.grown(f"{house.session}:train:0"))
     assert "since its last update" in house.result(passed(house, 2))["error"]
     assert "a forward_backward of this step failed" in house.result(UPDATE(house, 3))["error"]
     monkeypatch.setattr(jobs_module, "_STATE_BYTES", 1)
@@ -452,3 +517,43 @@ def test_a_session_of_an_older_journal_is_named(folder: Path, house: House, capl
     assert again.post("session_heartbeat", {"session_id": house.session}).status_code == 404
     assert "is of an older truestep" in caplog.text and str(events.parent) in caplog.text and events.exists()
     again.make()
+
+
+def test_a_model_that_was_half_begun_is_begun_anew(folder: Path, house: House) -> None:
+    """The server was killed while the model's directory was made, or its disk was full."""
+    expected = shown(house.result(passed(house, 1)))
+    model = house.tinker.directory / "live" / house.session / "0"
+    for left in ("nothing", "a directory", "a part of a state"):
+        shutil.rmtree(model)
+        (model / "0").mkdir(parents=True)
+        if left == "nothing":
+            (model / "0").rmdir()
+        elif left == "a part of a state":
+            (model / "0" / ".state.json.1.partial").write_text("{")
+        house = house.started_again(folder)
+        assert shown(house.result(passed(house, 1))) == expected, left
+
+
+@pytest.mark.parametrize("what", ["events", "model", "state"])
+def test_a_session_that_cannot_be_read_stops_no_other(
+    what: str, folder: Path, house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it is removed, and it goes on where its files are mended."""
+    bob = house.of("tml-bob")
+    bob.make()
+    told = shown(bob.result(passed(bob, 1)))
+    house.result(house.recorded("sampler", seq_id=1))
+    expected = drawn(house)
+    place = house.tinker.directory / "live" / house.session
+    file = {"events": place / "session.jsonl", "model": place / "session.jsonl", "state": place / "0/0/state.json"}[
+        what
+    ]
+    whole = file.read_text()
+    file.write_text(whole.replace('"id"', '"name"') if what == "model" else whole[1:])
+    again = house.started_again(folder)
+    assert str(place) in caplog.text
+    bob = replace(again, key=bob.key, session=bob.session)
+    assert shown(bob.result({"request_id": f"{bob.session}:train:0:1"})) == told
+    assert again.post("session_heartbeat", {"session_id": house.session}).status_code == 404
+    file.write_text(whole)
+    assert drawn(again.started_again(folder)) == expected

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tinker.house import House, metrics_of, request_of, served_in
+from tinker.house import House, metrics_of, request_of, served_in, tenant_of
 from truestep.commands.session import Session
 from truestep.commands.tinker import jobs, journal
 from truestep.commands.tinker.checkpoints import Checkpoints
+from truestep.commands.tinker.usage import Quota
 
 
 class SlowDisk:
@@ -139,3 +140,102 @@ def asked(house: House, what: str) -> list[Any]:
     if what == "sampler":
         house.recorded("base_sampler")
     return results(house, steps(house, 1))
+
+
+def test_what_follows_a_load_waits_with_it(
+    folder: Path, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model loads a checkpoint of another one that is being written. Its later requests are sent at once."""
+    plant(monkeypatch, disk, "checkpoint")
+    house = served_in(folder, tmp_path / "checkpoints")
+    house.begin()
+    first, second = f"{house.session}:train:0", f"{house.session}:train:1"
+    for number in (0, 1):
+        house.result(house.recorded("model", model_seq_id=number))
+    path = house.result(house.recorded("save", seq_id=1))["path"]
+
+    def program(seq: int) -> list[Any]:
+        update = {"model_id": second, "path": path}
+        return [
+            house.recorded("load", seq_id=seq, **update),
+            house.post("forward_backward", content=house.message("cross_entropy", seq + 1, second)).json(),
+            house.recorded("optim_step", seq_id=seq + 2, model_id=second),
+            house.post("forward_backward", content=house.message("forward", seq + 3, second)).json(),
+        ]
+
+    expected = [house.result(promise) for promise in program(1)]
+    disk.name = first
+    held = house.recorded("save", seq_id=2, path="two")
+    promises = program(5)
+    own = house.tinker.state._of_tenant(tenant_of(house.key)).jobs
+    while house.tinker.turn():
+        pass
+    assert disk.met.wait(60) and not any(own[one["request_id"]].future.done() for one in promises)
+    disk.release()
+    assert "path" in house.result(held)
+    assert [house.result(promise) for promise in promises] == expected
+
+
+def test_the_rename_of_one_tenant_stops_nobody_else(
+    folder: Path, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant's first request looks for checkpoints under an older name."""
+    rename = Checkpoints.rename_tenant
+
+    def slow_rename(self: Checkpoints, before: str, tenant: str) -> None:
+        disk.write(tenant)
+        rename(self, before, tenant)
+
+    monkeypatch.setattr(Checkpoints, "rename_tenant", slow_rename)
+    slow = served_in(folder, tmp_path / "checkpoints")
+    disk.name = tenant_of(slow.key)
+    with slow.client, ThreadPoolExecutor(2) as pool:
+        try:
+            sent = pool.submit(slow.begin)
+            assert disk.met.wait(60)
+            assert pool.submit(slow.of("tml-bob").begin).result(20)
+            assert not sent.done()
+        finally:
+            disk.release()
+        assert sent.result(60)
+
+
+@pytest.mark.parametrize("second", ["save", "state"])
+def test_a_tenant_s_models_write_their_weights_one_after_another(
+    second: str, folder: Path, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So memory holds one copy of them, and each save is counted before the next one asks for room."""
+    house = served_in(folder, tmp_path / "checkpoints")
+    house.begin()
+    models = [f"{house.session}:train:{number}" for number in (0, 1)]
+    for number in (0, 1):
+        house.result(house.recorded("model", model_seq_id=number))
+    write, begun = Session.write, [threading.Event(), threading.Event()]
+
+    def slow_write(self: Session, directory: Path, **given: Any) -> Path:
+        begun[begun[0].is_set()].set()
+        disk.write(disk.name)
+        return write(self, directory, **given)
+
+    monkeypatch.setattr(Session, "write", slow_write)
+    disk.name = "any"
+    promises = [house.recorded("save", seq_id=1)]
+    if second == "save":
+        state = house.tinker.state
+        monkeypatch.setattr(state, "quota", lambda tenant: Quota(bytes=state.live_bytes(tenant) + 1))
+        promises.append(house.recorded("save", seq_id=1, model_id=models[1]))
+    else:
+        monkeypatch.setattr(jobs, "_STATE_SECONDS", 0.0)
+        house.post("forward_backward", content=house.message("cross_entropy", 1, models[1]))
+        promises.append(house.recorded("optim_step", seq_id=2, model_id=models[1]))
+    while house.tinker.turn():
+        pass
+    assert begun[0].wait(60) and not begun[1].wait(0.3)
+    disk.release()
+    first, other = [house.result(promise) for promise in promises]
+    assert begun[1].is_set() == (second == "state")
+    if second == "save":
+        assert sorted(["path" in first, "path" in other]) == [False, True]
+        assert "is your quota" in str(first) + str(other)
+    else:
+        assert "path" in first and other["metrics"]["step"] == 1

@@ -28,6 +28,7 @@ from truestep.commands.tinker.requests import asked
 from truestep.commands.tinker.state import Job, Model, Result, Sampler, State
 from truestep.commands.tinker.tenants import Tenants, older_name
 from truestep.commands.tinker.usage import exposition
+from truestep.commands.tinker.writes import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class _Routes:
 
         async def handle(request: Request) -> Response:
             try:
-                return await handler(self._tenant(request), request)
+                return await handler(await self._tenant(request), request)
             except ApiError as error:
                 wait = {} if error.wait is None else {"retry-after": f"{math.ceil(error.wait)}"}
                 return JSONResponse({"error": str(error), "detail": str(error)}, error.status, wait)
@@ -127,6 +128,8 @@ class _Routes:
                 return JSONResponse({"error": str(error), "detail": str(error)}, 400)
             except ClientDisconnect:
                 return Response(status_code=499)
+            except Stopped:  # the client sends the request again
+                return JSONResponse({"error": "the server ends"}, 503)
             except OSError as error:  # the client sends the request again
                 log.exception("a request could not be kept")
                 return JSONResponse({"error": f"the request cannot be kept: {error.strerror}"}, 503)
@@ -139,11 +142,13 @@ class _Routes:
 
         return self.guarded(handler)
 
-    def _tenant(self, request: Request) -> str:
-        key = _key(request)
-        tenant = self._served.tenants.of(key)
-        if tenant not in self._seen and self._served.tenants.by_keys:
-            self._served.checkpoints.rename_tenant(older_name(key or ""), tenant)
+    async def _tenant(self, request: Request) -> str:
+        key, served = _key(request), self._served
+        tenant = served.tenants.of(key)
+        if tenant not in self._seen and served.tenants.by_keys:
+            older = older_name(key or "")
+            rename = self._state.write_of_tenant(tenant, lambda: served.checkpoints.rename_tenant(older, tenant))
+            await _written(rename)
         self._seen.add(tenant)
         return tenant
 

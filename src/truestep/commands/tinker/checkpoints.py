@@ -157,9 +157,9 @@ class Checkpoints:
             parts = f"{there[0]} bytes, samplers without names {there[1]} and models {live}"
             raise JobError(f"your checkpoints have {parts}, and {most} is your quota: remove some, or finish sessions")
 
-    def recover(self, runs: Collection[str] = ()) -> None:
+    def recover(self, sessions: Collection[str] = ()) -> None:
         """Clean up after a process that was killed: remove incomplete checkpoints, and those of samplers without names
-        but of `runs`, which go on. A complete checkpoint that was not yet renamed is renamed."""
+        but of `sessions`, which go on. A complete checkpoint that was not yet renamed is renamed."""
         for kind in self._kinds():
             for partial in sorted(kind.glob(".*")):
                 saved = self.find_here(partial)
@@ -168,7 +168,8 @@ class Checkpoints:
                 else:
                     shutil.rmtree(partial, ignore_errors=True)
             for place in sorted(kind.glob("[!.]*")):
-                if (saved := self.find_here(place)) is not None and saved.hidden and saved.run not in runs:
+                saved = self.find_here(place)
+                if saved is not None and saved.hidden and saved.run.partition(":")[0] not in sessions:
                     shutil.rmtree(place, ignore_errors=True)
 
     def sweep(self) -> None:

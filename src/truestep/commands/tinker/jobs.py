@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from truestep.commands.session import Session
+from truestep.commands.tinker import state as states
 from truestep.commands.tinker.checkpoints import WEIGHTS, Adapted, Checkpoints, Saved
 from truestep.commands.tinker.errors import ApiError, JobError, ServerError
 from truestep.commands.tinker.requests import Asked, Batch
@@ -47,7 +48,7 @@ _MOST_SAMPLERS = 8  # most sessions for samplers whose weights are not those of 
 _MOST_HIDDEN = 16  # most samplers without names that are kept for each model
 _NO_TOP = -99999.0  # the client's log-prob for an entry without a token
 _STATE_SECONDS = 60.0  # after so many seconds of computing for a model its state is written anew
-_STATE_BYTES = 2**28  # or after so many bytes of its requests
+_STATE_BYTES = 2**28  # or after so many bytes of its requests, or as many as its state has
 
 
 GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
@@ -268,7 +269,8 @@ class Jobs:
             return False
         if journal is None or model.id in self._open or model.lost or session is None or not session.has_weights:
             return False
-        grown = journal.grown(model.id) >= max(_STATE_BYTES, journal.size(model.id))
+        most = min(max(_STATE_BYTES, journal.size(model.id)), states.MOST_GROWN // 2)  # before passes are refused
+        grown = journal.grown(model.id) >= most
         if not (loaded or grown or self._spent[model.id] >= _STATE_SECONDS):
             return False
         self._spent[model.id] = 0
@@ -280,11 +282,15 @@ class Jobs:
         if journal is None or session is None:  # it was freed meanwhile
             return
         try:
-            switch = journal.keep(model.id, job.seq + 1, model.version, session.write)
+            with state.writing_weights(model.tenant):
+                switch = journal.keep(model.id, job.seq + 1, model.version, session.write)
             switch(lambda seq: state.carries(state.known(model.tenant, f"{model.id}:{seq}")))
         except Exception:  # the requests since the last state are there
             if model.id in state.models:
                 log.exception("the state of %s was not written", model.id)
+        finally:
+            if model.id not in state.models:  # its session finished meanwhile
+                journal.clean(model.session)
 
     def sweep(self) -> None:
         """Remove expired checkpoints."""
@@ -417,7 +423,8 @@ class Jobs:
             if (most := self._state.quota(model.tenant).bytes) is not None:
                 self._checkpoints.check_room(model.tenant, most, self._state.live_bytes(model.tenant))
 
-        saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
+        with self._state.writing_weights(model.tenant):  # so that the next one's check of room counts this one
+            saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
         self._drop_sampler(model.tenant, saved.path)
         if work.sampler is None:
             return Result(
@@ -433,7 +440,10 @@ class Jobs:
             self._forget_hidden(model.tenant, model.id, keep=0 if ended else _MOST_HIDDEN)
             self._state.add_sampler(sampler)
 
-        self._state.write(owner or model, add).result()
+        if owner is None:
+            add()
+        else:
+            self._state.write(owner, add).result()
         return Result({"sampling_session_id": work.sampler, "type": "save_weights_for_sampler"})
 
     def _load(self, work: Load) -> Result:

@@ -104,7 +104,11 @@ class Journal:
             place.rename(self._directory / f"{_GONE}{session}")
 
     def clean(self, session: str) -> None:
+        """Remove the files of a forgotten session. Where a state of it was written meanwhile, its directory was made
+        again: then call this again when that has ended."""
         shutil.rmtree(self._directory / f"{_GONE}{session}", ignore_errors=True)
+        if not (self._directory / session / _SESSION).exists():
+            shutil.rmtree(self._directory / session, ignore_errors=True)
 
     # Models
 
@@ -118,15 +122,20 @@ class Journal:
         place.mkdir(parents=True, exist_ok=True)
         write_json(place / _STATE, {"next_seq": 1, "version": 0, "checkpoint": None})
 
+    def _complete(self, model: str) -> list[Path]:
+        """Return the directories of a model's states that were written whole."""
+        return [one for one in self._of(model).glob("[0-9]*") if (one / _STATE).is_file()]
+
     def _last(self, model: str) -> Path:
-        complete = [one for one in self._of(model).glob("[0-9]*") if (one / _STATE).is_file()]
+        complete = self._complete(model)
         if not complete:
             raise FileNotFoundError(ENOENT, "the model's session has finished", str(self._of(model)))
         return max(complete, key=lambda one: int(one.name))
 
     def kept(self, model: str) -> Kept:
         """Return the last state of a model. Remove what is older or incomplete."""
-        if not self._of(model).is_dir():  # the server was killed before it wrote more than the model's name
+        begun = self._complete(model) or any(self._of(model).glob(f"*/{_REQUESTS}"))
+        if not begun:  # the server was killed, or its disk was full, before the first state was there
             self.begin(model)
         last = self._last(model)
         for other in self._of(model).iterdir():
@@ -189,12 +198,17 @@ class Journal:
             raise
 
         def switch(wanted: Callable[[int], bool]) -> None:
-            with open(partial / _REQUESTS, "wb", opener=_own) as file:
-                for record in _read(last / _REQUESTS) if (last / _REQUESTS).exists() else ():
-                    if record.seq >= next_seq if record.is_request else wanted(record.seq):
-                        file.write(json.dumps(record.head).encode() + b"\n" + record.body)
-            self._sizes[model] = _bytes(partial)
-            partial.rename(last.parent / partial.name[1:])
+            try:
+                with open(partial / _REQUESTS, "wb", opener=_own) as file:
+                    for record in _read(last / _REQUESTS) if (last / _REQUESTS).exists() else ():
+                        if record.seq >= next_seq if record.is_request else wanted(record.seq):
+                            file.write(json.dumps(record.head).encode() + b"\n" + record.body)
+                size = _bytes(partial)
+                partial.rename(last.parent / partial.name[1:])
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            self._sizes[model] = size
             shutil.rmtree(last, ignore_errors=True)
 
         return switch

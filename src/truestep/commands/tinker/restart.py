@@ -15,29 +15,37 @@ log = logging.getLogger(__name__)
 
 def restart(state: State, journal: Journal, orders: Orders) -> set[str]:
     """Begin the sessions of the journal again. Requests since the last state of each model are computed again, in
-    their order. What a client was told of a request it is told again. Return the models of all sessions, also of those
-    that wait for the server of another model."""
-    models: set[str] = set()
-    for name in journal.sessions():
-        events = journal.events(name)
-        if not events or events[0]["kind"] != "session":  # its client was never told of it
-            journal.forget(name)
-            journal.clean(name)
-            continue
-        models |= {event["id"] for event in events[1:] if event["kind"] == "model"}
-        if events[0]["base"] != state.base:
-            log.warning("session %s is of %s, which this server does not serve: it waits", name, events[0]["base"])
-        elif "computes" not in events[0]:
-            said = (
-                "session %s is of an older truestep, which did not write what it computes with: it is not gone on with"
-            )
-            log.warning(f"{said}. Its checkpoints are there; remove %s to forget it", name, journal.place(name))
-        elif events[0]["computes"] != state.computes:
-            said = "session %s began with other weights in %s, or with other options of its numbers: it waits for those"
-            log.warning(said, name, events[0]["base"])
-        else:
-            _begin(state, journal, orders, name, events)
-    return models
+    their order. What a client was told of a request it is told again. Return all sessions that are not forgotten, also
+    those that wait for the server of another model."""
+    names = journal.sessions()
+    for name in list(names):
+        try:
+            events = journal.events(name)
+            if not events or events[0]["kind"] != "session":  # its client was never told of it
+                journal.forget(name)
+                journal.clean(name)
+                names.remove(name)
+            elif _is_for(state, journal, name, events[0]):
+                _begin(state, journal, orders, name, events)
+        except Exception:  # others go on
+            state.leave(name)
+            log.exception("session %s cannot be read: it is not gone on with. Its files stay", journal.place(name))
+    return set(names)
+
+
+def _is_for(state: State, journal: Journal, name: str, begun: Mapping[str, Any]) -> bool:
+    """Tell whether a session began with what this server serves. If it did not, say so."""
+    if begun["base"] != state.base:
+        log.warning("session %s is of %s, which this server does not serve: it waits", name, begun["base"])
+    elif "computes" not in begun:
+        said = "session %s is of an older truestep, which did not write what it computes with: it is not gone on with"
+        log.warning(f"{said}. Its checkpoints are there; remove %s to forget it", name, journal.place(name))
+    elif begun["computes"] != state.computes:
+        said = "session %s began with other weights in %s, or with other options of its numbers: it waits for those"
+        log.warning(said, name, begun["base"])
+    else:
+        return True
+    return False
 
 
 def _begin(state: State, journal: Journal, orders: Orders, name: str, events: list[dict[str, Any]]) -> None:
@@ -67,7 +75,7 @@ def _go_on(state: State, journal: Journal, orders: Orders, model: Model, how: Ma
     kept = journal.kept(model.id)
     model.next_seq, model.version = kept.next_seq, kept.version
     work = Create(model, **how, kept=kept.checkpoint)
-    reads = work.checkpoint
+    reads = work.checkpoint if kept.checkpoint is None else None
     state.submit(Job(f"{model.id}:0", model.tenant, model.session, work, model=model.id, reads=reads), again=True)
     told: dict[int, Outcome] = {
         one.seq: told_of(one.head, one.body) for one in journal.records(model.id) if not one.is_request

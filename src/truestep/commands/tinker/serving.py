@@ -28,6 +28,7 @@ from truestep.weights.digests import Run, digest
 
 _LOOK_SECONDS = 30.0  # seconds between checks for sessions with silent clients
 _SWEEP_SECONDS = 600.0  # seconds between removals of expired checkpoints
+_END_SECONDS = 10.0  # seconds to wait at the end for what is being written
 
 
 class TinkerError(TruestepError):
@@ -100,13 +101,17 @@ class Tinker:
                 loop.call_soon_threadsafe(changed.set)
 
         self.state.wake = wake
-        while True:
-            changed.clear()
-            if self.turn():
-                await asyncio.sleep(0)
-                continue
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
+        try:
+            while True:
+                changed.clear()
+                if self.turn():
+                    await asyncio.sleep(0)
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
+        finally:
+            if not self.state.writes.stop(_END_SECONDS):
+                self.say("the disk stands still: what is being written is computed again by the next server")
 
     def turn(self) -> bool:
         """Compute the next jobs. Return whether there were any."""

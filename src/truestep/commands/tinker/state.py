@@ -10,9 +10,9 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _MOST_WAITING = 4096  # most unfinished requests per tenant
 _MOST_WAITING_BYTES = 2**29  # most bytes of such requests
-_MOST_GROWN = 2**32  # most bytes of a model's requests and results since its last state
+MOST_GROWN = 2**32  # most bytes of a model's requests and results since its last state
 _MOST_DRAWN = 2**20  # most tokens that may be drawn by jobs computed together
 _MOST_MODELS = 256  # most models per tenant
 _MOST_KEPT = 8192  # most results kept per tenant
@@ -163,6 +163,7 @@ class Own:
     forgotten: OrderedDict[str, None] = field(default_factory=OrderedDict)
     writing: int = 0  # bytes of requests that are being written
     order: Order = field(default_factory=Order)
+    weights: threading.Lock = field(default_factory=threading.Lock)  # held while weights of a model are written
 
     def ended(self, job: Job) -> None:
         """Keep a job's result. If there are too many results, drop the oldest ones that were retrieved. If there are
@@ -211,6 +212,11 @@ class State:
         with self.lock:
             order = self._of_tenant(tenant).order
         return self.writes.do(order, work)
+
+    def writing_weights(self, tenant: str) -> AbstractContextManager[Any]:
+        """Let one thread at a time write weights of a tenant's models, because each holds a copy of them in memory."""
+        with self.lock:
+            return self._of_tenant(tenant).weights
 
     def write_request(self, model: Model, size: int, work: Callable[[], T]) -> "Future[T]":
         """Do work that writes a model's request of so many bytes."""
@@ -284,18 +290,28 @@ class State:
             forgotten = self.write(session, lambda: self._forget(session.id))
             if session.finished:
                 return forgotten
-            session.finished = True
+            self._end(session)
             self.ended.append(session)
-            for name in session.models:
-                self.models.pop(name, None)
-            for name in session.samplers:
-                self.samplers.pop(name, None)
-            for job in list(self._of_tenant(session.tenant).jobs.values()):
-                if job.session == session.id:
-                    job.fail(JobError("the session has finished"))
-                    self._drop(job)
             self.wake()
             return forgotten
+
+    def _end(self, session: ClientSession) -> None:
+        """Drop a session's models, samplers and requests."""
+        session.finished = True
+        for name in session.models:
+            self.models.pop(name, None)
+        for name in session.samplers:
+            self.samplers.pop(name, None)
+        for job in list(self._of_tenant(session.tenant).jobs.values()):
+            if job.session == session.id:
+                job.fail(JobError("the session has finished"))
+                self._drop(job)
+
+    def leave(self, name: str) -> None:
+        """Drop a session that cannot be gone on with after a restart. It stays on the disk."""
+        with self.lock:
+            if (session := self.sessions.pop(name, None)) is not None:
+                self._end(session)
 
     def _forget(self, session: str) -> None:
         if self.journal is None:
@@ -504,9 +520,9 @@ class State:
 
     def too_grown(self, model: Model, path: str) -> ApiError | None:
         """Say why a pass of a model is not accepted: its journal grows while a gradient is open."""
-        if self.journal is None or path != "forward_backward" or self.journal.grown(model.id) < _MOST_GROWN:
+        if self.journal is None or path != "forward_backward" or self.journal.grown(model.id) < MOST_GROWN:
             return None
-        return ApiError(f"the requests of this model since its last update have more than {_MOST_GROWN} bytes: update")
+        return ApiError(f"the requests of this model since its last update have more than {MOST_GROWN} bytes: update")
 
     def live_bytes(self, tenant: str) -> int:
         """Return the bytes of a tenant's models in the journal."""
@@ -542,7 +558,8 @@ class State:
         return f"the request may use {job.tokens + job.cost} tokens, and your quota allows {most} for one: send less"
 
     def _record(self, job: Job, outcome: Outcome) -> None:
-        """Write how a job of a model ended."""
+        """Write how a job of a model ended. When the server ends, the job is computed again by the next one, because it
+        may have failed by that."""
         told: dict[str, Any] = {}
         if isinstance(outcome, Result):
             told, body = ({}, outcome.message) if outcome.json is None else ({"json": dict(outcome.json)}, b"")
@@ -550,6 +567,7 @@ class State:
             told, body = {"error": str(outcome)[:4000], "user": isinstance(outcome, JobError)}, b""
         if self.journal is None or job.model not in self.models:
             return
+        self.writes.check_going()
         try:
             self.journal.result(job.model, job.seq, told, body)
         except OSError:  # the request is in the journal: after a restart it is computed again
@@ -611,10 +629,13 @@ class State:
             for tenant in list(self._ready):
                 ready = self._ready.pop(tenant)
                 job = None
+                waiting: set[str] = set()  # models of jobs that are passed over: their later jobs are, too
                 for first in list(ready):
                     if first.future.done():
                         ready.remove(first)
-                    elif not self._is_held(first):
+                    elif self._is_held(first, waiting):
+                        waiting.update({first.model} if first.model else ())
+                    else:
                         ready.remove(first)
                         job = first
                         break
@@ -627,11 +648,13 @@ class State:
                     return jobs
             return []
 
-    def _is_held(self, job: Job) -> bool:
-        """Tell whether a job's model is being written, or the one whose checkpoint it reads."""
+    def _is_held(self, job: Job, waiting: Collection[str]) -> bool:
+        """Tell whether a job's model, or the one whose checkpoint it reads, is being written or has an earlier job that
+        waits."""
         read = (job.reads or "").removeprefix("tinker://").partition("/")[0]
-        found = (self.models.get(name) for name in (job.model, read) if name)
-        return any(model is not None and model.held for model in found)
+        names = [name for name in (job.model, read) if name]
+        found = (self.models.get(name) for name in names)
+        return any(name in waiting for name in names) or any(model is not None and model.held for model in found)
 
     def _alike(self, job: Job, most: int) -> list[Job]:
         found: list[Job] = []

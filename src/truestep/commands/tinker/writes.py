@@ -4,8 +4,9 @@ Each model, each session and each tenant has an `Order`: what it writes is writt
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
@@ -13,14 +14,39 @@ import torch
 T = TypeVar("T")
 
 
+class Stopped(BaseException):
+    """The server ends: what waits is neither done, nor written to the journal as failed, nor told."""
+
+
 class Order:
-    """Work that is done in the order of the calls, in one thread, which begins with the first call."""
+    """Work that is done in the order of the calls. A thread does it, and ends when there is no more. The end of the
+    process does not wait for it, as a disk may stand still."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writes")
+        self._lock = threading.Lock()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._going = False
 
-    def do(self, work: Callable[[], T]) -> "Future[T]":
-        return self._thread.submit(work)
+    def do(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._waiting.append(work)
+            if self._going:
+                return
+            self._going = True
+        try:
+            threading.Thread(target=self._run, name="writes", daemon=True).start()
+        except RuntimeError:  # there are too many threads: the caller waits for the disk
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._going = False
+                    return
+                work = self._waiting.popleft()
+            work()
+            del work  # it may hold a model that has ended
 
 
 class Writes:
@@ -29,24 +55,34 @@ class Writes:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open = 0
+        self._stopped = False
 
     def do(self, order: Order, work: Callable[[], T]) -> "Future[T]":
         """Do work after what was given to the same order before. The device is that of the calling thread."""
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        future: Future[T] = Future()
 
-        def done() -> T:
-            if device is not None:
-                torch.cuda.set_device(device)
-            return work()
+        def done() -> None:
+            try:
+                if future.set_running_or_notify_cancel():
+                    if device is not None:
+                        torch.cuda.set_device(device)
+                    self.check_going()
+                    future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                self._count(-1)
 
+        self.check_going()
         self._count(1)
-        try:
-            future = order.do(done)
-        except BaseException:
-            self._count(-1)
-            raise
-        future.add_done_callback(lambda _: self._count(-1))
+        order.do(done)
         return future
+
+    def check_going(self) -> None:
+        """Raise if the server ends."""
+        if self._stopped:
+            raise Stopped
 
     def _count(self, change: int) -> None:
         with self._changed:
@@ -57,3 +93,8 @@ class Writes:
         """Wait until all is written. Return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, seconds)
+
+    def stop(self, seconds: float) -> bool:
+        """Begin no more work, and wait so long for what was begun. Return whether it has ended."""
+        self._stopped = True
+        return self.settle(seconds)
