@@ -212,10 +212,10 @@ def _divided_trees(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
         "warning" if again > _MOSTLY_AGAIN * computed else "note",
         "Shared prefixes are computed several times",
         f"{format_percent(again / computed)} of the tokens that {evidence.since()} computed are prefixes that another "
-        "micro-batch computed too: the documents that have them do not fit one micro-batch, or are divided to keep all "
-        "ranks busy.",
-        "If they do not fit, raise data.tokens_per_microbatch (model.activation_checkpointing makes room); if there are "
-        "more ranks than groups, take more groups a step (schedule.docs_per_step).",
+        "micro-batch computed too: the documents that have them do not fit one micro-batch, or are divided to keep "
+        "all ranks busy.",
+        "If they do not fit, raise data.tokens_per_microbatch (model.activation_checkpointing makes room); with more "
+        "ranks than groups, take more groups a step (schedule.docs_per_step).",
     )
 
 
