@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -72,7 +74,7 @@ def numbers_of_three_digits() -> list[Sample]:
 
 
 @pytest.mark.parametrize("make", [yes_or_no, behind_stop_strings, left_out, numbers_of_three_digits])
-def test_ends_that_no_limit_forced_are_not_blamed_on_one(make) -> None:
+def test_ends_that_no_limit_forced_are_not_blamed_on_one(make: Callable[[], list[Sample]]) -> None:
     (found,) = forced_of(make())
     assert found.confidence == "medium"
     assert "a grammar, a stop string, or a log-prob that was left out" in found.evidence
