@@ -55,7 +55,8 @@ def test_a_run_is_the_same_with_shared_prefixes(name: str, tmp_path: Path) -> No
             if not of_the_machine(key):
                 assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), (theirs["step"], key)
         assert mine["computed_tokens"] < theirs["computed_tokens"] == theirs["num_tokens"] == mine["num_tokens"]
-        assert (mine["recomputed_prefix_tokens"] > 0) <= (name == "divided trees")
+    again = any(line["recomputed_prefix_tokens"] > 0 for line in lines[0])
+    assert again == (name in ("divided trees", "FSDP 2")), "by a small budget, or between two data ranks"
     mine, theirs = (read_weights(latest(folder)) for folder in (on, off))
     for key, weight in theirs.items():
         assert (mine[key] - weight).norm() / weight.norm() < (ONE_LEVEL if name == "8-bit states" else 1e-5), key

@@ -245,9 +245,9 @@ class StepPlan:
     ranks: int = 1
     repeated: bool = False  # an earlier update trained on the same documents
     sharing: Sharing | None = None  # None: each sequence is computed alone
-    # How many tokens of prefixes are computed again, because a tree of sequences exceeds the budget of a micro-batch.
-    # None: not known.
-    again: int | None = None
+    # The number of computed tokens if each shared prefix were computed once in the step. None: not known, or sharing
+    # would save no time.
+    distinct: int | None = None
     # Cache of `prefixes.forest_of`: the segments of each micro-batch, by its members.
     forests: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 

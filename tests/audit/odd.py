@@ -148,6 +148,31 @@ def certain_ends(rollouts: list[Rollout]) -> None:
         one.mask, one.truncated = [0] * len(one.prompt) + [1] * len(one.drawn), False
 
 
+def up_to_three_digits(rollouts: list[Rollout]) -> None:
+    """A grammar allows no fourth digit, so an end behind the third is certain."""
+    for place, one in enumerate(rollouts):
+        draws = np.random.default_rng((8, place))
+        count = 3 if place % 2 else int(draws.integers(1, 3))
+        values = [*np.log(draws.uniform(0.05, 0.5, count)).tolist(), float(np.log(draws.uniform(0.2, 0.6)))]
+        values[-1] = 0.0 if count == 3 else values[-1]
+        one.drawn = [*draws.integers(10, 20, count).tolist(), END]
+        one.logprobs, one.trainer, one.entropy = list(values), list(values), [-value for value in values]
+        one.mask, one.truncated = [0] * len(one.prompt) + [1] * len(one.drawn), False
+
+
+def certain_ends_of_four_digits(rollouts: list[Rollout]) -> None:
+    """The longest answers end with a probability of 0.99999, which is rounded; one in ten words is nearly certain."""
+    for place, one in enumerate(rollouts):
+        draws = np.random.default_rng((9, place))
+        length = 12 if place % 3 else int(draws.integers(3, 12))
+        exact = np.log(draws.uniform(0.2, 0.9, length + 1))
+        exact[:-1][draws.random(length) < 0.1] = -3e-4
+        exact[-1] = -1e-5 if length == 12 else exact[-1]
+        one.drawn = [*draws.integers(2, VOCABULARY, length).tolist(), END]
+        one.logprobs, one.trainer, one.entropy = exact.round(4).tolist(), exact.tolist(), (-exact).tolist()
+        one.mask, one.truncated = [0] * len(one.prompt) + [1] * len(one.drawn), False
+
+
 def unequal_groups(rollouts: list[Rollout]) -> list[Rollout]:
     draws = np.random.default_rng(2)
     chosen = []
@@ -208,6 +233,8 @@ ODD: tuple[Odd, ...] = (
     Odd("rewards that are all 1", (*FORMATS, "tinker", "openai"), all_right, World(groups=16)),
     Odd("answers of one token", (*FORMATS, "tinker", "openai"), one_token_answers, World(groups=20)),
     Odd("ends that are certain", TOKENS, certain_ends, World(groups=20)),
+    Odd("answers of up to three digits, by a grammar", TOKENS, up_to_three_digits, World(groups=20)),
+    Odd("ends that are certain, in log-probs of four digits", TOKENS, certain_ends_of_four_digits, World(groups=20)),
     Odd("two answers, each twice a prompt", ("verl",), two_answers),
     Odd("advantages that are clipped", ("truestep", "prime-rl", "slime", "trl"), clipped),
     Odd("advantages less a penalty", ("truestep", "prime-rl", "slime", "trl"), penalised),

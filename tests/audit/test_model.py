@@ -123,30 +123,44 @@ def test_a_truncated_distribution_is_named(cut: str, drawn: Callable, model: Pat
     assert result.findings[0].name == "logprob-truncated"
 
 
-@pytest.mark.parametrize("recorded", [0.7, None])
-def test_end_tokens_that_were_not_drawn_are_named_and_no_other_cause(
-    recorded: float | None, drawn: Callable, model: Path, tmp_path: Path
-) -> None:
-    """An end token with a log-prob of 0 is put behind the samples that were cut; the others end as they did."""
-    policy, rollouts = drawn(0.7)
+def with_ends(policy: Policy, rollouts: list[Rollout], more: list[int]) -> tuple[list[Rollout], int]:
+    """Put an end token and `more`, with log-probs of 0, behind the samples that were cut; the others end as they did.
+    Also return how many were cut."""
     ends = stop_ids(policy)
-    end = min(ends)
+    added = [min(ends), *more]
     cut = [one for one in rollouts if int(one.input_ids[-1]) not in ends]
     assert len(cut) > 4
     forced = [
         replace(
             one,
-            input_ids=np.append(one.input_ids, end),
-            loss_mask=np.append(one.loss_mask, True),
-            logprobs=np.append(one.logprobs, np.float32(0)),
+            input_ids=np.append(one.input_ids, added),
+            loss_mask=np.append(one.loss_mask, [True] * len(added)),
+            logprobs=np.append(one.logprobs, np.zeros(len(added), np.float32)),
         )
         for one in cut
     ]
-    result = look([*forced, *(one for one in rollouts if int(one.input_ids[-1]) in ends)], model, tmp_path, recorded)
+    return [*forced, *(one for one in rollouts if int(one.input_ids[-1]) in ends)], len(cut)
+
+
+@pytest.mark.parametrize(("recorded", "more"), [(0.7, []), (None, []), (0.7, [5]), (None, [5])])
+def test_end_tokens_that_were_not_drawn_are_named_and_no_other_cause(
+    recorded: float | None, more: list[int], drawn: Callable, model: Path, tmp_path: Path
+) -> None:
+    """A template may put another token behind its end token."""
+    policy, rollouts = drawn(0.7)
+    changed, cut = with_ends(policy, rollouts, more)
+    result = look(changed, model, tmp_path, recorded)
     assert [one.name for one in result.findings] == ["end-token-forced"]
     assert not result.clean
     found = result.findings[0]
-    assert (found.token, found.count) == (end, len(cut))
+    assert (found.token, found.count) == (min(stop_ids(policy)), cut)
+
+
+def test_a_gap_is_said_to_be_over_the_labels_that_it_is_over(drawn: Callable, model: Path, tmp_path: Path) -> None:
+    policy, rollouts = drawn(0.7)
+    changed, _ = with_ends(policy, rollouts, [])
+    found = {one.name: one for one in look(changed, model, tmp_path, 1.0).findings}
+    assert f"over {sum(one.num_labels for one in rollouts):,} labels" in found["logprob-temperature"].evidence
 
 
 def test_log_probs_of_the_next_label_are_named(drawn: Callable, model: Path, tmp_path: Path) -> None:

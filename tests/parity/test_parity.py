@@ -245,6 +245,26 @@ def test_top_p(model: Path, tmp_path: Path) -> None:
     check_named(look(model, records, tmp_path), "top-p", "top-p 0.9")
 
 
+def test_very_unlikely_labels_are_tried_after_truncation_too(model: Path, tmp_path: Path) -> None:
+    """A float32 probability of e^-110 is 0. The label was not drawn by the policy, and its log-prob is known."""
+    engine = load(model)
+    with torch.no_grad():
+        engine.get_output_embeddings().weight.mul_(40)
+    engine.save_pretrained(tmp_path / "sharp")
+    policy = load_policy(tmp_path / "sharp", device="cpu")
+    records = [record | {"advantage": 1.0} for record in documents()]
+    scored = score(
+        policy, [parse_record(record, "", Checks(Needs(True, False, "none"))) for record in records], 200, wide=True
+    )
+    assert scored.plain.min() < -110
+    z = torch.cat([logits_of(engine, record["input_ids"])[np.array(label_positions(record)) - 1] for record in records])
+    p = z.double().softmax(-1).sort(descending=True).values.numpy()
+    for count, values in scored.by_top_k.items():
+        np.testing.assert_allclose(values, scored.plain - np.log(p[:, :count].sum(-1)), rtol=1e-4, atol=1e-3)
+    for top_p, values in scored.by_top_p.items():
+        assert np.isfinite(values).all() and (values >= scored.plain).all(), top_p
+
+
 def test_stale_weights(model: Path, old: Path, tmp_path: Path) -> None:
     engine = load(old)
     records = sampled(documents(), lambda record: logits_of(engine, record["input_ids"]))

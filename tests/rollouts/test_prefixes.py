@@ -17,7 +17,7 @@ from truestep.rollouts.prefixes import find_segments, forest_of, identities, sha
 from truestep.step.plan.plan import StepRule, plan_exactly, plan_packed
 from truestep.step.plan.trees import find_ties, make_items
 from truestep.step.update.blame import only
-from truestep.types import ROUTES, Rollout, Sharing
+from truestep.types import ROUTES, Rollout, Sharing, StepPlan
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
 
@@ -108,16 +108,46 @@ def test_no_micro_batch_of_a_shared_plan_exceeds_its_budget() -> None:
 def test_a_plan_knows_which_tokens_of_prefixes_are_computed_again(budget: int) -> None:
     """A tree of 60 + 8 x 20 tokens: each micro-batch computes the prefix, and one of 80 tokens has one answer."""
     plan = plan_exactly(documents(3, 8, 60, 20), rule("always", budget=budget), 0)
+    assert plan.distinct == 3 * (60 + 8 * 20)
+    assert (computed_by(plan) > plan.distinct) == (budget < 220)
+    assert plan_exactly(documents(3, 8, 60, 20), rule("auto", budget=budget), 0).distinct == plan.distinct
+    assert plan_exactly(documents(3, 8, 60, 20), dataclasses.replace(rule("auto"), busy=1e9), 0).distinct is None
+    assert plan_exactly(documents(3, 8, 60, 20), rule("off", budget=budget), 0).distinct is None
+
+
+@pytest.mark.parametrize(
+    ("trees", "budget", "share", "times"),
+    [
+        ((1, 8, 500, 500), 4000, "always", 2),
+        ((1, 8, 500, 500), 4000, "auto", None),  # documents alone cost less on so many ranks
+        ((2, 8, 900, 200), 2400, "auto", None),
+        ((1, 16, 800, 100), 4096, "always", 2),
+    ],
+)
+def test_what_many_ranks_compute_again_is_that_of_the_chosen_plan(
+    trees: tuple[int, int, int, int], budget: int, share: str, times: int | None
+) -> None:
+    """With few trees, these are divided into smaller parts than the budget asks for, or not shared at all. `times`: how
+    many micro-batches compute a tree's prefix."""
+    plan = plan_exactly(documents(*trees), rule(share, budget, ranks=8), 0)
+    assert (plan.sharing is not None) == (times is not None)
+    if times is None:
+        assert plan.distinct is None
+    else:
+        count, size, prefix, answer = trees
+        assert plan.distinct == count * (prefix + size * answer)
+        again = count * (times - 1) * prefix
+        # Answers whose first tokens are equal by chance share these.
+        assert again - size < computed_by(plan) - plan.distinct <= again
+
+
+def computed_by(plan: StepPlan) -> int:
     computed = 0
     for members in plan.micro_batches:
         forest = forest_of(plan, members)
         tokens = sum(plan.sequences[index].num_tokens for index in members)
         computed += tokens if forest is None else forest.tokens
-    assert plan.again == computed - 3 * (60 + 8 * 20)
-    assert (plan.again > 0) == (budget < 220)
-    assert plan_exactly(documents(3, 8, 60, 20), rule("auto", budget=budget), 0).again == plan.again
-    assert plan_exactly(documents(3, 8, 60, 20), dataclasses.replace(rule("auto"), busy=1e9), 0).again is None
-    assert plan_exactly(documents(3, 8, 60, 20), rule("off", budget=budget), 0).again is None
+    return computed
 
 
 def test_a_plan_keeps_the_segments_of_its_micro_batches() -> None:
@@ -143,15 +173,14 @@ def test_short_turns_stay_with_the_conversation_that_goes_on() -> None:
     """Each saves little beside all the turns that follow it, but most of itself. All of a conversation are 20 x 160
     tokens."""
     plan = plan_exactly(conversations(5, 20), rule("auto", budget=4000), 0)
-    assert len(plan.micro_batches) == 5 and plan.again == 0
+    assert len(plan.micro_batches) == 5 and plan.distinct == computed_by(plan)
     for members in plan.micro_batches:
         forest = forest_of(plan, members)
         assert forest is not None and forest.tokens == 20 * 160
         assert len({plan.sequences[index].id.partition("-")[0] for index in members}) == 1
     divided = plan_exactly(conversations(5, 20), rule("auto", budget=2500), 0)
-    parts = [forest_of(divided, members) for members in divided.micro_batches]
-    assert len(parts) == 10, "two of each conversation, of which both compute what they have in common"
-    assert divided.again == sum(forest.tokens for forest in parts if forest is not None) - 5 * 20 * 160 > 0
+    assert len(divided.micro_batches) == 10, "two of each conversation, of which both compute what they have in common"
+    assert divided.distinct == 5 * 20 * 160 < computed_by(divided)
 
 
 def test_few_trees_are_divided_to_keep_all_ranks_busy() -> None:

@@ -225,6 +225,14 @@ def test_no_false_alarm(name: str) -> None:
         assert set(played(lines_of(length, **HONEST[name])).kinds) <= SELDOM.get(name, set())
 
 
+@pytest.mark.parametrize(("with_prefixes", "said"), [(range(1, 21), False), (range(1, 41, 2), True)])
+def test_prefixes_are_compared_with_the_tokens_of_the_same_steps(with_prefixes: range, said: bool) -> None:
+    """Small steps look for no shared prefixes; large ones before them say nothing of the last steps."""
+    large, small = {"computed_tokens": 1000.0, "recomputed_prefix_tokens": 600.0}, {"computed_tokens": 100.0}
+    lines = [line_of(step, **(large if step in with_prefixes else small)) for step in range(1, 41)]
+    assert ("divided trees" in {verdict.kind for verdict in played(lines).watching.judged()}) is said
+
+
 def test_noise_alone_is_neither_success_nor_failure() -> None:
     """Two hundred runs that do not change: of few more than chance has it is anything said."""
     told = 0

@@ -203,16 +203,19 @@ def _repeats(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
 
 
 def _divided_trees(evidence: Evidence, state: Verdict) -> Iterator[Verdict]:
-    again, computed = (evidence.recent_mean(name) for name in ("recomputed_prefix_tokens", "computed_tokens"))
-    if again is None or not computed or again <= _AGAIN * computed:
+    # A step in which no shared prefixes were looked for has no number of them.
+    again, computed = (evidence.recent_sum(name) for name in ("recomputed_prefix_tokens", "computed_tokens"))
+    if again <= _AGAIN * computed:
         return
     yield Verdict(
         "divided trees",
         "warning" if again > _MOSTLY_AGAIN * computed else "note",
         "Shared prefixes are computed several times",
         f"{format_percent(again / computed)} of the tokens that {evidence.since()} computed are prefixes that another "
-        "micro-batch computed too: the documents that have them do not fit one micro-batch.",
-        "Raise data.tokens_per_microbatch if memory allows; model.activation_checkpointing makes room.",
+        "micro-batch computed too: the documents that have them do not fit one micro-batch, or are divided to keep "
+        "all ranks busy.",
+        "If they do not fit, raise data.tokens_per_microbatch (model.activation_checkpointing makes room); with more "
+        "ranks than groups, take more groups a step (schedule.docs_per_step).",
     )
 
 

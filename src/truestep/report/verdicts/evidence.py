@@ -130,6 +130,11 @@ class Evidence:
         found = self.recent(name)
         return _mean(found) if len(found) else None
 
+    def recent_sum(self, name: str) -> float:
+        """Return the sum of a metric over the last `window` steps; a step without the metric counts as 0."""
+        steps, values = self.metric(name)
+        return float(values[steps >= self.steps[-self.window]].sum()) if self.window else 0.0
+
     def since(self) -> str:
         """Return the last steps as text: `steps 81 to 100`."""
         first, last = self.steps[-self.window], self.steps[-1]

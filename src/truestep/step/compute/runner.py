@@ -136,6 +136,10 @@ class StepRunner:
             metrics |= measure_groups(documents) | measure_answers(documents) | measure_episodes(documents)
         for part, _, _ in parts:
             metrics = merge(metrics, part)
+        if plan.distinct is not None and "computed_tokens" in metrics:
+            computed = metrics["computed_tokens"].value() or 0.0
+            # Less than 0 if micro-batches share prefixes that are too short to keep documents together.
+            metrics["recomputed_prefix_tokens"] = Sum(max(0.0, computed - plan.distinct))
         scores = {index: score for _, part, _ in parts for index, score in part.items()}
         rows = [of_micro_batch for _, _, part in parts for of_micro_batch in part]
         compared = None if self.compares is None else _table(plan, rows)
@@ -327,8 +331,6 @@ def _counts(plan: StepPlan) -> dict[str, Metric]:
     micro_batches = len(plan.micro_batches) // plan.ranks
     counts = {"loss": 0, **asdict(plan.totals), "num_sequences": len(plan.sequences)}
     counts["num_micro_batches"] = micro_batches
-    if plan.again is not None:
-        counts["recomputed_prefix_tokens"] = plan.again
     return {name: Sum(float(count)) for name, count in counts.items()}
 
 

@@ -71,13 +71,13 @@ def make_plan(
     advantage_std_floor: float = STANDARD_DEVIATION_FLOOR,
     sharing: Sharing | None = None,
     repeated: bool = False,
-    again: int | None = None,
+    distinct: int | None = None,
 ) -> StepPlan:
     packed = tuple(tuple(members) for members in micro_batches)
     # Every rank has all documents of the step here, so scaling over the step gives the same result on each.
     scaled = scale_over_step(documents, advantage_std_floor)
     counts = counts_of(documents)
-    plan = StepPlan(tuple(scaled), packed, _totals(counts), documents_seen, ranks, repeated, sharing, again)
+    plan = StepPlan(tuple(scaled), packed, _totals(counts), documents_seen, ranks, repeated, sharing, distinct)
     vars(plan)["counts"] = counts  # not to be counted again
     return plan
 
@@ -92,16 +92,16 @@ def plan_exactly(
     """Pack these documents into few micro-batches of about equal cost. Ranks run micro-batches of similar cost at the
     same time. With `spread`, all ranks call this at the same time, and share the work in a large step."""
     sequences = sequences_of(documents)
-    bins, shares, again = _packed(sequences, rule, spread)
+    bins, shares, distinct = _packed(sequences, rule, spread)
     sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch, rule.alike) if shares else None
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated, again)
+    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated, distinct)
 
 
 def _packed(
     sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None
 ) -> tuple[list[list[int]], bool, int | None]:
-    """Return the members of each micro-batch, and whether they share prefixes. Also return how many tokens of prefixes
-    are computed again because trees exceed the budget; None if nothing was looked for."""
+    """Return the members of each micro-batch, and whether they share prefixes. Also return the number of tokens if each
+    shared prefix were computed once; None if nothing was looked for, or if sharing would save no time."""
     alone = Packables.alone([sequence.num_tokens for sequence in sequences], rule.even_length)
     if rule.share == "off" or (rule.share == "auto" and not _busy(alone, rule)):
         return _balanced(sequences, alone, rule)[0], False, None
@@ -117,7 +117,8 @@ def _packed(
         packed, cost = _balanced(sequences, each, rule)
         if cost < least:
             best, least, bins = each, cost, packed
-    return bins, best is not alone or rule.share == "always", found[0].again
+    saves_no_time = best is alone and len(tries) > 1
+    return bins, best is not alone or rule.share == "always", None if saves_no_time else found[0].distinct
 
 
 def _busy(alone: Packables, rule: StepRule) -> bool:

@@ -39,14 +39,15 @@ class Packables:
     members: Sequence[tuple[int, ...]]
     tokens: Sequence[int]
     costs: Sequence[float]
-    again: int = 0  # how many of the tokens are of prefixes that another item computes too
+    distinct: int = 0  # the number of tokens if each shared prefix were computed once
 
     @staticmethod
     def of(items: Sequence[Item], distinct: int) -> "Packables":
-        """`distinct`: the number of tokens if each shared prefix were computed once."""
-        tokens = [item.tokens for item in items]
         return Packables(
-            [item.members for item in items], tokens, [item.cost for item in items], sum(tokens) - distinct
+            [item.members for item in items],
+            [item.tokens for item in items],
+            [item.cost for item in items],
+            distinct,
         )
 
     @staticmethod
@@ -61,7 +62,7 @@ class Packables:
             [each for part in parts for each in part.members],
             [each for part in parts for each in part.tokens],
             [each for part in parts for each in part.costs],
-            sum(part.again for part in parts),
+            sum(part.distinct for part in parts),
         )
 
     def moved(self, start: int) -> "Packables":

@@ -18,7 +18,7 @@ from truestep.ranks.group import ALONE
 from truestep.run.assemble.policy import make_policy
 from truestep.tools.audit.finding import Evidence, sure
 from truestep.tools.audit.opening import UnreadableError
-from truestep.tools.audit.samples import Dump, Sample
+from truestep.tools.audit.samples import Dump, Sample, at_ends
 from truestep.tools.parity.causes import Trial, Tried
 from truestep.tools.parity.gap import NOISE
 from truestep.tools.parity.scores import TEMPERATURES, score
@@ -95,13 +95,10 @@ class Scorer:
         return replace(dump, samples=samples), list(self._causes(trial, chosen)), start
 
     def _trial(self, documents: Sequence[Rollout]) -> Trial:
-        """Make a trial without last labels whose log-prob is exactly 0: these may be forced ends, which say nothing
-        about the others."""
+        """Make a trial without the last labels whose log-probs are exactly 0: these may be forced ends, which say
+        nothing about the others."""
         trial = Trial(self._config, self.policy, documents, self._older)
-        counts = np.array([document.num_labels for document in documents])
-        last = np.zeros(len(trial.sampler), np.bool_)
-        last[np.cumsum(counts)[counts > 1] - 1] = True
-        trial.leave_out(last & (trial.sampler == 0))
+        trial.leave_out(at_ends(trial.sampler == 0, np.array([document.num_labels for document in documents])))
         return trial
 
     def _document(self, one: Sample) -> Rollout:
@@ -149,8 +146,8 @@ class Scorer:
         index, position = _label(trial, worst)
         sampler, ours = trial.sampler[worst], trial.sampler[worst] + base.left[worst]
         text = (
-            f"a mean gap of {base.gap:.2g} over {len(base.left):,} labels; here the sampler has {sampler:.4f}, the "
-            f"model {ours:.4f}"
+            f"a mean gap of {base.gap:.2g} over {np.isfinite(base.left).sum():,} labels; here the sampler has "
+            f"{sampler:.4f}, the model {ours:.4f}"
         )
         share = _explained(best, base)
         if share > EXPLAINS:

@@ -123,25 +123,32 @@ class Dump:
         return np.where(self.label_counts > 0, np.cumsum(self.label_counts) - 1, -1)
 
     @cached_property
+    def zero_ends(self) -> np.ndarray:
+        """Return [labels] True for the last labels of each sample, as far as the sampler's log-probs are exactly 0."""
+        return at_ends(self.logprobs[self.labels] == 0, self.label_counts)
+
+    @cached_property
+    def unlikely(self) -> np.ndarray:
+        """Return [labels] True where the sampler's log-prob is exactly 0, and the trainer's is low."""
+        return (self.logprobs[self.labels] == 0) & (self.trainer[self.labels] < -UNLIKELY)
+
+    @cached_property
     def forced_ends(self) -> np.ndarray:
-        """Return [N] True for samples whose last label has a log-prob of exactly 0 from the sampler, and a low one from
-        the trainer, if such samples are too many for chance and other labels are not like this."""
-        none = np.zeros(len(self.samples), np.bool_)
-        certain = (self.logprobs[self.labels] == 0) & (self.trainer[self.labels] < -UNLIKELY)
-        found = none.copy()
-        several = self.label_counts > 1
-        found[several] = certain[self.last_labels[several]]
-        if not found.any() or certain.sum() > 1.1 * found.sum():
+        """Return [labels] True for the `zero_ends` of samples that have an unlikely label there, if these are too many
+        for chance, and other labels are not like this."""
+        none = np.zeros(len(self.labels), np.bool_)
+        found = self.unlikely & self.zero_ends
+        if not found.any() or self.unlikely.sum() > 1.1 * found.sum():
             return none
-        if self.trainer[self.labels][self.last_labels[found]].sum() > np.log(CHANCE):
+        if self.trainer[self.labels][found].sum() > np.log(CHANCE):
             return none
-        return found
+        return self.zero_ends & np.isin(self.label_owner, self.label_owner[found])
 
     @cached_property
     def gap(self) -> np.ndarray:
         """Return the log-ratios at labels, trainer minus sampler. NaN where one is missing, and at forced ends."""
         found = self.trainer[self.labels] - self.logprobs[self.labels]
-        found[self.last_labels[self.forced_ends]] = np.nan
+        found[self.forced_ends] = np.nan
         return found
 
     @cached_property
@@ -237,6 +244,17 @@ def span(where: np.ndarray, dump: Dump) -> tuple[np.ndarray, np.ndarray]:
     ends = np.append(at[1:], len(places)) - 1
     last[owners] = places[ends] - dump.starts[owners]
     return first, last
+
+
+def at_ends(where: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return True for the last labels of each sample, as far as `where` [labels] is true. A sample where it is true at
+    all labels has none. `counts`: how many labels each sample has."""
+    owner, place = np.repeat(np.arange(len(counts)), counts), np.arange(len(where))
+    before = np.full(len(counts), len(where))  # the last label of each sample at which it is false
+    others, at = np.unique(owner[~where][::-1], return_index=True)
+    before[others] = place[~where][::-1][at]
+    found: np.ndarray = place > before[owner]
+    return found
 
 
 def codes(keys: Sequence[Any]) -> np.ndarray:

@@ -72,11 +72,12 @@ TABLE: tuple[Check, ...] = (
     ),
     Check(
         "end-token-forced", "End tokens that were not drawn",
-        "the last label's log-prob with the trainer's (or the model's); without these, with those of shorter samples",
+        "the last labels' log-probs with the trainer's (or the model's); without these, with those of shorter samples",
         "exactly 0 where the policy's is below -0.5, together less than one in a million, and at few other labels "
-        "(medium, without the policy's: in 16 samples of the largest length, and in none of 16 shorter ones, most of "
-        "which are below -1e-3)",
-        "mask the end token that is put behind a cut sample, and mark the sample as truncated",
+        "(high: all of one largest length, of at least 8 labels, and shorter ones drew the token; medium, without the "
+        "policy's: in 16 samples of the largest length, of over 8 labels, and in none of 16 shorter ones, most of "
+        "which are below -1e-3, if log-probs near 0 are not rounded)",
+        "mask end tokens that were not drawn; mark samples that a limit cut as truncated",
         logprobs.forced_ends,
     ),
     Check(
@@ -102,8 +103,9 @@ TABLE: tuple[Check, ...] = (
     Check(
         "logprob-truncated", "Log-probs of a truncated distribution (top-p or top-k)",
         "exact zeros with log-probs near 0; the signs of the gap to the trainer's; the model's after truncation",
-        "50 zeros and at most a fiftieth of that between -1e-3 and -1e-6; or over 5% of gaps below -0.02 and under a "
-        "hundredth of that above 0.02; or the truncation explains over half of the gap to the model",
+        "50 zeros and at most a fiftieth of that between -1e-3 and -1e-6 (medium: at ends alone); or over 5% of gaps "
+        "below -0.02 and under a hundredth of that above 0.02; or the truncation explains over half of the gap to the "
+        "model",
         "sample with top-p 1 and top-k off, or report the log-probs of the whole distribution and correct for it",
         logprobs.truncated, ("logprob-weights", "logprob-temperature", "sampling-mismatch"),
     ),

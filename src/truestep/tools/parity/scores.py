@@ -55,19 +55,19 @@ def score(
                 z = scaled_logits(rows[chunk], policy.head_weight, packed.temperature[chunk], head or policy.head)
                 z, labels = z.to(torch.promote_types(z.dtype, torch.float32)), packed.ids[chunk, None]
                 z = z - z.amax(-1, keepdim=True)  # so that float32 has the small differences
-                plain.append(_label_logprobs(z, labels))
+                plain.append(own := _label_logprobs(z, labels))
                 if wide:
                     recorded = packed.temperature[chunk, None]
                     for value in TEMPERATURES:
                         by_temperature[value].append(_label_logprobs(z * (recorded / value), labels))
                     p = z.softmax(-1)
                     entropy.append(torch.special.entr(p).sum(-1).cpu().numpy())
-                    own, ordered = p.gather(-1, labels).squeeze(-1).log(), p.sort(dim=-1, descending=True).values
+                    ordered = p.sort(dim=-1, descending=True).values
                     for value, mass in _nucleus_masses(ordered):
-                        by_top_p[value].append((own - mass.log()).cpu().numpy())
+                        by_top_p[value].append(own - mass.log().cpu().numpy())
                     for count in TOP_KS:
                         mass = ordered[:, :count].sum(-1)
-                        by_top_k[count].append((own - mass.log()).cpu().numpy())
+                        by_top_k[count].append(own - mass.log().cpu().numpy())
             progress.made("micro-batches")
     return Scores(
         np.concatenate([np.zeros(0), *plain]),

@@ -43,7 +43,7 @@ NOTHING = Searched([], [], [], 0, 0)
 
 @dataclass(frozen=True)
 class Bisection:
-    """The documents that caused a metric's jump."""
+    """The documents that caused a metric's jump, or the value where there is none."""
 
     metric: str
     step: int | None
@@ -51,9 +51,9 @@ class Bisection:
     jumped: bool
     """True if the step stands out from the steps around it."""
     documents: tuple[FoundDocument, ...]
-    """The documents that caused the jump, the largest contribution first."""
+    """The documents that caused the jump (or the value), the largest contribution first."""
     together: tuple[str, ...]
-    """The ids of a few documents that cause the jump together, if no single document does."""
+    """The ids of a few documents that caused the jump together, if no single document did."""
     without: float | None
     """The metric without these documents."""
     replays: int
@@ -81,7 +81,9 @@ def bisect(
         if jump is None:
             line = f"{metric} stands out at none of {len(values)} steps; --step looks into one all the same. "
             far = farthest(metric, values)
-            line += f"Farthest is step {far.step}, {far.spreads:.1f} spreads from the usual; {FAR:g} stand out"
+            line += (
+                f"Farthest is step {far.step}, {far.spreads:.1f} spreads from the usual; more than {FAR:g} stand out"
+            )
             return Bisection(metric, None, False, (), (), None, 0, 0.0, None, tuple(wrapped(line)))
     elif step not in values:
         raise ReplayError(f"{run} has no {metric} of step {step}: it has steps {min(values)} to {max(values)}")
@@ -116,7 +118,7 @@ class _Finder(Observer):
     replays: int = 1  # the step itself
     computed: float = 1.0
     of_documents: int = 0  # replays of single documents, to find labels
-    _known: bool = False  # whether the metric is known to be a sum over documents
+    _known: bool = False  # whether the metric is known to be attributable to single documents
 
     def gradient(self, plan: StepPlan, computed: Computed, norm: float) -> None:
         metric, step = self.jump.metric, self.trainer.step + 1
@@ -139,7 +141,8 @@ class _Finder(Observer):
             self._of_labels(plan, known)
 
     def _check(self, plan: StepPlan) -> dict[int, Metric]:
-        """Return each document's metric. Refuse a metric that is no sum over documents."""
+        """Return each document's metric. Refuse a metric that cannot be attributed to single
+        documents."""
         metric, runner = self.jump.metric, self.trainer.runner
         self._known = True
         if metric == GRADIENT_NORM:

@@ -52,7 +52,7 @@ class FoundLabel:
 
 @dataclass(frozen=True)
 class FoundDocument:
-    """A document that caused a metric's jump."""
+    """A document that caused a metric's jump, or the value where there is none."""
 
     document: Rollout
     part: float

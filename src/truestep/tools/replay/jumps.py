@@ -14,9 +14,9 @@ from truestep.run.again import ReplayError
 
 _AROUND = 20  # steps that a step is compared with
 _LEAST_BEFORE = 4  # if fewer steps are before a step, those after it count too
-FAR = 8.0  # a step has jumped if it is at least so many spreads from the median
+FAR = 8.0  # a step has jumped if it is more than so many spreads from the median
 _FLOOR = 0.005  # a spread is at least this share of the median: a smaller one would make harmless noise a jump
-# Metrics of a step that do not depend on its documents.
+# Metrics of a step that cannot be attributed to single documents.
 _OF_NO_DOCUMENT = frozenset(
     {
         *("step", "documents_seen", "num_documents", "num_sequences", "num_labels", "num_tokens", "learning_rate"),

@@ -53,8 +53,8 @@ class ByDocument:
 
 
 def document_metrics(runner: StepRunner, plan: StepPlan, metric: str) -> dict[int, Metric] | None:
-    """Return each document's own metric, by one forward pass. None if the metric is no sum over documents. Every
-    rank calls this."""
+    """Return each document's own metric, by one forward pass. None if it cannot be attributed to single documents.
+    Every rank calls this."""
     for measure in (measure_answers, measure_episodes):
         if metric in measure(plan.documents):
             alone = {number: measure([document]) for number, document in enumerate(plan.documents)}

@@ -13,6 +13,7 @@ from truestep.tools.verify.judge import LayoutResult
 
 # The kinds of difference that are shown in columns.
 _KINDS = ("loss", "metric", "gradient", "log-prob", "update")
+_WITH_METRICS = ("count", "routing", "documents")  # kinds that are shown as metrics
 _ROW, _LEFT, _WIDTH = 42, MARGIN + 8, WIDTH - 2 * MARGIN - 16
 _LOW, _HIGH = -9.0, 0.0  # the ends of the axis, as powers of ten
 
@@ -29,10 +30,17 @@ def table(results: Sequence[LayoutResult]) -> Table:
     return rows
 
 
+def _column(kind: str) -> str:
+    """Return the kind with which a kind is shown: of what is not computed for a step's line, that is the update."""
+    if kind in _KINDS or kind == "half precision":  # the latter is no difference
+        return kind
+    return "metric" if kind in _WITH_METRICS else "update"
+
+
 def _worst(result: LayoutResult, kind: str) -> Difference | None:
-    """Return the worst difference of a kind. The kind `update` includes the moments."""
-    kinds = ("moment", kind) if kind == "update" else (kind,)
-    return max((result.worst[each] for each in kinds if each in result.worst), key=lambda d: d.excess, default=None)
+    """Return the worst difference of those that are shown with a kind."""
+    shown = (difference for own, difference in result.worst.items() if _column(own) == kind)
+    return max(shown, key=lambda difference: difference.excess, default=None)
 
 
 def _cell(result: LayoutResult, kind: str) -> Text:

@@ -13,6 +13,11 @@ SIGMAS = 6.0  # standard errors; a larger deviation of a mean is by chance in on
 CLOSE, FAR = 0.02, 0.1
 # fewest samples for a comparison of their ends without a trainer's log-probs; log-probs above -NEAR are almost certain
 FEW_ENDS, NEAR = 16, 1e-3
+FEW_LABELS = 8  # limits of lengths are larger; grammars for such short answers are frequent
+_REASONS = (
+    "A limit that cut the samples, a grammar, a stop string, or a log-prob that was left out where it was recorded may "
+    "be why"
+)
 RATIO = 0.05  # allowed difference of the mean importance ratio from 1
 SURPRISE = 0.1  # allowed difference between mean surprisal and mean entropy, relative to the entropy
 
@@ -70,7 +75,9 @@ def truncated(dump: Dump) -> Iterator[Evidence]:
                 f"{certain:,} of {len(values):,} labels have a log-prob of exactly 0, and {near:,} one between -1e-3 "
                 "and -1e-6: where one token survives the truncation its log-prob is 0"
             )
-            yield Evidence(index, text, len(set(dump.owner[dump.labels].tolist())), position)
+            inside = bool((dump.logprobs[dump.labels[~dump.zero_ends]] == 0).any())
+            text += "" if inside else f". They are at the ends alone. {_REASONS}"
+            yield Evidence(index, text, len(set(dump.owner[dump.labels].tolist())), position, sure(inside))
             return
     gap = dump.gap
     known = np.isfinite(gap)
@@ -89,36 +96,56 @@ def truncated(dump: Dump) -> Iterator[Evidence]:
 
 
 def _but_ends(dump: Dump) -> np.ndarray:
-    """Return the labels without the last one of each sample that has several: it may be a forced end token, whose
-    log-prob of 0 says nothing about truncation."""
-    last = dump.last_labels[dump.label_counts > 1]
-    return np.delete(dump.labels, last)
+    """Return the labels without forced ends, whose log-probs of 0 say nothing about truncation: if a dump has forced
+    ends, or ends with a log-prob of 0 at its largest length alone, without all that have one."""
+    rows = np.flatnonzero(dump.label_counts > 1)
+    shorter = rows[dump.label_counts[rows] < dump.label_counts.max()]
+    at_limit = len(shorter) >= FEW_ENDS and not dump.zero_ends[dump.last_labels[shorter]].any()
+    return dump.labels[~dump.zero_ends] if at_limit or dump.forced_ends.any() else dump.labels
 
 
 def forced_ends(dump: Dump) -> Iterator[Evidence]:
-    """Find end tokens that were put behind cut samples, with a log-prob of 0. The trainer's log-probs show them, or,
-    where a dump has none, the lengths of the samples."""
-    found = np.flatnonzero(dump.forced_ends)
-    if len(found):
-        index = int(found[0])
-        token = int(dump.labels[dump.last_labels[index]])
+    """Find end tokens that were not drawn, and have a log-prob of 0. The trainer's log-probs show them, or, where a
+    dump has none, the lengths of the samples."""
+    if dump.forced_ends.any():
+        at = int((dump.forced_ends & dump.unlikely).argmax())
+        token, rows = int(dump.labels[at]), np.unique(dump.label_owner[dump.forced_ends])
+        index, position = dump.place(token)
         text = (
-            f"the last label, token {dump.ids[token]}, has a log-prob of exactly 0 where the policy's is "
-            f"{dump.trainer[token]:.2f}; so it is in {len(found):,} samples"
+            f"token {dump.ids[token]}, at the end, has a log-prob of exactly 0 where the policy's is "
+            f"{dump.trainer[token]:.2f}; so it is in {len(rows):,} samples"
         )
-        last = dump.labels[dump.last_labels[dump.label_counts > 1]]
-        if (dump.logprobs[last] == 0).all():
-            text += ". All samples end with a log-prob of 0: it may have been left out where it was recorded"
-        yield Evidence(index, text, len(found), int(token - dump.starts[index]))
+        cut = _cut_by_a_limit(dump, rows, int(dump.ids[token]))
+        text += ", all of the largest length" if cut else f". {_REASONS}"
+        yield Evidence(index, text, len(rows), position, sure(cut))
     elif not dump.coarse and not np.isfinite(dump.trainer[dump.labels]).any():
         yield from _certain_at_the_limit(dump)
 
 
+def _cut_by_a_limit(dump: Dump, rows: np.ndarray, end: int) -> bool:
+    """Tell whether a limit cut the samples `rows`: they have the largest length, and shorter ones drew the end token. A
+    grammar and a stop string force ends too, but at any length, or at all ends of short answers."""
+    places = np.flatnonzero(dump.forced_ends & dump.unlikely)
+    _, at = np.unique(dump.label_owner[places], return_index=True)
+    first = places[at]  # the first forced label of each of these samples
+    drawn, tokens = dump.label_counts.copy(), dump.edges[1].copy()
+    drawn[rows] = first - (np.cumsum(dump.label_counts) - dump.label_counts)[rows]
+    tokens[rows] = dump.labels[first] - dump.starts[rows] - 1
+    at_limit = any((sizes[rows] == sizes.max()).all() for sizes in (drawn, tokens))
+    ends = (dump.ids[dump.labels] == end) & (dump.logprobs[dump.labels] < 0)
+    return at_limit and drawn[rows].min() >= FEW_LABELS and bool(ends.any())
+
+
 def _certain_at_the_limit(dump: Dump) -> Iterator[Evidence]:
     """Find samples of the largest length that end with a log-prob of exactly 0, if shorter ones with the same last
-    token do not. A policy that is certain of its end has log-probs near 0 too, and is so at other lengths."""
+    token do not. A policy that is certain of its end has log-probs near 0 too, and is so at other lengths. Rounded
+    log-probs do not tell certain ends from others, and very short answers may have a grammar."""
     rows = np.flatnonzero(dump.label_counts > 1)
-    if len(rows) < 2 * FEW_ENDS:
+    known = dump.logprobs[dump.labels]
+    small = known[(known > -NEAR) & (known < 0)]
+    if len(rows) < 2 * FEW_ENDS or dump.label_counts.max() <= FEW_LABELS:
+        return
+    if np.isclose(small, np.round(small, 5), rtol=1e-6, atol=0).all():
         return
     last = dump.labels[dump.last_labels[rows]]
     ids, values = dump.ids[last], dump.logprobs[last]
@@ -134,7 +161,8 @@ def _certain_at_the_limit(dump: Dump) -> Iterator[Evidence]:
     index = int(rows[zero.argmax()])
     text = (
         f"{int(zero.sum()):,} samples of the largest length, {int(dump.label_counts[index]):,} labels, end with token "
-        f"{ids[zero][0]} at a log-prob of exactly 0, and {len(shorter):,} shorter ones with at most {shorter.max():.2g}"
+        f"{ids[zero][0]} at a log-prob of exactly 0, and {len(shorter):,} shorter ones with at most "
+        f"{shorter.max():.2g}. {_REASONS}"
     )
     yield Evidence(index, text, int(zero.sum()), int(last[zero.argmax()] - dump.starts[index]), "medium")
 
@@ -197,13 +225,13 @@ def _moved(dump: Dump, by: int) -> float | None:
 def surprise(dump: Dump) -> Iterator[Evidence]:
     """Compare the mean surprisal of the drawn tokens with the mean entropy. They are equal if the tokens were drawn
     from that distribution."""
-    drawn = np.ones(len(dump.labels), np.bool_)
-    drawn[dump.last_labels[dump.forced_ends]] = False
+    drawn = ~dump.forced_ends
     chosen = dump.labels[drawn & np.isfinite(dump.trainer[dump.labels]) & np.isfinite(dump.entropy[dump.labels])]
     surprisal, entropy = -dump.trainer[chosen], dump.entropy[chosen]
     if len(chosen) < MANY:
         means = dump.numbers(lambda one: one.mean_entropy)
         sums = np.bincount(dump.label_owner, -np.nan_to_num(dump.trainer[dump.labels]), len(dump.samples))
+        means[dump.label_owner[~drawn]] = np.nan
         rows = np.flatnonzero(np.isfinite(means) & (dump.label_counts > 0))
         if dump.label_counts[rows].sum() < MANY or len(rows) < 16:
             return
