@@ -30,7 +30,6 @@ from small_runs import read_lines
 from truestep.commands.cli import main
 from truestep.ranks import elastic, keeper_client, processes
 from truestep.ranks.forks import fork_context
-from truestep.ranks.group import NoDeviceError
 from truestep.run.checkpoint import memory as memories
 from truestep.run.elastic import GENERATIONS
 from truestep.run.trainer import Trainer
@@ -67,10 +66,6 @@ class _Start:
     lacks_device: bool
 
 
-def _no_device(*_: Any) -> None:
-    raise NoDeviceError("local rank 0 has no GPU")
-
-
 def _worker(given: _Start) -> None:
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # those of the agent that forked it
         signal.signal(kind, signal.SIG_DFL)
@@ -84,8 +79,6 @@ def _worker(given: _Start) -> None:
     if given.host is not None:  # processes of another host are not seen
         here = f"{processes.machine()} host {given.host.number}"
         processes.machine = running.machine = lambda: here  # type: ignore[assignment, attr-defined]
-    if given.lacks_device:
-        training.join_ranks = _no_device  # type: ignore[assignment]
     made = Trainer._train
 
     def slowly(self: Trainer, *arguments: Any) -> None:
@@ -129,6 +122,8 @@ def _agent(given: _Start) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.update(given.environment)
+    if given.lacks_device:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     log = os.open(f"{given.folder}/agent-{given.number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -182,6 +177,7 @@ class Agents:
 
     def start(self, *numbers: int, options: tuple[str, ...] = (), lacks_device: bool = False) -> None:
         """Start agents. They may have further options of the command, or no GPU for their ranks."""
+        options += ("--model.device", "cuda") if lacks_device else ()
         for number in numbers:
             given = _Start(
                 folder=str(self.folder),
