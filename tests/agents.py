@@ -64,6 +64,7 @@ class _Start:
     environment: dict[str, str]
     host: Host | None
     lacks_device: bool
+    step_takes: float
 
 
 def _worker(given: _Start) -> None:
@@ -82,7 +83,7 @@ def _worker(given: _Start) -> None:
     made = Trainer._train
 
     def slowly(self: Trainer, *arguments: Any) -> None:
-        time.sleep(STEP_TAKES)
+        time.sleep(given.step_takes)
         made(self, *arguments)
 
     Trainer._train = slowly  # type: ignore[method-assign]
@@ -163,6 +164,10 @@ class Agents:
     program: str = "train"  # the command of truestep, or a function of the configuration's path
     settings: dict[str, int] = field(default_factory=lambda: dict(SETTINGS))  # of the rendezvous
     hosts: Mapping[int, Host] = field(default_factory=dict)  # of agents; without, all are on this machine
+    step_takes: float = STEP_TAKES
+    # True where an agent may have been lost while they found one another: torch's agents then end, and docs/machines.md
+    # promises that the same commands go on. Anywhere else that they end so is a fault.
+    may_give_up: bool = False
     agents: dict[int, BaseProcess] = field(default_factory=dict)
 
     def __enter__(self) -> Agents:
@@ -192,6 +197,7 @@ class Agents:
                 environment=self.environment,
                 host=self.hosts.get(number),
                 lacks_device=lacks_device,
+                step_takes=self.step_takes,
             )
             self.agents[number] = fork_context().Process(target=_agent, args=(given,))
             self.agents[number].start()
@@ -247,16 +253,15 @@ class Agents:
             time.sleep(0.02)
 
     def _start_again(self) -> None:
-        """Start the same agents again where torch's agents gave up, since one was lost while they found one another.
-
-        docs/machines.md promises no more for that."""
-        if self.agents and all(agent.exitcode is not None for agent in self.agents.values()):
+        """Start the same agents again where all have ended, and none well, because torch's agents gave up."""
+        if self.agents and all(agent.exitcode not in (None, 0) for agent in self.agents.values()):
             logs = {number: self.folder / f"agent-{number}.log" for number in self.agents}
             gave_up = [
                 number
                 for number, log in logs.items()
                 if log.is_file() and any(end in log.read_text() for end in _GAVE_UP)
             ]
+            assert not gave_up or self.may_give_up, f"agents {gave_up} gave up: {self.log()[-6000:]}"
             for number in gave_up:
                 logs[number].rename(logs[number].with_suffix(f".{time.monotonic_ns()}.log"))
             self.start(*gave_up)
