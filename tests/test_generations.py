@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from rich.console import Console
 
 from small_runs import write_lines
+from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.plan.exhausted import MemoryExhaustedError
 from truestep.process import progress
@@ -25,6 +27,7 @@ from truestep.ranks.elastic import Agent, RankLostError
 from truestep.ranks.group import ALONE, NoDeviceError, Ranks
 from truestep.ranks.watch import Watch
 from truestep.run import elastic as generations
+from truestep.run import train as training
 from truestep.run.assemble.rewards import ranks_of_machine
 from truestep.run.checkpoint.checksums import MANIFEST
 from truestep.run.checkpoint.store import CheckpointStore
@@ -215,6 +218,32 @@ def test_a_note_that_blocks_keeps_no_rank(by_error: bool, tmp_path: Path, monkey
     else:
         own._before_exit("rank 1 is gone", False)
     assert order == ["the agent is ended", "a note begins"]
+
+
+def test_a_rank_that_gives_up_connecting_ends_its_agent_where_it_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's call would never return: `join` then calls what `train` gave it, and the process ends."""
+    order: list[str] = []
+    data = {"path": "rollouts.jsonl", "advantages": "none"}
+    given = Config.model_validate({"model": {"path": "model"}, "data": data, "schedule": {"docs_per_step": 8}})
+    monkeypatch.setattr(Agent, "leave_if_cut_off", lambda self: order.append("it looks"))
+
+    def never_connected(config: Config, patience: float, give_up: Callable[[str], None]) -> Ranks:
+        assert patience == generations.JOIN_PATIENCE
+        give_up("the 2 ranks were not connected in 180 s")
+        raise Over
+
+    monkeypatch.setattr(training, "join_ranks", never_connected)
+    with pytest.raises(Over):
+        training._train(given, Console(quiet=True), "training", (), (), part(tmp_path))
+    assert (
+        order == ["it looks"] and begin(part(tmp_path, "a/1"))[0]["reason"] == "the 2 ranks were not connected in 180 s"
+    )
+
+
+class Over(BaseException):
+    """A process has ended."""
 
 
 def test_the_first_start_of_a_run_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
