@@ -281,7 +281,7 @@ class Agents:
 
     def alive(self) -> list[int]:
         """The processes that these agents started and that are still there."""
-        return [worker for number in self.agents for worker in self.workers(number) if Path(f"/proc/{worker}").exists()]
+        return [worker for number in self.agents for worker in self.workers(number) if _lives(worker)]
 
 
 def _end(process: int) -> None:
@@ -306,12 +306,16 @@ def descendants(process: int) -> set[int]:
     except OSError:
         return found
     for number in numbers:
-        try:
-            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        found |= ({number} if state != "Z" else set()) | descendants(number)
+        found |= ({number} if _lives(number) else set()) | descendants(number)
     return found
+
+
+def _lives(process: int) -> bool:
+    """False also for one that has ended and whose parent has not asked: a worker whose agent was killed may stay so."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

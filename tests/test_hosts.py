@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -97,6 +98,18 @@ def test_a_late_write_is_seen(rank: int, name: str, late: bool, tmp_path: Path) 
     assert agents.late_writes() == []
     (tmp_path / "agent-1.writes").write_text(json.dumps(writes[3]))
     assert agents.late_writes() == [f"open {name} by rank {rank} of generation 1"] * late
+
+
+def test_a_worker_that_has_ended_is_not_left(tmp_path: Path) -> None:
+    """One whose agent was killed becomes a child of the tests' process, which does not ask for its end."""
+    agents = Agents(tmp_path, tmp_path / "config.yaml", tmp_path / "run")
+    agents.agents = {0: cast(BaseProcess, SimpleNamespace(exitcode=None))}
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as worker:
+        (tmp_path / "agent-0.workers").write_text(f"{worker.pid}\n")
+        assert agents.alive() == [worker.pid]
+        worker.kill()
+        agents.until(lambda: agents.alive() == [])
+        assert Path(f"/proc/{worker.pid}").exists()
 
 
 @pytest.mark.parametrize("nightly", [False, True])
