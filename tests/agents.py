@@ -30,7 +30,6 @@ from small_runs import read_lines
 from truestep.commands.cli import main
 from truestep.ranks import elastic, keeper_client, processes
 from truestep.ranks.forks import fork_context
-from truestep.ranks.group import NoDeviceError
 from truestep.run.checkpoint import memory as memories
 from truestep.run.elastic import GENERATIONS
 from truestep.run.trainer import Trainer
@@ -65,10 +64,7 @@ class _Start:
     environment: dict[str, str]
     host: Host | None
     lacks_device: bool
-
-
-def _no_device(*_: Any) -> None:
-    raise NoDeviceError("local rank 0 has no GPU")
+    step_takes: float
 
 
 def _worker(given: _Start) -> None:
@@ -84,12 +80,10 @@ def _worker(given: _Start) -> None:
     if given.host is not None:  # processes of another host are not seen
         here = f"{processes.machine()} host {given.host.number}"
         processes.machine = running.machine = lambda: here  # type: ignore[assignment, attr-defined]
-    if given.lacks_device:
-        training.join_ranks = _no_device  # type: ignore[assignment]
     made = Trainer._train
 
     def slowly(self: Trainer, *arguments: Any) -> None:
-        time.sleep(STEP_TAKES)
+        time.sleep(given.step_takes)
         made(self, *arguments)
 
     Trainer._train = slowly  # type: ignore[method-assign]
@@ -129,6 +123,8 @@ def _agent(given: _Start) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.update(given.environment)
+    if given.lacks_device:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     log = os.open(f"{given.folder}/agent-{given.number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -168,6 +164,10 @@ class Agents:
     program: str = "train"  # the command of truestep, or a function of the configuration's path
     settings: dict[str, int] = field(default_factory=lambda: dict(SETTINGS))  # of the rendezvous
     hosts: Mapping[int, Host] = field(default_factory=dict)  # of agents; without, all are on this machine
+    step_takes: float = STEP_TAKES
+    # True where an agent may have been lost while they found one another: torch's agents then end, and docs/machines.md
+    # promises that the same commands go on. Anywhere else that they end so is a fault.
+    may_give_up: bool = False
     agents: dict[int, BaseProcess] = field(default_factory=dict)
 
     def __enter__(self) -> Agents:
@@ -182,6 +182,7 @@ class Agents:
 
     def start(self, *numbers: int, options: tuple[str, ...] = (), lacks_device: bool = False) -> None:
         """Start agents. They may have further options of the command, or no GPU for their ranks."""
+        options += ("--model.device", "cuda") if lacks_device else ()
         for number in numbers:
             given = _Start(
                 folder=str(self.folder),
@@ -196,6 +197,7 @@ class Agents:
                 environment=self.environment,
                 host=self.hosts.get(number),
                 lacks_device=lacks_device,
+                step_takes=self.step_takes,
             )
             self.agents[number] = fork_context().Process(target=_agent, args=(given,))
             self.agents[number].start()
@@ -251,16 +253,15 @@ class Agents:
             time.sleep(0.02)
 
     def _start_again(self) -> None:
-        """Start the same agents again where torch's agents gave up, since one was lost while they found one another.
-
-        docs/machines.md promises no more for that."""
-        if self.agents and all(agent.exitcode is not None for agent in self.agents.values()):
+        """Start the same agents again where all have ended, and none well, because torch's agents gave up."""
+        if self.agents and all(agent.exitcode not in (None, 0) for agent in self.agents.values()):
             logs = {number: self.folder / f"agent-{number}.log" for number in self.agents}
             gave_up = [
                 number
                 for number, log in logs.items()
                 if log.is_file() and any(end in log.read_text() for end in _GAVE_UP)
             ]
+            assert not gave_up or self.may_give_up, f"agents {gave_up} gave up: {self.log()[-6000:]}"
             for number in gave_up:
                 logs[number].rename(logs[number].with_suffix(f".{time.monotonic_ns()}.log"))
             self.start(*gave_up)
@@ -280,7 +281,7 @@ class Agents:
 
     def alive(self) -> list[int]:
         """The processes that these agents started and that are still there."""
-        return [worker for number in self.agents for worker in self.workers(number) if Path(f"/proc/{worker}").exists()]
+        return [worker for number in self.agents for worker in self.workers(number) if _lives(worker)]
 
 
 def _end(process: int) -> None:
@@ -305,12 +306,16 @@ def descendants(process: int) -> set[int]:
     except OSError:
         return found
     for number in numbers:
-        try:
-            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        found |= ({number} if state != "Z" else set()) | descendants(number)
+        found |= ({number} if _lives(number) else set()) | descendants(number)
     return found
+
+
+def _lives(process: int) -> bool:
+    """False also for one that has ended and whose parent has not asked: a worker whose agent was killed may stay so."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

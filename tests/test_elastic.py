@@ -190,6 +190,7 @@ class Disturbed:
             number = self.draw.choice(leaving)
             self.unhurt.remove(number)
             self.alive.remove(number)
+            agents.may_give_up |= what in ("go", "lose")
             if what == "stop":
                 agents.signal(number, signal.SIGSTOP)
             elif what == "go":
@@ -214,15 +215,22 @@ def ended(agents: Agents) -> bool:
 
 
 @pytest.mark.nightly
-def test_a_machine_without_a_gpu_is_refused(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
+@pytest.mark.parametrize("joins", [False, True], ids=["at the start", "joins"])
+def test_a_machine_without_a_gpu_is_refused(
+    joins: bool, tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
+) -> None:
     with agents_of(tmp_path / "elastic", tiny_model("llama")) as agents:
         agents.start(0, 1)
-        agents.until(lambda: agents.steps >= 5)
+        if joins:
+            agents.until(lambda: agents.steps >= 5)
         agents.start(2, lacks_device=True)
         assert agents.wait(2) == [1], agents.log()[-6000:]
         assert agents.wait(0, 1) == [0, 0], agents.log()[-6000:]
         assert all(line["ranks"] == 2 for line in agents.generations)
-        assert agents.log().count("local rank 0 has no GPU") == 1, "its agent has left at once"
+        assert len(agents.workers(2)) == 1, "its agent has left at once"
+        if not joins:
+            reason = agents.generations[0]["reason"]
+            assert reason is not None and "NoDeviceError: local rank 0 has no GPU" in reason, "the others were told"
         nothing_left(agents)
     compare(agents.run, whole)
 

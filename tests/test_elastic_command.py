@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -21,10 +24,13 @@ from small_runs import merged
 from truestep.commands.cli import main
 from truestep.config.schema import Config
 from truestep.ranks import elastic, watch
+from truestep.ranks.axes import RankLayout
 from truestep.ranks.elastic import Agent, agent_of, find_agent
-from truestep.run.elastic import ElasticError, check_elastic
+from truestep.ranks.group import Ranks
+from truestep.run.elastic import JOIN_PATIENCE, ElasticError, check_elastic
 from truestep.run.train import _refuse_notice
 from truestep.run.trainer import TrainingError
+from truestep.tools.elastic_command import read_timeout
 
 GIVEN: dict[str, Any] = {
     "model": {"path": "model"},
@@ -68,9 +74,48 @@ def test_one_agent_a_gpu(tmp_path: Path) -> None:
         assert settings.keys() == {
             *("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt", "read_timeout")
         }
-        assert int(settings["read_timeout"]) > watch._SILENCE + elastic._REACHES, "ranks end a cut-off agent before"
+        assert settings["read_timeout"] == str(read_timeout(8, config().schedule.stall_timeout))
         assert given["module"] and given["training_script"] == "truestep"
         assert given["training_script_args"] == ["train", str(tmp_path / "run.yaml"), "--seed", "3"]
+
+
+class Clock:
+    """Time that passes when somebody waits for an event, which never comes, or sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return False
+
+
+class Over(BaseException):
+    """A process has ended."""
+
+
+@pytest.mark.parametrize("stall_timeout", [20.0, 300.0, 3600.0])
+@pytest.mark.parametrize("size", [2, 64, 1024, 16384])
+def test_ranks_of_a_machine_that_is_cut_off_end_before_their_agent(
+    size: int, stall_timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch waits for the store for ever, and the guard ends the rank; or it waits for the others to connect."""
+    monkeypatch.setenv(elastic.SHARES_STORE, "False")
+    clock, agent = Clock(), Agent(os.getppid(), 1, size)
+    assert not agent.gone
+    guard = watch.Watch(Ranks(1, RankLayout(data_shard=size)), stall_timeout, agent)
+    monkeypatch.setattr(guard, "_ended", clock)
+
+    def end(reason: str, code: int) -> NoReturn:
+        assert "the store of rank 0 has not answered" in reason
+        raise Over
+
+    monkeypatch.setattr(guard, "_exit", end)
+    guard._answers = 1  # just before the guard looks for the first time
+    with pytest.raises(Over):
+        guard._guard(agent)
+    waited = max(clock.now, JOIN_PATIENCE)
+    assert read_timeout(size, stall_timeout) > waited + elastic.SECONDS_TO_LEAVE
 
 
 AGENTS = {
@@ -215,32 +260,81 @@ COMMAND = ["python", "/bin/torchrun", "--nnodes", "2:4", "-m", "truestep", "trai
         ([], None),
     ],
 )
+def test_where_the_rendezvous_is_asked(
+    options: list[str], asked: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cut_off([TimeoutError()], monkeypatch, options) is (asked is not None)
+    assert looked_up == ([asked] if asked else []), "at the start, when names still have answers"
+
+
 @pytest.mark.parametrize(
-    "answer", [None, ConnectionRefusedError(), TimeoutError(), OSError("No route to host")], ids=repr
+    ("answers", "killed"),
+    [
+        ([None], False),
+        ([ConnectionRefusedError(errno.ECONNREFUSED, "refused")], False),
+        ([TimeoutError()], True),
+        ([OSError(errno.EHOSTUNREACH, "No route to host")], True),
+        ([OSError(errno.ENETUNREACH, "Network is unreachable"), OSError(errno.ENETDOWN, "Network is down")], True),
+        ([TimeoutError(), None], False),  # it answers the second time, or at its second address
+        ([TimeoutError(), TimeoutError(), TimeoutError(), None], False),
+        ([OSError(errno.EMFILE, "Too many open files")], False),
+        ([ConnectionResetError(errno.ECONNRESET, "reset")], False),
+        ([socket.gaierror(-3, "Temporary failure in name resolution")], False),
+    ],
+    ids=repr,
 )
 def test_an_agent_whose_machine_is_cut_off_is_killed(
-    answer: Exception | None, options: list[str], asked: tuple[str, int] | None, monkeypatch: pytest.MonkeyPatch
+    answers: list[Exception | None], killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself it waits for a quarter of an hour, and may then close the run for others. A refusal is an answer."""
+    """By itself it waits for a quarter of an hour, and may then close the run for others. A refusal is an answer, and
+    errors of this machine tell nothing."""
+    assert cut_off(answers, monkeypatch) is killed
+
+
+ADDRESSES = [("fd00::1", 7), ("10.0.0.1", 7)]
+looked_up: list[tuple[str, int]] = []
+
+
+def cut_off(
+    answers: list[Exception | None],
+    monkeypatch: pytest.MonkeyPatch,
+    options: Sequence[str] = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "one"),
+) -> bool:
+    """Tell whether a rank kills its agent, if connections to the rendezvous end so; the last answer is that of all
+    further ones, too."""
+    looked_up.clear()
+    passed, killed, left = [0.0], list[tuple[int, int]](), list(answers)
+
+    def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        looked_up.append((host, port))
+        return [(family, socket.SOCK_STREAM, 6, "", address) for family, address in enumerate(ADDRESSES)]
 
     def connect(address: tuple[str, int], timeout: float) -> contextlib.AbstractContextManager[None]:
-        assert address == asked
+        assert address in ADDRESSES
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, TimeoutError):
+            passed[0] += timeout
         if answer is not None:
             raise answer
         return contextlib.nullcontext()
 
-    killed: list[tuple[int, int]] = []
+    def sleep(seconds: float) -> None:
+        passed[0] += seconds
+
     monkeypatch.setattr(os, "kill", lambda *what: killed.append(what))
     monkeypatch.setattr(elastic, "_taken", {})
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(sleep=sleep))
     words = [*COMMAND[:4], *options, *COMMAND[4:]]
     monkeypatch.setattr(elastic, "_command_line", lambda number: words if number == os.getppid() else [])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     agent = find_agent()
     assert agent is not None
     agent.leave_if_cut_off()
-    silent = answer is not None and not isinstance(answer, ConnectionRefusedError)
-    assert killed == ([(os.getppid(), signal.SIGKILL)] if silent and asked else [])
+    assert passed[0] <= elastic.SECONDS_TO_LEAVE
+    assert killed in ([], [(os.getppid(), signal.SIGKILL)])
+    return bool(killed)
 
 
 def test_one_rank_of_a_team_ends_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from rich.console import Console
 
 from small_runs import write_lines
+from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.plan.exhausted import MemoryExhaustedError
 from truestep.process import progress
@@ -25,6 +27,7 @@ from truestep.ranks.elastic import Agent, RankLostError
 from truestep.ranks.group import ALONE, NoDeviceError, Ranks
 from truestep.ranks.watch import Watch
 from truestep.run import elastic as generations
+from truestep.run import train as training
 from truestep.run.assemble.rewards import ranks_of_machine
 from truestep.run.checkpoint.checksums import MANIFEST
 from truestep.run.checkpoint.store import CheckpointStore
@@ -174,19 +177,83 @@ def test_how_a_generation_ends(
     assert ended == [1] * over, "an error that would come again ends the agent too"
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("whose", "ends"), [("host-1", True), ("host-2", False)])
 def test_ranks_that_connect_end_with_one_that_cannot(
-    whose: str, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whose: str,
+    ends: bool,
+    last: bool,
+    tmp_path: Path,
+    ended: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Where the agent may not start its rank again, it ends too: it would close the run for all."""
     codes, looked = list[int](), threading.Event()
+    monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("MASTER_ADDR", "host")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(generations, "_LOOKS", 0.01)
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), looked.set()))
-    with part(tmp_path).connecting():
+    with part(tmp_path, agent=Ended(number=1, least=1, most=2, last_start=last)).connecting():
         note(tmp_path, whose, "b/2")
         looked.wait(60 if ends else 0.2)
     assert bool(codes) is ends
+    assert bool(ended) is (ends and last)
+    said = "error: rank 3 ends: another rank has ended before all were connected: it failed"
+    assert (said in capsys.readouterr().err) is ends
+
+
+@pytest.mark.parametrize("by_error", [False, True])
+def test_a_note_that_blocks_keeps_no_rank(by_error: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network a network disk may hold up a write for ever: the agent is ended before, and the rank after."""
+    order: list[str] = []
+    monkeypatch.setattr(generations, "_NOTE_TAKES", 0.01)
+    monkeypatch.setattr(Agent, "leave_if_cut_off", lambda self: order.append("the agent is ended"))
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (order.append("a note begins"), threading.Event().wait()))
+    own = part(tmp_path / "run", "a/1")
+    if by_error:
+        with pytest.raises(RankLostError), own.ending():
+            raise RankLostError("rank 1 is gone")
+    else:
+        own._before_exit("rank 1 is gone", False)
+    assert order == ["the agent is ended", "a note begins"]
+
+
+def test_a_rank_that_gives_up_connecting_ends_its_agent_where_it_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's call would never return: `join` then calls what `train` gave it, and the process ends."""
+    order: list[str] = []
+    data = {"path": "rollouts.jsonl", "advantages": "none"}
+    given = Config.model_validate({"model": {"path": "model"}, "data": data, "schedule": {"docs_per_step": 8}})
+    monkeypatch.setattr(Agent, "leave_if_cut_off", lambda self: order.append("it looks"))
+
+    def never_connected(config: Config, patience: float, give_up: Callable[[str], None]) -> Ranks:
+        assert patience == generations.JOIN_PATIENCE
+        give_up("the 2 ranks were not connected in 180 s")
+        raise Over
+
+    monkeypatch.setattr(training, "join_ranks", never_connected)
+    with pytest.raises(Over):
+        training._train(given, Console(quiet=True), "training", (), (), part(tmp_path))
+    assert (
+        order == ["it looks"] and begin(part(tmp_path, "a/1"))[0]["reason"] == "the 2 ranks were not connected in 180 s"
+    )
+
+
+class Over(BaseException):
+    """A process has ended."""
+
+
+def test_the_first_start_of_a_run_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its directory is made; by the rank that the launcher gave, since none is connected yet."""
+    monkeypatch.setenv("RANK", "3")
+    run = tmp_path / "runs" / "new"
+    with pytest.raises(NoDeviceError), part(run, agent=Ended(number=1, least=1, most=2)).ending():
+        raise NoDeviceError("local rank 0 has no GPU")
+    line, _ = begin(part(run, "a/1"))
+    assert line["reason"] == "rank 3 failed: NoDeviceError: local rank 0 has no GPU"
 
 
 @pytest.mark.parametrize(

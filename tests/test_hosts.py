@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from agents import SETTINGS, Agents
+from checkpoints import latest
 from hosts import Hosts, make_hosts
 from test_elastic import STEPS, compare, make_config, nothing_left, undisturbed
+from truestep.ranks.elastic import SECONDS_TO_LEAVE
+from truestep.ranks.watch import longest_silence
+from truestep.run.checkpoint.store import step_of
 from truestep.run.elastic import GENERATIONS
 
 pytestmark = pytest.mark.timeout(900)
-# An agent that does not reach the rendezvous ends after `read_timeout`, 60 s where nothing sets it.
-READ_TIMEOUT = 30
 SILENCE = 15  # seconds after which a rank that says nothing is lost; 60 s as a rule
+# An agent that does not reach the rendezvous ends by itself after `read_timeout`, and its ranks end it before.
+READ_TIMEOUT = math.ceil(longest_silence(3, SILENCE) + SECONDS_TO_LEAVE) + 5
 # The agent of the rendezvous is on the last host. Rank 0 is on the first: torch sorts agents by their addresses.
 TWO, THREE = {0: 2, 1: 1}, {0: 3, 1: 1, 2: 2}
 
@@ -36,14 +45,14 @@ def whole(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 @contextlib.contextmanager
 def agents_on(
-    hosts: Hosts, places: dict[int, int], folder: Path, model: Path, least: int, waits_for_all: bool = False
+    hosts: Hosts, places: dict[int, int], folder: Path, model: Path, least: int, **more: Any
 ) -> Iterator[Agents]:
     folder.mkdir(exist_ok=True)
     config = make_config(folder, model, schedule={"docs_per_step": 5, "stall_timeout": SILENCE})
     placed = {agent: hosts[number] for agent, number in places.items()}
     settings = {**SETTINGS, "read_timeout": READ_TIMEOUT}
     nodes = (least, len(places))
-    with Agents(folder, config, folder / "run", nodes, waits_for_all, hosts=placed, settings=settings) as agents:
+    with Agents(folder, config, folder / "run", nodes, hosts=placed, settings=settings, **more) as agents:
         agents.start(*places)
         agents.until(lambda: bool(agents.generations) and agents.generations[-1]["ranks"] == len(places))
         yield agents
@@ -91,21 +100,64 @@ def test_a_late_write_is_seen(rank: int, name: str, late: bool, tmp_path: Path) 
     assert agents.late_writes() == [f"open {name} by rank {rank} of generation 1"] * late
 
 
+def test_a_worker_that_has_ended_is_not_left(tmp_path: Path) -> None:
+    """One whose agent was killed becomes a child of the tests' process, which does not ask for its end."""
+    agents = Agents(tmp_path, tmp_path / "config.yaml", tmp_path / "run")
+    agents.agents = {0: cast(BaseProcess, SimpleNamespace(exitcode=None))}
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as worker:
+        (tmp_path / "agent-0.workers").write_text(f"{worker.pid}\n")
+        assert agents.alive() == [worker.pid]
+        worker.kill()
+        agents.until(lambda: agents.alive() == [])
+        assert Path(f"/proc/{worker.pid}").exists()
+
+
+@pytest.mark.parametrize("nightly", [False, True])
+def test_every_night_hosts_are_made(nightly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that is skipped then keeps no promise."""
+    monkeypatch.setattr("hosts._why_none", lambda: "tc is not installed")
+    monkeypatch.setenv("TRUESTEP_NIGHTLY", "1" if nightly else "")
+    with pytest.raises((pytest.skip.Exception, pytest.fail.Exception), match="tc is not installed") as ends:
+        make_hosts(1)
+    assert ends.type is (pytest.fail.Exception if nightly else pytest.skip.Exception)
+
+
+@pytest.mark.parametrize("end", ["RendezvousClosedError", "DistStoreError"])
+@pytest.mark.parametrize(("allowed", "codes"), [(False, [1, 1]), (True, [1, 1]), (False, [1, 0]), (False, [1, None])])
+def test_agents_that_give_up_are_started_again_only_where_they_may(
+    allowed: bool, codes: list[int | None], end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = Agents(tmp_path, tmp_path / "config.yaml", tmp_path / "run", may_give_up=allowed)
+    agents.agents = {number: cast(BaseProcess, SimpleNamespace(exitcode=code)) for number, code in enumerate(codes)}
+    (tmp_path / "agent-0.log").write_text(f"agent 0 ends: {end}: closed\n")
+    started: list[int] = []
+    monkeypatch.setattr(Agents, "start", lambda self, *numbers: started.extend(numbers))
+    asked = iter([False, True])
+    faulty = codes == [1, 1] and not allowed
+    with pytest.raises(AssertionError, match="gave up") if faulty else contextlib.nullcontext():
+        agents.until(lambda: next(asked))
+    assert started == [0] * allowed
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("when", [computes, saves])
 @pytest.mark.parametrize("whom", [1, 2], ids=["first", "another"])
 def test_a_host_that_is_cut_off_ends_and_the_others_go_on(
     whom: int, when: Callable[[Agents], bool], tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
 ) -> None:
-    with make_hosts(3) as hosts, agents_on(hosts, THREE, tmp_path / "run", tiny_model("llama"), 2) as agents:
+    """Its agent is killed after the others have begun again: steps are slow, so that it comes back before the end."""
+    slow, folder, model = {"step_takes": 1.5}, tmp_path / "run", tiny_model("llama")
+    with make_hosts(3) as hosts, agents_on(hosts, THREE, folder, model, 2, **slow) as agents:
         before = len(agents.generations)
         agents.until(lambda: agents.steps >= 3 and when(agents))
         hosts.cut(whom)
         agents.until(lambda: len(agents.generations) == before + 1)
         assert agents.wait(whom) == [-signal.SIGKILL], agents.log()[-6000:]
         assert "does not reach the rendezvous" in agents.log()
-        hosts.mend(whom)  # nothing of it comes back
-        assert [line["ranks"] for line in agents.generations][-2:] == [3, 2]
+        hosts.mend(whom)
+        agents.start(whom)
+        agents.until(lambda: len(agents.generations) == before + 2)
+        assert [line["ranks"] for line in agents.generations][-3:] == [3, 2, 3]
         ended_well(agents, hosts, whole)
 
 
@@ -128,17 +180,17 @@ def test_the_host_of_the_rendezvous_is_lost(
     places: dict[int, int], tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path
 ) -> None:
     """All agents end. The same commands go on from the last checkpoint."""
-    model, folder, all_there = tiny_model("llama"), tmp_path / "run", True
-    with make_hosts(3) as hosts, agents_on(hosts, places, folder, model, 1, all_there) as agents:
+    model, folder, all_there = tiny_model("llama"), tmp_path / "run", {"waits_for_all": True}
+    with make_hosts(3) as hosts, agents_on(hosts, places, folder, model, 1, **all_there) as agents:
         agents.until(lambda: agents.steps >= 8)
         hosts.lose(places[0])
         others = [number for number in places if number]
         assert agents.wait(*others) == [-signal.SIGKILL] * len(others), agents.log()[-6000:]
         hosts.mend(places[0])
-        before = len(agents.generations)
+        before, saved = len(agents.generations), step_of(latest(agents.run))
         agents.start(*places)
         ended_well(agents, hosts, whole)
-        assert agents.generations[before]["step"] == 6
+        assert agents.generations[before]["step"] == saved
 
 
 @pytest.mark.nightly
@@ -182,6 +234,7 @@ def test_a_host_is_cut_off_while_agents_find_one_another(
         first = [agents.workers(number)[-1] for number in THREE]
         agents.signal(2, signal.SIGKILL)
         agents.until(lambda: not any(Path(f"/proc/{process}").exists() for process in first))
+        agents.may_give_up = True
         hosts.cut(whom)
         cut_off = time.monotonic()
         agents.until(lambda: len(agents.generations) > before or time.monotonic() > cut_off + 4 * READ_TIMEOUT)

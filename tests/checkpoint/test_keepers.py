@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +20,15 @@ import pytest
 
 from checkpoint.test_memory import there, until
 from truestep.ranks import keeper
+from truestep.ranks.axes import RankLayout
 from truestep.ranks.elastic import Agent
-from truestep.ranks.group import ALONE
+from truestep.ranks.group import ALONE, Ranks
+from truestep.ranks.keeper import Key
 from truestep.ranks.keeper_client import KeeperError, LocalKeeper, RemoteKeeper
 from truestep.run.checkpoint import memory as memories
-from truestep.run.checkpoint.memory import Memory
+from truestep.run.checkpoint.checksums import MANIFEST, manifest_of
+from truestep.run.checkpoint.memory import Memory, _Answer, _Held, _new_directory
+from truestep.weights.tensor_parts import FOLDER
 
 SECRET, OTHER = b"a" * 32, b"b" * 32
 FEW = 40  # open files
@@ -227,3 +233,37 @@ def test_a_generation_that_goes_on_from_the_disk_forgets_what_is_in_memory(run: 
     assert len(first._complete(lambda key: True, 1)) == 0 and len(asked(1)._complete(lambda key: True, 1)) == 1
     asked(2).begin(2.0)
     assert asked(3)._complete(lambda key: True, 1) == []
+
+
+@pytest.mark.parametrize("harmed", range(8))
+def test_a_file_that_one_rank_cannot_link_leaves_no_other_unread(
+    harmed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a machine share what they compare, each a part, and one of them has no file left to open."""
+    names = [f"{FOLDER}/{number}" for number in range(8)]
+    (tmp_path / "held").mkdir()
+    for name in names:
+        (tmp_path / "held" / Path(name).name).write_bytes(b"harmed" if name == names[harmed] else b"whole!")
+
+    class Here:
+        def __init__(self, rank: int):
+            self.rank = rank
+
+        def open(self, key: Key, name: str) -> int:
+            if self.rank == 1 and name == names[0]:
+                raise KeeperError("too many open files")
+            return os.open(tmp_path / "held" / Path(name).name, os.O_RDONLY)
+
+    found: dict[int, dict[str, str]] = {}
+    for rank in (0, 1):
+        ranks = Ranks(rank, RankLayout(data_shard=2))
+        made = Memory(ranks, tmp_path / "run", Agent(os.getpid(), 1, 4), 1000, 1, SECRET)
+        made._answers = [_Answer(memories.machine_key(), "", {}, {})] * 2
+        here = SimpleNamespace(connected=partial(nullcontext, Here(rank)))
+        monkeypatch.setattr(Memory, "_at", lambda self, number, here=here: here)
+        recalled = _new_directory(tmp_path / f"checkpoints-{rank}", 1)
+        (recalled.path / MANIFEST).write_bytes(manifest_of(dict.fromkeys(names, b"whole!"), {}))
+        found[rank] = made._damaged(names, _Held((1, 1.0, 1), {}, dict.fromkeys(names, 0)), recalled)
+        recalled.close()
+    assert found[1].pop(names[0]) == "too many open files"
+    assert found[0].keys() | found[1].keys() == {names[harmed]}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from ranks.cases import on_ranks
 from truestep.ranks import launch
 from truestep.ranks.axes import RankError, RankLayout
-from truestep.ranks.group import ALONE, Ranks, join, leave
+from truestep.ranks.elastic import RankLostError
+from truestep.ranks.group import ALONE, NoDeviceError, Ranks, join, leave
 from truestep.ranks.launch import run_ranks
 
 SIZES = st.integers(1, 3)
@@ -119,6 +120,31 @@ def _join_and_leave() -> None:
         time.sleep(0.002 * ranks.rank * number)
         assert ranks.gather(number) == [number] * 2
         leave()
+
+
+@pytest.mark.parametrize(
+    ("device", "lacking"), [("cuda", [0, 1]), ("cuda", [1]), ("auto", [0]), ("auto", [1]), ("auto", [0, 1])]
+)
+def test_a_rank_without_a_gpu_does_not_compute_on_the_cpu(device: str, lacking: list[int]) -> None:
+    """As where an agent's GPU is missing, which then sees none. With `auto` all ranks may be without."""
+    run_ranks(2, _join_where_some_have_gpus, (device, lacking), timeout=60)
+
+
+def _join_where_some_have_gpus(device: str, lacking: list[int]) -> None:
+    rank = int(os.environ["RANK"])
+    torch.cuda.is_available = lambda: rank not in lacking  # type: ignore[method-assign]
+    torch.cuda.device_count = lambda: 0 if rank in lacking else 2  # type: ignore[method-assign, assignment]
+    torch.cuda.set_device = lambda device: None  # type: ignore[method-assign, assignment]
+    if device == "auto" and len(lacking) == 2:
+        join(RankLayout(), device=device, stall_timeout=30)
+        assert dist.get_backend() == "gloo"
+        leave()
+    elif rank in lacking:
+        with pytest.raises(NoDeviceError, match=f"local rank {rank} has no GPU: this process sees 0"):
+            join(RankLayout(), device=device, stall_timeout=30)
+    elif device == "auto":  # else the other one ends before they meet
+        with pytest.raises(RankLostError, match=f"rank {lacking[0]} has no GPU, and others have"):
+            join(RankLayout(), device=device, stall_timeout=30)
 
 
 def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

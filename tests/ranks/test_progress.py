@@ -249,7 +249,7 @@ def _below_installed(look: Callable[[], Any]) -> Any:
 
 
 def connect() -> None:
-    with group._connecting(0.5):
+    with group._connecting(0.5, lambda reason: print(f"gives up: {reason}", file=sys.stderr, flush=True)):
         group.dist.init_process_group("gloo", timeout=group._NO_CLOCK)
 
 
@@ -258,7 +258,9 @@ def test_ranks_that_cannot_be_connected_are_named() -> None:
     rank = Started(1, connect, environment={"WORLD_SIZE": "2"})
     try:
         assert rank.wait() == [1]
-        assert "error: rank 0 ends: the 2 ranks were not connected in 0 s" in rank.said()
+        reason = "the 2 ranks were not connected in 0 s"
+        assert f"error: rank 0 ends: {reason}" in rank.said()
+        assert f"gives up: {reason}" in rank.said(), "where its agent is ended, if it must be"
     finally:
         rank.end()
 

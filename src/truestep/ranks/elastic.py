@@ -7,10 +7,12 @@ agent by SIGTERM.
 """
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,9 @@ from pathlib import Path
 from truestep.ranks.axes import RankError
 
 _REACHES = 10.0  # seconds for a connection to the rendezvous
+_ATTEMPTS, _BETWEEN = 2, 5.0  # at such a connection, and seconds between them
+SECONDS_TO_LEAVE = _ATTEMPTS * _REACHES + (_ATTEMPTS - 1) * _BETWEEN  # most that `leave_if_cut_off` takes
+_NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 _RENDEZVOUS_PORT = 29400  # torch's, where none is given
 _ANCESTORS = 3  # an agent may start a worker through numactl or a shell
 MAX_RESTARTS = 1000  # for --max-restarts: an agent uses one for each rank that is lost or joins
@@ -47,6 +52,7 @@ class Agent:
     last_start: bool = False  # after another failure it would close the run for all
     restarts: int = MAX_RESTARTS  # that the agent may make
     rendezvous: str = ""  # host:port where agents find one another; "" if unknown
+    addresses: tuple[tuple[str, int], ...] = ()  # of it
 
     @property
     def name(self) -> str:
@@ -65,7 +71,7 @@ class Agent:
     def leave_if_cut_off(self) -> None:
         """Kill the agent if this machine no longer reaches the rendezvous. By itself it would wait for a quarter of an
         hour, and then close the run for the others, if it reached them again."""
-        if self.rendezvous and _is_silent(self.rendezvous):
+        if self.addresses and _is_silent(self.addresses):
             print(f"error: {self.name} ends: it does not reach the rendezvous {self.rendezvous}", file=sys.stderr)
             sys.stderr.flush()
             self.end(signal.SIGKILL)  # it may be inside a call that never returns
@@ -77,23 +83,38 @@ class Agent:
             os.kill(self.number, kind)
 
 
-def _is_silent(endpoint: str) -> bool:
-    """Tell whether a rendezvous does not answer. A refusal is an answer, which its agents hear too."""
+def _addresses_of(endpoint: str) -> tuple[tuple[str, int], ...]:
+    """Return the addresses of a rendezvous; () if they are not known. Resolved once, at the start: without a network a
+    name may have no answer."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     try:
         host, port = parse_rendezvous_endpoint(endpoint, _RENDEZVOUS_PORT)
-    except ValueError:
-        return False
-    if not port:  # any that is free
-        return False
-    try:
-        with socket.create_connection((host, port), _REACHES):
+        if not endpoint or not port:  # port 0: any that is free
+            return ()
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (ValueError, OSError):
+        return ()
+    return tuple(dict.fromkeys((str(address[0]), int(address[1])) for *_, address in found))
+
+
+def _is_silent(addresses: Sequence[tuple[str, int]]) -> bool:
+    """Tell whether a rendezvous does not answer, in any attempt at any of its addresses."""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_BETWEEN)
+        if not all(_no_answer(address, _REACHES / len(addresses)) for address in addresses):
             return False
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
+    return True
+
+
+def _no_answer(address: tuple[str, int], seconds: float) -> bool:
+    """A refusal is an answer, which agents hear too. Other errors, such as too many open files, tell nothing."""
+    try:
+        with socket.create_connection(address, seconds):
+            return False
+    except OSError as error:
+        return isinstance(error, TimeoutError) or error.errno in _NO_WAY
 
 
 _taken: dict[str, socket.socket] = {}
@@ -139,7 +160,8 @@ def agent_of(number: int, least: int, most: int, rendezvous: str = "") -> Agent 
         for name, given in (("RESTART_COUNT", "0"), ("MAX_RESTARTS", str(MAX_RESTARTS)))
     )
     processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    return Agent(number, least, most, processes, local, count >= limit, limit, rendezvous)
+    addresses = _addresses_of(rendezvous)
+    return Agent(number, least, most, processes, local, count >= limit, limit, rendezvous, addresses)
 
 
 def unknown_launcher() -> bool:

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from truestep.errors import MachineError
 from truestep.process import progress
 from truestep.ranks.axes import CUT, DATA, DERIVED, GROUPS, MESH, SPREAD, TOGETHER, TOKENS, RankError, RankLayout
+from truestep.ranks.elastic import RankLostError
 from truestep.ranks.pipeline import wires
 
 T = TypeVar("T")
@@ -263,48 +264,75 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(layout: RankLayout, *, device: str, stall_timeout: float, patience: float | None = None) -> Ranks:
+def join(
+    layout: RankLayout,
+    *,
+    device: str,
+    stall_timeout: float,
+    patience: float | None = None,
+    give_up: Callable[[str], None] = lambda reason: None,
+) -> Ranks:
     """Connect the ranks that torchrun started, and make their groups. Raise `RankError` if the layout does not fit.
-    `patience`: seconds after which this process ends if the ranks are not connected."""
+    `patience`: seconds after which this process ends if the ranks are not connected, and calls `give_up` before."""
     size = world_size()
     layout = layout.over(size)
     if size == 1:
         return ALONE
-    on_gpu = device != "cpu" and torch.cuda.is_available()
+    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if on_gpu:
         if local >= torch.cuda.device_count():
-            raise NoDeviceError(
-                f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; start as many processes "
-                "a machine as it has GPUs (torchrun --nproc-per-node), or set model.device: cpu"
-            )
+            raise _no_device(local)
         torch.cuda.set_device(local)
-    with _connecting(patience or 2 * stall_timeout + 60):
+    with _connecting(patience or 2 * stall_timeout + 60, give_up):
         if not dist.is_initialized():
-            _connect("cpu:gloo,cuda:nccl" if on_gpu else "gloo", torch.device("cuda", local) if on_gpu else None)
+            _connect(torch.device("cuda", local) if on_gpu else None, local)
         return _lay_out(layout, "cuda" if on_gpu else "cpu")
 
 
-def _connect(backend: str, device: torch.device | None) -> None:
+def _no_device(local: int) -> NoDeviceError:
+    return NoDeviceError(
+        f"local rank {local} has no GPU: this process sees {torch.cuda.device_count()}; start as many processes a "
+        "machine as it has GPUs (torchrun --nproc-per-node), or set model.device: cpu"
+    )
+
+
+def _connect(device: torch.device | None, local: int) -> None:
     """Make the process group with a new prefix in the store: the store still has the entries of an earlier group that
-    these processes have left, with addresses that are no longer valid."""
+    these processes have left, with addresses that are no longer valid. `device`: this rank's GPU."""
     store, rank, size = next(dist.rendezvous("env://", timeout=_NO_CLOCK))
     store.set_timeout(_NO_CLOCK)
     store = dist.PrefixStore(f"truestep {next(_connections)}", store)
+    lacking = _without_gpu(store, device is not None, rank, size)
+    if lacking is not None:
+        raise _no_device(local) if device is None else RankLostError(f"rank {lacking} has no GPU, and others have")
+    backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_NO_CLOCK, device_id=device)
 
 
+def _without_gpu(store: dist.Store, on_gpu: bool, rank: int, size: int) -> int | None:
+    """Return a rank that has no GPU where others have; None if all are alike. Every rank calls this."""
+    if on_gpu:
+        store.add("with a GPU", 1)
+    else:
+        store.set("without a GPU", str(rank))
+    if store.add("counted", 1) == size:
+        store.set("all are counted", "")
+    store.wait(["all are counted"])
+    return int(store.get("without a GPU")) if 0 < store.add("with a GPU", 0) < size else None
+
+
 @contextmanager
-def _connecting(seconds: float) -> Iterator[None]:
+def _connecting(seconds: float, give_up: Callable[[str], None]) -> Iterator[None]:
     """End the process if connecting takes longer than `seconds`: it blocks inside a call, before the watch begins."""
 
-    def give_up() -> None:
-        rank, size = os.environ.get("RANK", "0"), world_size()
-        print(f"error: rank {rank} ends: the {size} ranks were not connected in {seconds:.0f} s", file=sys.stderr)
-        sys.stderr.flush()
+    def end() -> None:
+        reason = f"the {world_size()} ranks were not connected in {seconds:.0f} s"
+        print(f"error: rank {os.environ.get('RANK', '0')} ends: {reason}", file=sys.stderr, flush=True)
+        give_up(reason)
         os._exit(1)
 
-    timer = threading.Timer(seconds, give_up)
+    timer = threading.Timer(seconds, end)
     timer.start()
     try:
         yield

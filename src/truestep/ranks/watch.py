@@ -150,6 +150,18 @@ class _Heard:
             self.moved = now
 
 
+def _beat(ranks: int, timeout: float) -> float:
+    """Return the seconds between two looks of a rank at the others."""
+    return min(max(1.0, ranks / _MOST_READ), timeout / 10)
+
+
+def longest_silence(ranks: int, timeout: float) -> float:
+    """Return the seconds after which each of this many ranks has ended, in a run whose ranks come and go, if it hears
+    nothing of the others."""
+    beat = _beat(ranks, timeout)
+    return min(timeout, max(_SILENCE, 5 * beat)) + 2 * beat
+
+
 class Watch:
     """The watch of one rank: the main thread names its phases, and another thread compares all ranks."""
 
@@ -161,7 +173,7 @@ class Watch:
         self.over = False  # a rank has failed in a way that no restart mends
         self._grace = min(5.0, max(2.0, timeout / 10))
         self._number, self._phase, self._since = 0, "starting", time.monotonic()
-        self._beat = min(max(1.0, ranks.size / _MOST_READ), timeout / 10)
+        self._beat = _beat(ranks.size, timeout)
         self._silence = timeout if agent is None else min(timeout, max(_SILENCE, 5 * self._beat))
         self._stopped = threading.Event()
         self._ended = threading.Event()

@@ -45,6 +45,7 @@ _FROM = {"memory": "memory", "disk": "the disk"}
 # Seconds between looks for a note, while ranks connect. Torch's agents need some to find one another: those that leave
 # a round before others have read it end the run.
 _LOOKS = 15.0
+_NOTE_TAKES = 10.0  # most seconds to write a note: without a network, a network disk may hold up a write for ever
 JOIN_PATIENCE = 180.0  # seconds in which all ranks must be connected
 _LOCK_PATIENCE = 120.0  # seconds to wait for the lock of a rank that is ending: a lease of NFS lasts 90
 _MOST_TO_FAIL = 20.0  # seconds after a signal to stop in which the end of a rank is its own failure
@@ -122,7 +123,10 @@ class Elastic:
         def look() -> None:
             while not connected.wait(_LOOKS):
                 if note.exists():
-                    print("error: another rank has ended before all were connected", file=sys.stderr, flush=True)
+                    reason = _read(note).get("reason", "it did not say why")
+                    reason = f"another rank has ended before all were connected: {reason}"
+                    print(f"error: rank {_own_rank()} ends: {reason}", file=sys.stderr, flush=True)
+                    self.give_up(reason)
                     os._exit(ENDED_BY_ANOTHER)
 
         looking = threading.Thread(target=look, daemon=True, name="connecting")
@@ -132,6 +136,10 @@ class Elastic:
         finally:
             connected.set()
             looking.join()
+
+    def give_up(self, reason: str) -> None:
+        """Note why this rank ends before all are connected, and end its agent where it must."""
+        self._before_exit(reason, False)
 
     def count_beside(self, ranks: Ranks) -> None:
         """Let LOCAL_WORLD_SIZE be the ranks of this machine, which share its memory and cores: an agent counts its own.
@@ -237,14 +245,13 @@ class Elastic:
         except BaseException as error:
             own = isinstance(error, Exception) and not isinstance(error, RankLostError)
             own = own and not raised_between_ranks(error)
-            failure = f"rank {self.ranks.rank} failed: {type(error).__name__}: {error}"
+            failure = f"rank {_own_rank()} failed: {type(error).__name__}: {error}"
             cause = error.cause if isinstance(error, RankLostError) else str(error)
+            self.agent.leave_if_cut_off()  # before the note
             self.note(failure if own else cause, own)
             over = self.watch is not None and self.watch.over  # an error of another rank
             if ends_run(error) or isinstance(error, NoDeviceError) or over or self.agent.last_start:
                 self.agent.leave()
-            else:
-                self.agent.leave_if_cut_off()
             raise
         finally:
             if self.recalled is not None:
@@ -273,21 +280,29 @@ class Elastic:
         os._exit(128 + number)
 
     def _before_exit(self, reason: str, over: bool) -> None:
+        self.agent.leave_if_cut_off()  # before the note
         self.note(reason, False)
         if over or self.agent.last_start:
             self.agent.end()
-        else:
-            self.agent.leave_if_cut_off()
 
     def note(self, reason: str, own: bool) -> None:
-        """Write why the generation ends, unless another rank has. `own`: this rank failed."""
+        """Write why the generation ends, unless another rank has. `own`: this rank failed. Return after some seconds in
+        any case."""
         gone = self.watch.lost if self.watch is not None and not own else ()
         if time.monotonic() > self.asked_at() + _MOST_TO_FAIL:
             gone = ()  # agents kill what does not stop in 30 s
         failed = [self.agent.name] if own else [self.agents[rank] for rank in gone if rank < len(self.agents)]
         file = self.path / f"{_NOTE}{generation_id()}"
-        with contextlib.suppress(OSError), file.open("x", encoding="utf-8") as opened:
-            json.dump({"reason": printable(reason, 500), "failed": failed}, opened)
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                self.path.mkdir(parents=True, exist_ok=True)  # the run may be about to start
+                with file.open("x", encoding="utf-8") as opened:
+                    json.dump({"reason": printable(reason, 500), "failed": failed}, opened)
+
+        writing = threading.Thread(target=write, daemon=True, name="note")
+        writing.start()
+        writing.join(_NOTE_TAKES)
 
     def _read_note(self, ids: Sequence[str]) -> dict[str, Any]:
         """Return the note of the last of these generations, or of a later one that never began; {} if there is none. A
@@ -296,13 +311,24 @@ class Elastic:
         last = ids[-1] if ids else None
         later = [name for name in notes if name not in ids]
         for file in (notes[name] for name in [last, *later] if name in notes):
-            with contextlib.suppress(OSError, ValueError):  # a rank was killed while it wrote
-                return dict(json.loads(file.read_text(encoding="utf-8")))
+            if content := _read(file):
+                return content
         return {}
 
     def _remove_notes(self) -> None:
         for file in self.path.glob(f"{_NOTE}*"):
             file.unlink(missing_ok=True)
+
+
+def _read(note: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):  # a rank was killed while it wrote
+        return dict(json.loads(note.read_text(encoding="utf-8")))
+    return {}
+
+
+def _own_rank() -> int:
+    """This process's rank, also before it has connected."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def still_stands(key: Key, lines: Sequence[Mapping[str, Any]]) -> bool:

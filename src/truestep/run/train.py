@@ -127,7 +127,7 @@ def _train(
         notes.append("the launcher is not torchrun: the number of ranks is fixed, also where it could start fewer")
     _refuse_notice(config)
     with nullcontext() if elastic is None else elastic.connecting():
-        ranks = join_ranks(config, None if elastic is None else JOIN_PATIENCE)
+        ranks = join_ranks(config) if elastic is None else join_ranks(config, JOIN_PATIENCE, elastic.give_up)
     watch = Watch(ranks, config.schedule.stall_timeout, None if elastic is None else elastic.agent)
     with ExitStack() as watched:
         if elastic is not None:  # a rank may be lost at any time

@@ -1,5 +1,6 @@
 """Writes the commands that start a run whose ranks may come and go: one for each machine."""
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -8,20 +9,20 @@ from pathlib import Path
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.ranks.axes import RankError
-from truestep.ranks.elastic import MAX_RESTARTS, OWN_STORE, Agent
+from truestep.ranks.elastic import MAX_RESTARTS, OWN_STORE, SECONDS_TO_LEAVE, Agent
+from truestep.ranks.watch import longest_silence
 from truestep.run.assemble.policy import layout_of
-from truestep.run.elastic import check_elastic
+from truestep.run.elastic import JOIN_PATIENCE, check_elastic
 
 # Settings of torch's rendezvous, in seconds. Agents wait a week for others; a generation begins this long after the
-# least number of agents is there; an agent that is silent for 5 intervals has left. An agent that gets no answer for
-# `read_timeout` closes the run for all as soon as it can, so its ranks, which hear nothing either, end it before.
+# least number of agents is there; an agent that is silent for 5 intervals has left.
 RENDEZVOUS = {
     "join_timeout": 604800,
     "last_call_timeout": 15,
     "keep_alive_interval": 2,
     "keep_alive_max_attempt": 5,
-    "read_timeout": 90,
 }
+_MARGIN = 15.0  # seconds
 _THREADS = "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"  # torchrun sets it for several processes of an agent, not for one
 # Waits for all agents, also after a signal, which ends a `wait`; the exit code is the greatest of theirs.
 _WAIT = (
@@ -46,7 +47,8 @@ def elastic_commands(
     if fewest > most:
         raise TruestepError(f"--least: {fewest} is more than the {most} agents of all machines")
     check_elastic(config, Agent(0, fewest, most, team))
-    settings = ",".join(f"{name}={value}" for name, value in RENDEZVOUS.items())
+    given = RENDEZVOUS | {"read_timeout": read_timeout(most * team, config.schedule.stall_timeout)}
+    settings = ",".join(f"{name}={value}" for name, value in given.items())
     name = re.sub(r"[^\w-]", "-", Path(config.checkpoint.directory or "run").name)
     visible = [",".join(str(team * agent + gpu) for gpu in range(team)) for agent in range(each)]
     return [
@@ -57,6 +59,13 @@ def elastic_commands(
         f'--local-addr {host} -m {shlex.join(train)} & pids="$pids $!"; done; {_WAIT}'
         for host in hosts
     ]
+
+
+def read_timeout(ranks: int, stall_timeout: float) -> int:
+    """Return the seconds that an agent waits for an answer of the rendezvous. One that gets none closes the run for all
+    as soon as it can. So its ranks, which hear nothing either, or are not connected, end it before."""
+    ranks_wait = max(JOIN_PATIENCE, longest_silence(ranks, stall_timeout))
+    return math.ceil(ranks_wait + SECONDS_TO_LEAVE + _MARGIN)
 
 
 def _team(config: Config, gpus: int, hosts: int) -> int:

@@ -1,5 +1,6 @@
 """Makes the ranks of a run and its policy."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,16 @@ def layout_of(config: Config) -> RankLayout:
     return RankLayout(**{name: getattr(parallel, name) for name in (*(axis.name for axis in AXES), *DERIVED)})
 
 
-def join_ranks(config: Config, patience: float | None = None) -> Ranks:
-    timeout = config.schedule.stall_timeout
-    return join(layout_of(config), device=config.model.device, stall_timeout=timeout, patience=patience)
+def join_ranks(
+    config: Config, patience: float | None = None, give_up: Callable[[str], None] = lambda reason: None
+) -> Ranks:
+    return join(
+        layout_of(config),
+        device=config.model.device,
+        stall_timeout=config.schedule.stall_timeout,
+        patience=patience,
+        give_up=give_up,
+    )
 
 
 def chosen(value: Any) -> Any:

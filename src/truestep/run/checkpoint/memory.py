@@ -28,7 +28,7 @@ from truestep.ranks.keeper import Key
 from truestep.ranks.keeper_client import Keeper, KeeperError, LocalKeeper, RemoteKeeper, default_limit, machine_key
 from truestep.run.checkpoint.checksums import MANIFEST, entry_of, find_damage, manifest_of, names_in
 from truestep.run.checkpoint.staging import SharedStaging, Staged
-from truestep.run.checkpoint.store import ModelFiles, Progress, Written, progress_files, random_name
+from truestep.run.checkpoint.store import ModelFiles, Progress, Written, is_random, progress_files, random_name
 from truestep.text import printable
 from truestep.weights.remote_parts import RemotePart, forget_remote, note_remote, read_remote
 from truestep.weights.tensor_parts import FOLDER, INDEX, describe_parts, index_of, part_name
@@ -399,18 +399,18 @@ class Memory:
             (recalled.path / name).symlink_to(f"/proc/self/fd/{handle}")
         beside = [rank for rank, answer in enumerate(self._answers) if answer.place == machine_key()]
         part = beside.index(self.ranks.rank)
-        linked = [name for name in names if name not in damaged]
-        if find_damage(recalled.path, part, len(beside), only=set(linked)) is not None:  # look which
-            told = {name: find_damage(recalled.path, only={name}) for name in linked}
+        # All ranks of the machine share the same files, also those that only one of them could not link.
+        if find_damage(recalled.path, part, len(beside), only=set(names)) is not None:  # look which
+            told = {name: find_damage(recalled.path, only={name}) for name in names if name not in damaged}
             damaged |= {name: damage for name, damage in told.items() if damage is not None}
         return damaged
 
     def _note_remote(self, key: Key, remote: Mapping[str, str], folder: Path) -> None:
         """Note where the parts are that only other machines hold, and copy the small files that this rank reads."""
-        parts, of_ranks = {}, f"{FOLDER}/{random_name(0).partition('-')[0]}-"
-        own = f"{FOLDER}/{random_name(self.ranks.rank)}"
+        parts = {}
+        needed = {random_name(0), random_name(self.ranks.rank)}
         for name, where in remote.items():
-            if name.startswith(of_ranks) and name not in (own, f"{FOLDER}/{random_name(0)}"):
+            if is_random(Path(name).name) and Path(name).name not in needed:
                 continue
             keeper, size = self._holder(key, name, where)
             if Path(name).suffix == ".safetensors":

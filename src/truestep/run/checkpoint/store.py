@@ -270,8 +270,16 @@ def _is_complete(path: Path) -> bool:
     return (path / FOLDER / "state.json").is_file() and (path / MANIFEST).is_file()
 
 
+_RANDOM = "random-"
+
+
 def random_name(rank: int) -> str:
-    return f"random-{rank:05d}.json"
+    return f"{_RANDOM}{rank:05d}.json"
+
+
+def is_random(name: str) -> bool:
+    """Tell whether a file of `FOLDER` has the random state of a rank."""
+    return name.startswith(_RANDOM)
 
 
 def _write_progress(folder: Path, progress: Progress) -> None:
