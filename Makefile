@@ -122,7 +122,7 @@ suite-long: $(VENV)/.installed-dev $(REDIS_SERVER)
 # other people's environments are trained on.
 # FILES names some of the tests; `.ci/run` takes those that a change concerns, by tests/nightly.py.
 test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPTERS)/.installed $(VERIFIERS)/.installed $(TINKER)/.installed $(TINKER_VERIFIERS)/.installed
-	$(TEST_ENVIRONMENT) TRUESTEP_NIGHTLY=1 TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) TRUESTEP_TINKER=$(TINKER_PYTHON) TRUESTEP_TINKER_VERIFIERS=$(TINKER_VERIFIERS_PYTHON) $(BIN)/python $(PYTEST) -m 'nightly and not release' $(FILES)
+	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) TRUESTEP_TINKER=$(TINKER_PYTHON) TRUESTEP_TINKER_VERIFIERS=$(TINKER_VERIFIERS_PYTHON) $(BIN)/python $(PYTEST) -m 'nightly and not release' $(FILES)
 
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
 test-release: $(VENV)/.installed-dev $(REDIS_SERVER)

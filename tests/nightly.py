@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "elastic": (
-        ("tests/test_elastic.py", "tests/test_hosts.py", "tests/test_state_in_memory.py"),
+        ("tests/test_elastic.py", "tests/test_state_in_memory.py"),
         (
             *("src/truestep/run/elastic.py", "src/truestep/tools/elastic_command.py", "src/truestep/run/checkpoint/*"),
             *("src/truestep/ranks/elastic.py", "src/truestep/ranks/watch.py"),
