@@ -61,6 +61,7 @@ def test_eight_lines_lead_to_a_learning_curve(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.release
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="`make small-model` gets SmolLM2")
 def test_eight_lines_teach_smollm2_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines as they stand there. An evaluation of sums that are never trained on is added: what is answered right

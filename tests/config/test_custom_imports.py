@@ -75,6 +75,19 @@ def test_a_module_that_is_written_before_the_next_start_is_found(place: Path) ->
     assert load_custom("reward", "second_task_of_test:score")() == 2
 
 
+def test_an_import_of_another_thread_misses_no_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through the path while entries leave it, and while they are put back."""
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    before, importing = list(sys.path), iter(sys.path)
+    assert next(importing) == ""
+    put_back = keep_path_clean()
+    assert list(importing) == before[1:]
+    without, importing = list(sys.path), iter(sys.path)
+    assert next(importing) == without[0]
+    put_back()
+    assert list(importing) == without[1:] and sys.path == before
+
+
 def test_directories_of_installed_packages_stay(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import yaml
 

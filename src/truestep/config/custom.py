@@ -71,13 +71,16 @@ def keep_path_clean() -> Callable[[], None]:
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     before = list(sys.path)
     moved = [entry for entry in before if Path(entry).resolve() in own - installed or not os.path.isabs(entry)]
-    sys.path[:] = [entry for entry in before if entry not in moved]
+    # A new list: another thread that imports goes through the old one, and would skip entries of a list that shrinks.
+    sys.path = [entry for entry in before if entry not in moved]
     for directory in {str(Path(entry).resolve()): None for entry in (str(Path.cwd()), *moved)}:
         add_directory(directory)
 
     def put_back() -> None:
+        path = list(sys.path)
         for entry in reversed(moved):
-            sys.path.insert(min(before.index(entry), len(sys.path)), entry)
+            path.insert(min(before.index(entry), len(path)), entry)
+        sys.path = path
 
     return put_back
 
