@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from audit.world import END, VOCABULARY, Rollout, World, give_advantages, routes, sample
 from audit.writers import WRITERS, Change
@@ -137,15 +138,21 @@ def two_answers(rollouts: list[Rollout]) -> None:
     give_advantages(rollouts)
 
 
+def answer(one: Rollout, words: np.ndarray, logprobs: ArrayLike, trainer: ArrayLike) -> None:
+    """Give a rollout these words and an end, all drawn, with the sampler's and the trainer's log-probs."""
+    one.drawn = [*words.tolist(), END]
+    one.logprobs, one.trainer = np.asarray(logprobs).tolist(), np.asarray(trainer).tolist()
+    one.entropy = (-np.asarray(trainer)).tolist()
+    one.mask, one.truncated = [0] * len(one.prompt) + [1] * len(one.drawn), False
+
+
 def certain_ends(rollouts: list[Rollout]) -> None:
     """The longest answers end with certainty, and shorter ones nearly so."""
     for place, one in enumerate(rollouts):
         length = 6 if place % 3 else 4
         draws = np.random.default_rng((7, place))
         values = [*np.log(draws.uniform(0.2, 0.9, length)).tolist(), 0.0 if place % 3 else -2e-4]
-        one.drawn = [*draws.integers(2, VOCABULARY, length).tolist(), END]
-        one.logprobs, one.trainer, one.entropy = list(values), list(values), [-value for value in values]
-        one.mask, one.truncated = [0] * len(one.prompt) + [1] * len(one.drawn), False
+        answer(one, draws.integers(2, VOCABULARY, length), values, values)
 
 
 def up_to_three_digits(rollouts: list[Rollout]) -> None:
@@ -155,9 +162,7 @@ def up_to_three_digits(rollouts: list[Rollout]) -> None:
         count = 3 if place % 2 else int(draws.integers(1, 3))
         values = [*np.log(draws.uniform(0.05, 0.5, count)).tolist(), float(np.log(draws.uniform(0.2, 0.6)))]
         values[-1] = 0.0 if count == 3 else values[-1]
-        one.drawn = [*draws.integers(10, 20, count).tolist(), END]
-        one.logprobs, one.trainer, one.entropy = list(values), list(values), [-value for value in values]
-        one.mask, one.truncated = [0] * len(one.prompt) + [1] * len(one.drawn), False
+        answer(one, draws.integers(10, 20, count), values, values)
 
 
 def certain_ends_of_four_digits(rollouts: list[Rollout]) -> None:
@@ -168,9 +173,7 @@ def certain_ends_of_four_digits(rollouts: list[Rollout]) -> None:
         exact = np.log(draws.uniform(0.2, 0.9, length + 1))
         exact[:-1][draws.random(length) < 0.1] = -3e-4
         exact[-1] = -1e-5 if length == 12 else exact[-1]
-        one.drawn = [*draws.integers(2, VOCABULARY, length).tolist(), END]
-        one.logprobs, one.trainer, one.entropy = exact.round(4).tolist(), exact.tolist(), (-exact).tolist()
-        one.mask, one.truncated = [0] * len(one.prompt) + [1] * len(one.drawn), False
+        answer(one, draws.integers(2, VOCABULARY, length), exact.round(4), exact)
 
 
 def unequal_groups(rollouts: list[Rollout]) -> list[Rollout]:

@@ -14,27 +14,22 @@ _remote: dict[Path, dict[str, "RemotePart"]] = {}  # by the directory of a check
 
 @dataclass(frozen=True)
 class RemotePart:
-    """A file of parts that a keeper holds."""
+    """A file of a checkpoint that a keeper of another machine holds."""
 
     keeper: RemoteKeeper
     key: Key
     name: str
 
     def read(self, start: int, count: int) -> bytearray:
-        return read_remote(self.keeper, self.key, self.name, start, count)
-
-
-def read_remote(keeper: RemoteKeeper, key: Key, name: str, start: int, count: int) -> bytearray:
-    """Read bytes of a file that a keeper of another machine holds."""
-    content = bytearray()
-    with progress.waiting_for(f"the keeper of {keeper.host}"), keeper.connected() as connection:
-        while len(content) < count:
-            piece = connection.read(key, name, start + len(content), min(_MOST, count - len(content)))
-            if not piece:
-                raise ValueError(f"{name} ends at its byte {start + len(content)}")
-            content += piece
-            progress.made("bytes read from other machines", len(piece))
-    return content
+        content = bytearray()
+        with progress.waiting_for(f"the keeper of {self.keeper.host}"), self.keeper.connected() as connection:
+            while len(content) < count:
+                piece = connection.read(self.key, self.name, start + len(content), min(_MOST, count - len(content)))
+                if not piece:
+                    raise ValueError(f"{self.name} ends at its byte {start + len(content)}")
+                content += piece
+                progress.made("bytes read from other machines", len(piece))
+        return content
 
 
 def note_remote(checkpoint: Path, parts: Mapping[str, RemotePart]) -> None:

@@ -30,7 +30,7 @@ from truestep.run.checkpoint.checksums import MANIFEST, entry_of, find_damage, m
 from truestep.run.checkpoint.staging import SharedStaging, Staged
 from truestep.run.checkpoint.store import ModelFiles, Progress, Written, is_random, progress_files, random_name
 from truestep.text import printable
-from truestep.weights.remote_parts import RemotePart, forget_remote, note_remote, read_remote
+from truestep.weights.remote_parts import RemotePart, forget_remote, note_remote
 from truestep.weights.tensor_parts import FOLDER, INDEX, describe_parts, index_of, part_name
 
 _SILENT = "a keeper did not answer, and is left out from then on"
@@ -371,7 +371,7 @@ class Memory:
             with os.fdopen(handle, "rb") as file:
                 return os.pread(file.fileno(), os.fstat(handle).st_size, 0)
         keeper, size = self._holder(held.key, name, held.places[name][0])
-        return bytes(read_remote(keeper, held.key, name, 0, size))
+        return bytes(RemotePart(keeper, held.key, name).read(0, size))
 
     def _at(self, number: int) -> LocalKeeper:
         return LocalKeeper.of(self.run, number)
@@ -413,11 +413,12 @@ class Memory:
             if is_random(Path(name).name) and Path(name).name not in needed:
                 continue
             keeper, size = self._holder(key, name, where)
+            part = RemotePart(keeper, key, name)
             if Path(name).suffix == ".safetensors":
-                parts[Path(name).name] = RemotePart(keeper, key, name)
+                parts[Path(name).name] = part
             else:
                 (folder / name).unlink(missing_ok=True)
-                (folder / name).write_bytes(read_remote(keeper, key, name, 0, size))
+                (folder / name).write_bytes(part.read(0, size))
         for name in parts:
             (folder / FOLDER / name).unlink(missing_ok=True)
         note_remote(folder, parts)
