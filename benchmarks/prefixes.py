@@ -6,12 +6,12 @@
 For each shape, PREFIX+ANSWER tokens in groups of `--group`: tokens of documents a second and the peak of memory
 beyond weights, gradients and optimizer, off and on in turn, and how far the gradients of one step are apart. `agents`
 are documents of `--turns` turns: what a turn thinks is stripped from what later turns see, so each turn is a sequence
-that begins with what was visible before. `--trl` trains the same documents with TRL first. `--long` is one tree of a
-prefix of so many tokens and 16 answers of 1,024, recomputed, beside two of its documents alone, whose time counts
-eight times. `--branches` are how many of its answers a micro-batch has room for: with fewer than 16, each micro-batch
-computes the prefix again. `--random-steps` runs steps of random trees with compiled layers and counts graphs that are
-compiled after the fifth. `--count` computes nothing: it says how many tokens a step would compute, by the room of a
-micro-batch.
+that begins with what was visible before. With `--qwen35` three layers in four keep a state. `--trl` trains the same
+documents with TRL first. `--long` is one tree of a prefix of so many tokens and 16 answers of 1,024, recomputed, beside
+two of its documents alone, whose time counts eight times. `--branches` are how many of its answers a micro-batch has
+room for: with fewer than 16, each micro-batch computes the prefix again. `--random-steps` runs steps of random trees
+with compiled layers and counts graphs that are compiled after the fifth. `--count` computes nothing: it says how many
+tokens a step would compute, by the room of a micro-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import transformers
 from beside_trl import print_beside, run_trl
-from qwen import write_model
+from qwen import QWEN35, write_model, write_qwen35
 
 from step import document, make_optimizer, matrix_rate
 from truestep.losses.label_losses import Grpo
@@ -245,6 +245,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--activation-checkpointing", nargs="?", const="full", default=False)
     parser.add_argument("--attention", choices=["auto", "flash", "torch"], default="auto")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--qwen35", action="store_true", help="Qwen3.5-4B's layers; --layers says how many of its 32")
     parser.add_argument("--trl", action="store_true", help="train the documents of each shape with TRL first")
     parser.add_argument("--trl-seconds", type=float, default=220, help="no row of TRL begins after so long")
     parser.add_argument("--trl-only", nargs="+", metavar="WORDS", help="of TRL's rows, those that have one of these")
@@ -252,6 +253,8 @@ def options() -> argparse.Namespace:
     given = parser.parse_args()
     if given.random_steps and not given.compile:
         parser.error("--random-steps counts graphs: it needs --compile")
+    if given.qwen35:
+        given.vocabulary = QWEN35["vocab_size"]
     if given.tiny:
         given.layers, given.hidden, given.intermediate, given.heads, given.vocabulary = 2, 64, 128, 8, 997
         given.tokens, given.groups, given.rounds, given.end = 1024, 2, 1, 480
@@ -274,7 +277,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = given.model or Path(directory)
         if not (path / "config.json").exists():
-            write_model(path, given, device=place)
+            if given.qwen35:
+                write_qwen35(path, QWEN35, given.layers, device=place)
+            else:
+                write_model(path, given, device=place)
         theirs = {
             shape: run_trl(path, documents_of(shape, given), 3, given.trl_seconds, given.trl_only)
             for shape in (given.shapes if given.trl else ())

@@ -452,12 +452,13 @@ def turns_case(
     PagePool.find = plain  # type: ignore[method-assign]
 
 
-def arrivals_case(policy: Policy, count: int = 1024, rows: int = 256, new: int = 256) -> None:
-    """Requests that come at random times, as fast as the engine can serve them, against all at once."""
+def arrivals_case(policy: Policy, count: int = 8192, rows: int = 256, new: int = 256) -> None:
+    """Requests that come at random times, as fast as the engine can serve them, against all at once. The first and the
+    last `new` steps are half full, so the share that they lose falls with `count`."""
     asked, draw = requests(count, 128), options(new)
     span = 0.0
-    for at_random in (False, False, True, True):
-        delays = np.random.default_rng(7).uniform(0, 0.8 * span * at_random, count)
+    for name, number in (("warm-up", 2 * rows), ("at once", count), ("at random times", count)):
+        delays = np.random.default_rng(7).uniform(0, 0.8 * span, number)
         service = EngineGenerator(policy, EngineSettings(rows=rows))
 
         async def come(number: int, generate: Generate, delays: np.ndarray = delays) -> int:
@@ -465,9 +466,9 @@ def arrivals_case(policy: Policy, count: int = 1024, rows: int = 256, new: int =
                 await asyncio.sleep(float(delays[number]))
             return len((await generate(replace(asked[number], options=draw))).token_ids)
 
-        took, made = timed(lambda service=service, come=come: service.map(range(count), come))
-        span = span if at_random else took
-        print(f"{count} requests {'at random times' if at_random else 'at once'}: {sum(made) / took:,.0f} tokens/s")
+        took, made = timed(lambda service=service, come=come, number=number: service.map(range(number), come))
+        span = took if name == "at once" else 0.0
+        print(f"{number} requests, {name}: {sum(made) / took:,.0f} tokens/s")
 
 
 def bfloat16_case(policy: Policy) -> None:

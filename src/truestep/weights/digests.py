@@ -98,6 +98,8 @@ class Trace:
 
     weights: Weights
     _runs: dict[str, Run | None] = field(default_factory=dict)
+    _all: list[str] = field(default_factory=list)
+    _counted: list[str] | None = None
     _tables: dict[torch.dtype, Any] = field(default_factory=dict)
     _places: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
     _kernel_fails: bool = False
@@ -106,20 +108,28 @@ class Trace:
     @property
     def names(self) -> list[str]:
         """The names of the trained weights, the same on every rank."""
-        return [name for name, piece in self.weights.pieces.items() if piece.trained]
+        if not self._all:
+            self._all = [name for name, piece in self.weights.pieces.items() if piece.trained]
+        return self._all
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """Return the parts of the trained weights that this rank counts."""
+        weights = self.weights
+        # Masters in host memory may still be in flight, so the copies on the device are used instead.
+        parts = weights.computed() if weights.masters_on_host else weights.master
+        if self._counted is None:
+            self._counted = [
+                name
+                for name in self.names
+                if name in parts and weights.pieces[name].counted_on(weights.ranks) and parts[name].numel()
+            ]
+        return {name: parts[name].detach() for name in self._counted}
 
     @torch.no_grad()
     def ask(self, squares: "Squares | None" = None) -> None:
         """Start to compute the digests and norms of the weights. `squares`: the squared norms of the gradients that
         this rank counts. Every rank calls this after its part of an update."""
-        weights, names = self.weights, self.names
-        # Masters in host memory may still be in flight, so the copies on the device are used instead.
-        parts = weights.computed() if weights.masters_on_host else weights.master
-        own = {
-            name: parts[name].detach()
-            for name in names
-            if name in parts and weights.pieces[name].counted_on(weights.ranks) and parts[name].numel()
-        }
+        weights, names, own = self.weights, self.names, self._own()
         digests = torch.zeros(len(names), dtype=torch.int64, device=weights.device)
         both = torch.zeros(2, len(names), dtype=torch.float64, device=weights.device)
         for some, sums, found in self._added_up(own):
