@@ -2,6 +2,7 @@
 one gets alone.
 
     python benchmarks/tenants.py [--tiny] [--tenants 10] [--rank 32] [--no-samples]
+    python benchmarks/tenants.py --turns 3 --no-server      # `train` and a Session alone, in turn
 
 A random model of Qwen3's shape (1.72B) with an adapter on all linear layers. The same documents, 64k tokens a step, are
 trained on by `train`, by a `Session`, and through the Tinker protocol on loopback, by a client of the standard library
@@ -16,6 +17,7 @@ import asyncio
 import gc
 import io
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -58,6 +60,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=128, help="tokens of a sample")
     parser.add_argument("--compile", action="store_true", help="the layers, in training")
     parser.add_argument("--no-samples", action="store_true", help="tenants only train")
+    parser.add_argument("--turns", type=int, default=1, help="of `train` and of a Session")
+    parser.add_argument("--no-server", action="store_true", help="neither HTTP nor tenants")
     parser.add_argument("--tiny", action="store_true", help="a model and documents that a CPU computes in seconds")
     given = parser.parse_args()
     if given.tiny:
@@ -103,17 +107,19 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def by_train(config: Config, folder: Path) -> tuple[float, float]:
-    """Seconds of a step, and those of them in which it reads its documents."""
+def by_train(config: Config, folder: Path) -> tuple[list[float], list[float]]:
+    """Seconds of each step, and those of them in which it reads its documents."""
+    shutil.rmtree(folder / "run", ignore_errors=True)
     train(config, Console(file=io.StringIO()))
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     free()
-    step, waits = (statistics.median(line[name] for line in lines[WARM:]) for name in ("step_time", "data_wait_time"))
-    return step, waits
+    return [line["step_time"] for line in lines[WARM:]], [line["data_wait_time"] for line in lines[WARM:]]
 
 
-def by_session(config: Config, found: Sequence[dict[str, Any]], given: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of a step, and those in which its records were checked before it: `train` does that meanwhile."""
+def by_session(
+    config: Config, found: Sequence[dict[str, Any]], given: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """Seconds of each step, and those in which its records were checked before it: `train` does that meanwhile."""
     times, reads = [], []
     with Session(config) as session:
         for first in range(0, len(found), given.documents):
@@ -126,7 +132,31 @@ def by_session(config: Config, found: Sequence[dict[str, Any]], given: argparse.
             session.step()
             times.append(time.perf_counter() - start)
     free()
-    return statistics.median(times[WARM:]), statistics.median(reads[WARM:])
+    return times[WARM:], reads[WARM:]
+
+
+def in_turn(config: Config, folder: Path, found: Sequence[dict[str, Any]], given: argparse.Namespace) -> float:
+    """Print the seconds of a step of `train` and of a Session; return a Session's. A warm card is slower than a cool
+    one, so they take turns."""
+    runs: list[tuple[str, list[float], list[float]]] = []
+    for _ in range(given.turns):
+        runs += [("train", *by_train(config, folder)), ("Session", *by_session(config, found, given))]
+    for name, times, _ in runs:
+        print(f"  {name}: {statistics.median(times):.3f} s")
+    own, sessions, waits, reads = (
+        [second for name, *kinds in runs if name == wanted for second in kinds[which]]
+        for which in (0, 1)
+        for wanted in ("train", "Session")
+    )
+    tokens, step, session = given.documents * given.length, statistics.median(own), statistics.median(sessions)
+    print(
+        f"train            {step:8.3f} s   {tokens / step:,.0f} tokens/s   "
+        f"of them {statistics.median(waits):.3f} s for reading documents\n"
+        f"Session          {session:8.3f} s   {tokens / session:,.0f} tokens/s   {session / step - 1:+.2%} to train, "
+        f"and {statistics.median(reads):.3f} s before for its records",
+        flush=True,
+    )
+    return session
 
 
 @dataclass
@@ -194,15 +224,9 @@ def main() -> None:
         tokens = given.documents * given.length
         where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         print(f"torch {torch.__version__}, {where}; {tokens:,} tokens a step")
-        own, waits = by_train(config, folder)
-        read = f"of them {waits:.3f} s for reading documents"
-        print(f"train            {own:8.3f} s   {tokens / own:,.0f} tokens/s   {read}", flush=True)
-        session, reads = by_session(config, found, given)
-        print(
-            f"Session          {session:8.3f} s   {tokens / session:,.0f} tokens/s   {session / own - 1:+.2%} to train,"
-            f" and {reads:.3f} s before for its records",
-            flush=True,
-        )
+        session = in_turn(config, folder, found, given)
+        if given.no_server:
+            return
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         show(by_http(config, folder, given), session, given)
