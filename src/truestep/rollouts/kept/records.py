@@ -79,14 +79,15 @@ def encode(step: int, documents: Sequence[Rollout]) -> bytes:
 
 def blocks_of(folder: Path) -> list[Block]:
     """Return the blocks of a run's records, in the order of steps. Damaged blocks are left out."""
-    return [block for file in _files(folder) for block in _scan(file)]
+    return [block for file in _files(folder) for block in blocks_in(file)]
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("from-*.records")) if folder.is_dir() else []
 
 
-def _scan(file: Path) -> Iterator[Block]:
+def blocks_in(file: Path) -> Iterator[Block]:
+    """Yield the blocks of a file of records. Damaged blocks are left out."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         start = 0
@@ -124,7 +125,7 @@ def roll_back(folder: Path, step: int) -> list[str]:
     faults = []
     for file in _files(folder):
         try:
-            kept = [block.end for block in _scan(file) if block.step <= step]
+            kept = [block.end for block in blocks_in(file) if block.step <= step]
             if kept:
                 cut_file(file, kept[-1])
             else:
@@ -166,7 +167,7 @@ class RecordFiles:
         files = _files(self.folder)
         sizes = [file.stat().st_size for file in files]
         while len(files) > 1 and sum(sizes) > self.most_bytes:
-            last = [block.step for block in _scan(files[0])]
+            last = [block.step for block in blocks_in(files[0])]
             files.pop(0).unlink()
             sizes.pop(0)
             self.removed(max(last, default=0))

@@ -216,6 +216,7 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
         even_length=policy.facts.even_length,
         share=_share_mode(config, policy),
         busy=_busy_tokens(policy, bool(config.model.compile)),
+        least_of_auto=64 if policy.device.type == "cuda" else 16,  # a GPU's attention computes whole tiles
         alike=policy.token_fields,
     )
 

@@ -36,13 +36,14 @@ class StepRule:
     share: ShareMode = "off"
     # tokens; below this, a micro-batch leaves the GPU waiting for its host, so `auto` shares no prefix
     busy: float = 0.0
+    # tokens that a shared segment must save with `auto`, so that documents are not cut into very short segments
+    least_of_auto: int = 64
     alike: tuple[str, ...] = ()  # per-token fields that must be equal in a shared prefix
 
     @property
     def least_saved(self) -> int:
-        """The smallest number of tokens that a shared segment must save. It is larger for `auto`, so that documents are
-        not cut into very short segments."""
-        return 64 if self.share == "auto" else 1
+        """The smallest number of tokens that a shared segment must save."""
+        return self.least_of_auto if self.share == "auto" else 1
 
     @property
     def multiple(self) -> int:

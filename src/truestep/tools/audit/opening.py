@@ -18,11 +18,14 @@ from truestep.errors import TruestepError
 from truestep.files import bounded
 from truestep.files.disks import no_file
 from truestep.rollouts.files import line_content
+from truestep.rollouts.kept.records import FOLDER, RecordsError, blocks_in
 from truestep.rollouts.pages import batches, checked_groups
+from truestep.rollouts.to_records import records_of
 from truestep.text import printable
 
 _MOST_FILES = 10_000
 _MOST_DECOMPRESSED = 8192 * bounded.MIB  # bytes of compressed JSON lines, once they are decompressed
+_MOST_KEPT = 1024 * bounded.MIB  # bytes of a kept document
 _MOST_JSON = 1024 * bounded.MIB  # bytes of a JSON file that is a single value
 
 
@@ -32,9 +35,9 @@ class UnreadableError(TruestepError):
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
     """Return the files of the paths. For a directory, these are the files with a known suffix, ordered by the numbers
-    in their names."""
+    in their names; for the directory of a run, those of the rollouts that it has kept."""
     found: dict[str, Path] = {}
-    for path in paths:
+    for path in map(_kept, paths):
         if path.is_dir():
             inside = [file for file in path.rglob("*") if _suffix(file) in READERS and file.is_file()]
             if not inside:
@@ -48,6 +51,16 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
         if len(found) > _MOST_FILES:
             raise UnreadableError(f"more than {_MOST_FILES:,} files are named: name some of them")
     return list(found.values())
+
+
+def _kept(path: Path) -> Path:
+    """Return where a run's directory holds its rollouts; another path as it is."""
+    if not (path / "ledger.jsonl").is_file():
+        return path
+    for folder in (path / FOLDER, path / "rollouts"):
+        if folder.is_dir() and any(_suffix(file) in READERS for file in folder.iterdir()):
+            return folder
+    raise UnreadableError(f"the run {path} has kept no rollouts: logging.rollouts says which ones a run keeps")
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
@@ -64,6 +77,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
         yield from reader(path)
     except (
         OSError,
+        RecordsError,
         EOFError,
         zlib.error,
         ValueError,
@@ -122,6 +136,21 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, batch.slice(index, 1).to_pylist()[0]
 
 
+def _read_kept(path: Path) -> Iterator[tuple[int, Any]]:
+    """Read whole records that a run of truestep has kept (`logging.rollouts.documents: all`)."""
+    number = end = 0
+    for block in blocks_in(path):
+        if block.start != end:  # what a kill has left of a step is at the end
+            raise ValueError(f"its bytes {end:,} to {block.start:,} are damaged")
+        end = block.end
+        if any(raw > _MOST_KEPT for _, raw, _ in block.sizes):
+            raise ValueError(f"a document of step {block.step} is not read: {bounded.too_long(_MOST_KEPT)}")
+        for document in block.read():
+            for record in records_of(document):
+                number += 1
+                yield number, record | {"step": block.step}
+
+
 def _read_torch(path: Path) -> Iterator[tuple[int, Any]]:
     """Read a file of torch.save. Only tensors, numbers, strings, lists, dicts and NumPy arrays are unpickled."""
     import torch
@@ -161,6 +190,7 @@ READERS = {
     ".jsonl.gz": _read_compressed_lines,
     ".json": _read_json,
     ".parquet": _read_parquet,
+    ".records": _read_kept,
     ".pt": _read_torch,
     ".pth": _read_torch,
 }

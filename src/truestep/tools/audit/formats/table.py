@@ -21,7 +21,8 @@ class Format:
 
 
 TABLE: tuple[Format, ...] = (
-    Format("truestep", "records: JSON lines, Parquet", "docs/rollouts.md", ours.fits_record, ours.samples_of_record),
+    Format("truestep", "records: JSON lines, Parquet, a run's `records/*.records`", "docs/rollouts.md",
+           ours.fits_record, ours.samples_of_record),
     Format("truestep", "a run's `rollouts/*.parquet`", "docs/metrics.md", ours.fits_kept, ours.samples_of_kept),
     Format("trl", "`completions/*.parquet` of `log_completions`", "TRL's own code (1.16.0), run by tests",
            texts.fits_trl, texts.samples_of_trl),
