@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,10 @@ class Study:
         return tuple(line[field] for field in self.fields)
 
     def read(self, file: Path) -> list[Line]:
-        """Return the last line of each run."""
-        return list({self.cell_of(line): line for line in read_json_lines(file)}.values()) if file.exists() else []
+        """Return the last line of each run that was made."""
+        lines = read_json_lines(file) if file.exists() else []
+        made = {self.cell_of(line): line for line in lines if not line["ended"].startswith(NOT_MADE)}
+        return list(made.values())
 
 
 def make_runs(study: Study, cells: Sequence[tuple[Any, ...]], out: Path, jobs: int, seconds: float) -> None:
@@ -230,30 +233,30 @@ def make_runs(study: Study, cells: Sequence[tuple[Any, ...]], out: Path, jobs: i
     run begins."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     out.parent.mkdir(parents=True, exist_ok=True)
-    known = {study.cell_of(line) for line in study.read(out) if not line["ended"].startswith(NOT_MADE)}
+    known = set(map(study.cell_of, study.read(out)))
     wanted = [cell for cell in cells if cell not in known]
     folder, end = out.with_suffix(".bases"), time.time() + seconds
     # New interpreters: each sees no GPU and has one thread.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_start) as pool:
-        bases = dict.fromkeys(map(study.base_of, wanted))
-        for future in [pool.submit(study.make_base, folder, *base) for base in bases]:
+        making = {
+            base: pool.submit(study.make_base, folder, *base) for base in dict.fromkeys(map(study.base_of, wanted))
+        }
+        for base, future in making.items():
             if (error := future.exception()) is not None:
-                print(f"a base could not be made: {describe(error)}", flush=True)
+                print(f"{base}: a base model could not be made: {describe(error)}", flush=True)
+        wanted = [cell for cell in wanted if making[study.base_of(cell)].exception() is None]
         print(f"{len(wanted)} runs to make", flush=True)
-        made = 0
-        for future in as_completed(
-            [pool.submit(_run_before, end, study.run, study.fields, folder, cell) for cell in wanted]
-        ):
+        run = partial(_run_before, end, study.run, study.fields, folder)
+        for future in as_completed([pool.submit(run, cell) for cell in wanted]):
             if (error := future.exception()) is not None:  # its process is gone
                 print(f"a run could not be made: {describe(error)}", flush=True)
             elif (line := future.result()) is not None:
-                made += 1
                 with out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 cell = ", ".join(map(str, study.cell_of(line)))
                 print(f"{cell}: {line['before']} -> {line['final']}, {line['seconds']} s, {line['ended']}", flush=True)
-    if made < len(wanted):
-        print(f"{len(wanted) - made} runs are left: the same command goes on with them", flush=True)
+    if left := len(set(cells) - set(map(study.cell_of, study.read(out)))):
+        print(f"{left} runs are left: the same command goes on with them", flush=True)
 
 
 def _start() -> None:
