@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import studies
-from studies import Sampler, Study, follow, make_runs, rl_config, text_of, to_int8, write_config
+from studies import Sampler, Study, follow, make_runs, rl_config, text_of, to_int8, unchanged, write_config
 
 from truestep.tools.demo.model import make_model
 
@@ -68,8 +68,8 @@ def run(folder: Path, task: str, objective: str, staleness: int, noise: str, see
         options = write_config(Path(place) / "run.yaml", config)
         noisy = ["--model.dtype", "bfloat16"] if noise == "bfloat16" else []
         sampler = write_config(Path(place) / "sampler.yaml", config, *noisy)
-        change = {"change": to_int8} if noise == "int8" else {}
-        line, _ = follow(options, Sampler(sampler, staleness, **change), directory)
+        change = to_int8 if noise == "int8" else unchanged
+        line, _ = follow(options, Sampler(sampler, staleness, change), directory)
     cell = {"task": task, "objective": objective, "staleness": staleness, "noise": noise, "seed": seed}
     return cell | line
 

@@ -120,6 +120,10 @@ def rl_config(base: Path, model: Path, digits: int, seed: int, directory: Path) 
 # -- a run
 
 
+def unchanged(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
 def to_int8(weight: torch.Tensor) -> torch.Tensor:
     """Round each row of a matrix to 255 values; a vector stays."""
     if weight.dim() < 2:
@@ -138,7 +142,7 @@ class OldWeights(Observer):
         trained: Policy,
         sampling: Policy,
         staleness: int,
-        change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
+        change: Callable[[torch.Tensor], torch.Tensor] = unchanged,
     ):
         self._trained, self._sampling, self._change = trained, sampling, change
         self._lag, self._history = staleness * DOCUMENTS, deque[dict[str, torch.Tensor]](maxlen=staleness + 1)
@@ -166,7 +170,7 @@ class Sampler:
 
     options: Config  # the configuration of the model that samples
     staleness: int  # its weights are so many steps old
-    change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight  # what it does to each weight
+    change: Callable[[torch.Tensor], torch.Tensor] = unchanged  # what it does to each weight
     frozen: bool = True  # False: it is a policy whose routes are recorded
 
 
@@ -241,8 +245,8 @@ def make_runs(study: Study, cells: Sequence[tuple[Any, ...]], out: Path, jobs: i
         making = {
             base: pool.submit(study.make_base, folder, *base) for base in dict.fromkeys(map(study.base_of, wanted))
         }
-        for base, future in making.items():
-            if (error := future.exception()) is not None:
+        for base, made in making.items():
+            if (error := made.exception()) is not None:
                 print(f"{base}: a base model could not be made: {describe(error)}", flush=True)
         wanted = [cell for cell in wanted if making[study.base_of(cell)].exception() is None]
         print(f"{len(wanted)} runs to make", flush=True)
