@@ -6,6 +6,7 @@ are compared with those of the trainer's model at the time of that version.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +24,8 @@ from server.models import make_mixture
 from server.runs import Recorder, recorded, server_config
 from server.vllm_server import Starter, VllmServer
 from small_runs import quiet_trainer, read_lines
+from truestep.generate.errors import WeightsError
 from truestep.generate.servers.vllm import Vllm
-from truestep.rollouts.source import SourceError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -116,16 +117,18 @@ def test_a_mixture_trains_through_a_server(server: VllmServer, tmp_path: Path, m
     assert sum(steps > 0 for steps in staleness) > len(staleness) / 2, "sampling went on beside training"
     assert not any(differences(run, asked))
     assert len({value for told in asked.told.values() for value in told.values()}) == MATRICES * len(run.weights)
-    assert run.worst_gap() < 1e-4, "every label, by the weights of the version that it names"
+    gap = run.worst_gap()
+    assert gap < 1e-4, "every label, by the weights of the version that it names"
+    print(f"{len(staleness)} steps, {len(asked.told)} loads of {MATRICES} matrices, gap {gap:.1e}, {evaluations[-1]}")
 
 
 def swap_experts(weights: Path, layer: int, routers: bool) -> None:
     """Exchange experts 2 and 5 of a layer in a directory of weights; with `routers`, also what chooses them."""
-    file = weights / "model.safetensors"
+    expert = f"model.layers.{layer}.mlp.experts.2."
+    index = json.loads((weights / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    (file,) = {weights / file for name, file in index.items() if name.startswith(expert)}
     found = load_file(file)
-    names = [name for name in found if f"layers.{layer}.mlp.experts.2." in name]
-    assert names
-    for name in names:
+    for name in [name for name in found if name.startswith(expert)]:
         other = name.replace(".experts.2.", ".experts.5.")
         found[name], found[other] = found[other], found[name]
     if routers:
@@ -147,9 +150,10 @@ def test_swapped_experts_are_named(
         run.trainer.run()
         assert run.worst_gap() < 1e-4
     else:
-        with pytest.raises(SourceError, match="nats away from the trainer"):
+        with pytest.raises(WeightsError, match="nats away from the trainer"):
             run.trainer.run()
     swapped = {
         f"model.layers.1.mlp.experts.{number}.{kind}_proj" for number in (2, 5) for kind in ("gate", "up", "down")
     }
-    assert differences(run, asked) == dict.fromkeys(run.weights, swapped)
+    found = differences(run, asked)
+    assert found and all(names == swapped for names in found)
