@@ -20,11 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from server.demo_runs import ENOUGH, StopWhenAccurate, on_servers, warm_up
 from server.experts_in_vllm import checksum, each_expert
+from server.linked_server import BY_LINK
 from server.models import make_mixture
 from server.runs import Recorder, recorded, server_config
-from server.vllm_server import Starter, VllmServer
+from server.vllm_server import LINKED, Starter, VllmServer
 from small_runs import quiet_trainer, read_lines
 from truestep.generate.errors import WeightsError
+from truestep.generate.servers.host_copies import HostWeights
 from truestep.generate.servers.vllm import Vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -40,7 +42,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 32,
     "initializer_range": 0.08,
 }
-EXPERTS = ("--worker-extension-cls", "server.experts_in_vllm.ExpertChecksums")
+OPTIONS = ("--worker-extension-cls", "server.experts_in_vllm.ExpertChecksums", *LINKED)
 MATRICES = 2 * 8 * 3  # two layers of eight experts
 
 
@@ -52,16 +54,24 @@ class Asked:
     before_load: Callable[[Path], None] = lambda weights: None
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        load = Vllm.load
+        load, send = Vllm.load, Vllm.send
+
+        async def ask(server: Vllm, version: int) -> None:
+            answer: Any = await server._order("/collective_rpc", {"method": "expert_checksums"})
+            (sums,) = answer["results"]
+            self.told.append((version, sums))
 
         async def loaded(server: Vllm, weights: Path) -> None:
             self.before_load(weights)
             await load(server, weights)
-            answer: Any = await server._order("/collective_rpc", {"method": "expert_checksums"})
-            (sums,) = answer["results"]
-            self.told.append((int(weights.name.split("-")[2]), sums))
+            await ask(server, int(weights.name.split("-")[2]))
+
+        async def received(server: Vllm, weights: HostWeights) -> None:
+            await send(server, weights)
+            await ask(server, int(weights.name.split("-")[0]))
 
         monkeypatch.setattr(Vllm, "load", loaded)
+        monkeypatch.setattr(Vllm, "send", received)
 
 
 def sent(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -94,7 +104,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp("vllm")
     starter = Starter(python, folder / "starter.log")
     served = make_mixture(folder / "served", seed=100, **SIZES)
-    server = VllmServer(starter, served, folder / "server.log", others=EXPERTS)
+    server = VllmServer(starter, served, folder / "server.log", others=OPTIONS)
     try:
         server.start()
         server.wait()
@@ -123,6 +133,19 @@ def test_a_mixture_trains_through_a_server(server: VllmServer, tmp_path: Path, m
     gap = run.worst_gap()
     assert gap < 1e-4, "every label, by the weights of the version that it names"
     print(f"{len(staleness)} steps, {len(asked.told)} loads of {MATRICES} matrices, gap {gap:.1e}, {evaluations[-1]}")
+
+
+def test_experts_that_are_sent_are_the_trainers(
+    server: VllmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked()
+    asked.patch(monkeypatch)
+    make_mixture(tmp_path / "model", seed=1, **SIZES)
+    run = recorded(server_config(tmp_path, [server.url], sampler={**BY_LINK, "max_staleness": 16}))
+    assert run.trainer.run() == "all 4 steps are done"
+    assert not (tmp_path / "run" / "weights").exists(), "nothing went over the disk"
+    assert len(asked.told) >= 4 and not any(differences(run, asked))
+    assert run.worst_gap() < 1e-4
 
 
 def swap_experts(weights: Path, layer: int, routers: bool) -> None:
