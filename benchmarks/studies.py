@@ -195,7 +195,7 @@ def follow(options: Config, sampler: Sampler, directory: Path) -> tuple[Line, li
         "ended": ended, "before": accuracy.get(0), "final": accuracy[max(accuracy)] if accuracy else None,
         "best": max(accuracy.values(), default=None),
         "steps_to_90": next((step for step, value in sorted(accuracy.items()) if value >= 0.9), None),
-        "accuracy": accuracy, "largest_norm": max((line["grad_norm"] for line in steps), default=None),
+        "accuracy": accuracy, "largest_norm": max(values_of(steps, "grad_norm"), default=None),
         "clipped": mean_of(steps, "clipped_fraction") or 0.0,
         "seconds": round(time.perf_counter() - start, 1),
     }  # fmt: skip
@@ -206,9 +206,13 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:200]
 
 
+def values_of(lines: Sequence[Line], name: str) -> list[float]:
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
 def mean_of(lines: Sequence[Line], name: str) -> float | None:
     """Return the mean of a field over the lines that have it. None: no line has it."""
-    values = [line[name] for line in lines if line.get(name) is not None]
+    values = values_of(lines, name)
     return statistics.mean(values) if values else None
 
 
