@@ -13,34 +13,16 @@ the file has are not made again. Each run has one process, on one CPU core, for 
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
-import json
-import multiprocessing
-import os
-import random
 import statistics
 import tempfile
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from rich.console import Console
+import studies
+from studies import Sampler, Study, follow, make_runs, rl_config, text_of, to_int8, unchanged, write_config
 
-from truestep.config.load import load_config
-from truestep.environments import sorting
-from truestep.files.whole import read_json_lines, write_json_lines
-from truestep.generate.in_process import InProcessSource
-from truestep.metrics.observers import Observer
-from truestep.model.policy import Policy
-from truestep.rollouts.source import Taken
-from truestep.run.assemble.policy import make_policy
-from truestep.run.train import make_trainer, train
 from truestep.tools.demo.model import make_model
 
 TIS = {"type": "truncate", "high": 2.0}
@@ -69,135 +51,27 @@ NOISES = ("none", "bfloat16", "int8", "top_p")
 NOISY_STALENESS = (0, 4)
 # Digits to sort, and how often the corpus of the base model answers rightly.
 TASKS = {"four": (4, 0.35), "six": (6, 0.2)}
-HELD_OUT, PROMPTS, DOCUMENTS, STEPS = 200, 2048, 128, 100
 
 
 def make_base(folder: Path, task: str, seed: int) -> Path:
-    """Make the base model of a task, which has learned from a corpus of mixed quality, and its prompts."""
     digits, right = TASKS[task]
-    base = folder / f"{task}-{seed}"
-    if (base / "done").is_file():
-        return base
-    base.mkdir(parents=True, exist_ok=True)
-    make_model(base / "model", sorting.WORDS, seed)
-    stream = sorting.prompts(seed, digits)
-    write_json_lines(base / "held_out.jsonl", itertools.islice(stream, HELD_OUT))
-    prompts = list(itertools.islice(stream, PROMPTS))
-    write_json_lines(base / "prompts.jsonl", prompts)
-    write_json_lines(base / "corpus.jsonl", make_corpus(prompts, base / "model", right, seed))
-    config = {
-        "model": {"path": str(base / "model"), "dtype": "float32"},
-        "loss": {"type": "cross_entropy"},
-        "data": {"path": str(base / "corpus.jsonl"), "tokens_per_microbatch": 4096},
-        "schedule": {"docs_per_step": 128, "steps": 240},
-        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 20, "schedule": "linear"},
-        "checkpoint": {"directory": str(base / "warm-up")},
-        "seed": seed,
-    }
-    train(write_config(base / "warm-up.yaml", config), Console(file=io.StringIO()))
-    (base / "done").touch()
-    return base
-
-
-def make_corpus(prompts: Sequence[dict[str, str]], model: Path, right: float, seed: int) -> Iterator[dict[str, Any]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    generator = random.Random(seed)
-    for number in range(240 * 128):
-        prompt = generator.choice(prompts)
-        digits, draw = prompt["prompt"].split()[1:-1], generator.random()
-        wrong = digits if draw < (1 + right) / 2 else sorted(digits, reverse=True)
-        answer = prompt["answer"].split() if draw < right else wrong
-        ids = tokenizer(prompt["prompt"])["input_ids"]
-        ends = [*tokenizer(" ".join(answer))["input_ids"], tokenizer.eos_token_id]
-        yield {"id": str(number), "input_ids": [*ids, *ends], "prompt_length": len(ids)}
-
-
-def write_config(file: Path, config: dict[str, Any], *overrides: str) -> Any:
-    file.write_text(yaml.safe_dump(config))
-    return load_config(file, list(overrides))
-
-
-def to_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Round each row of a matrix to 255 values; a vector stays."""
-    if weight.dim() < 2:
-        return weight
-    scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 127
-    return (weight / scale).round() * scale
-
-
-class OldWeights(Observer):
-    """Lets a source sample from weights of some steps ago, as a sampler with this noise has them."""
-
-    def __init__(self, source: InProcessSource, trained: Policy, sampling: Policy, staleness: int, noise: str):
-        self._trained, self._sampling, self._noise = trained, sampling, noise
-        self._lag, self._history = staleness * DOCUMENTS, deque[dict[str, torch.Tensor]](maxlen=staleness + 1)
-        self._take = source.take
-        source.generator.policy = sampling
-        source.take = self.take  # type: ignore[method-assign]
-        self.publish()
-
-    def take(self, count: int, documents_seen: int) -> Taken:
-        return self._take(count, max(documents_seen - self._lag, 0))
-
-    def updated(self, step: int, documents_seen: int) -> None:
-        self.publish()
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        self._history.append({name: weight.detach().clone() for name, weight in self._trained.weights.master.items()})
-        change: Callable[[torch.Tensor], torch.Tensor] = to_int8 if self._noise == "int8" else lambda weight: weight
-        for name, parameter in self._sampling.model.named_parameters():
-            parameter.copy_(change(self._history[0][name]))
+    return studies.make_base(folder / f"{task}-{seed}", digits, right, seed, make_model, {})
 
 
 def run(folder: Path, task: str, objective: str, staleness: int, noise: str, seed: int) -> dict[str, Any]:
-    base = make_base(folder, task, seed)
-    checkpoint = sorted((base / "warm-up" / "checkpoints").iterdir())[-1]
-    digits, _ = TASKS[task]
+    checkpoint, digits = make_base(folder, task, seed), TASKS[task][0]
     with tempfile.TemporaryDirectory() as place:
-        config = {
-            "model": {"path": str(checkpoint), "dtype": "float32", "head": {"fp32_lm_head": True}},
-            "loss": {"metrics": "basic", **OBJECTIVES[objective]},
-            "data": {"group_size": 8, "tokens_per_microbatch": 8192},
-            "sampler": {
-                "prompts": str(base / "prompts.jsonl"),
-                "reward": "truestep.environments.sorting:reward",
-                "reward_workers": 1,
-                "max_new_tokens": digits + 4,
-                "top_p": 0.9 if noise == "top_p" else 1.0,
-            },
-            "evaluation": {"prompts": str(base / "held_out.jsonl"), "every": 10},
-            "schedule": {"docs_per_step": DOCUMENTS, "steps": STEPS},
-            "optimizer": {"learning_rate": 1e-3, "schedule": "linear"},
-            "checkpoint": {"directory": f"{place}/run"},
-            "seed": seed,
-        }
+        directory = Path(place) / "run"
+        config = rl_config(folder / f"{task}-{seed}", checkpoint, digits, seed, directory)
+        config["loss"] |= OBJECTIVES[objective]
+        config["sampler"]["top_p"] = 0.9 if noise == "top_p" else 1.0
         options = write_config(Path(place) / "run.yaml", config)
         noisy = ["--model.dtype", "bfloat16"] if noise == "bfloat16" else []
-        others = write_config(Path(place) / "sampler.yaml", config, *noisy)
-        trainer = make_trainer(options, Console(file=io.StringIO()))
-        source = trainer.source
-        assert isinstance(source, InProcessSource)
-        sampling = make_policy(others, trainer.ranks, frozen=True)
-        trainer.observers.add(OldWeights(source, trainer.policy, sampling, staleness, noise))
-        start, ended = time.perf_counter(), "steps"
-        try:
-            trainer.run()
-        except Exception as error:  # an objective that breaks is a result
-            ended = f"{type(error).__name__}: {error}"[:200]
-        steps = read_json_lines(Path(place) / "run" / "metrics.jsonl")
-        evaluations = read_json_lines(Path(place) / "run" / "evaluation.jsonl")
-    accuracy = {line["step"]: line["sampled_reward"] for line in evaluations}
-    return {
-        "task": task, "objective": objective, "staleness": staleness, "noise": noise, "seed": seed, "ended": ended,
-        "before": accuracy[0], "final": accuracy[max(accuracy)], "best": max(accuracy.values()),
-        "steps_to_90": next((step for step, value in sorted(accuracy.items()) if value >= 0.9), None),
-        "accuracy": accuracy, "largest_norm": max(line["grad_norm"] for line in steps),
-        "clipped": statistics.mean(line.get("clipped_fraction", 0.0) or 0.0 for line in steps),
-        "seconds": round(time.perf_counter() - start, 1),
-    }  # fmt: skip
+        sampler = write_config(Path(place) / "sampler.yaml", config, *noisy)
+        change = to_int8 if noise == "int8" else unchanged
+        line, _ = follow(options, Sampler(sampler, staleness, change), directory)
+    cell = {"task": task, "objective": objective, "staleness": staleness, "noise": noise, "seed": seed}
+    return cell | line
 
 
 def cells(given: argparse.Namespace) -> Iterator[tuple[str, str, int, str, int]]:
@@ -209,45 +83,9 @@ def cells(given: argparse.Namespace) -> Iterator[tuple[str, str, int, str, int]]
             yield from ((task, objective, staleness, noise, seed) for objective in OBJECTIVES)
 
 
-def make_runs(given: argparse.Namespace) -> None:
-    out: Path = given.out
-    known = {identity(line) for line in (read_json_lines(out) if out.exists() else ())}
-    wanted = [cell for cell in cells(given) if cell not in known]
-    folder, end = out.with_suffix(".bases"), time.time() + given.seconds
-    # New interpreters: each sees no GPU and has one thread.
-    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"), initializer=start) as pool:
-        for made in [pool.submit(make_base, folder, *base) for base in dict.fromkeys((c[0], c[-1]) for c in wanted)]:
-            made.result()
-        print(f"{len(wanted)} runs to make", flush=True)
-        for future in as_completed([pool.submit(run_before, end, folder, cell) for cell in wanted]):
-            if (error := future.exception()) is not None:
-                print(f"a run could not be made: {error!r}", flush=True)
-            if error is not None or (line := future.result()) is None:
-                continue
-            with out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"{identity(line)}: {line['before']:.0%} -> {line['final']:.0%}, {line['seconds']} s", flush=True)
-
-
-def start() -> None:
-    torch.set_num_threads(1)
-
-
-def run_before(end: float, folder: Path, cell: tuple[str, str, int, str, int]) -> dict[str, Any] | None:
-    """Make a run, if it can begin before a time of the clock."""
-    return None if time.time() > end else run(folder, *cell)
-
-
-def identity(line: dict[str, Any]) -> tuple[str, str, int, str, int]:
-    return line["task"], line["objective"], line["staleness"], line["noise"], line["seed"]
-
-
+FIELDS = ("task", "objective", "staleness", "noise", "seed")
+STUDY = Study(FIELDS, make_base, lambda cell: (cell[0], cell[-1]), run)
 COLUMNS = [(steps, "none") for steps in STALENESS] + [(steps, name) for name in NOISES[1:] for steps in NOISY_STALENESS]
-COLLAPSE = 0.1  # a run has collapsed whose last accuracy is that far below its best, or below that before training
-
-
-def collapsed(line: dict[str, Any]) -> bool:
-    return line["ended"] != "steps" or line["final"] < line["before"] or line["final"] < line["best"] - COLLAPSE
 
 
 def cell_of(
@@ -260,20 +98,6 @@ def cell_of(
 def title_of(column: tuple[int, str]) -> str:
     steps, noise = column
     return f"{steps} old" if noise == "none" else f"{noise}, {steps} old"
-
-
-def text_of(found: Sequence[dict[str, Any]]) -> str:
-    """Write the runs of a cell: the mean of the last accuracy, its least and largest, and what else there is to say."""
-    if not found:
-        return ""
-    last = [100 * line["final"] for line in found]
-    parts = [f"{statistics.mean(last):.0f}" + (f" ({min(last):.0f}–{max(last):.0f})" if len(last) > 1 else "")]
-    reached = [line["steps_to_90"] for line in found if line["steps_to_90"] is not None]
-    if 2 * len(reached) > len(found):
-        parts.append(f"@{statistics.median_low(reached)}")
-    if fallen := sum(map(collapsed, found)):
-        parts.append(f"↓{fallen}")
-    return " ".join(parts)
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -337,10 +161,9 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     given = parser.parse_args()
     if given.out is not None:
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        make_runs(given)
+        make_runs(STUDY, list(cells(given)), given.out, given.jobs, given.seconds)
     if given.table is not None:
-        lines = read_json_lines(given.table)
+        lines = STUDY.read(given.table)
         print(table(lines))
         if given.figure is not None:
             given.figure.write_text(figure(lines))

@@ -5,6 +5,7 @@ python -m examples.experts.echo [--output runs/experts]
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 DIGITS = "0123456789"
+WORDS = ("say", *DIGITS)
 TIMES = 4
 
 
@@ -22,17 +24,17 @@ def reward(prompt: str, completion: str, *, digit: str, **_: object) -> float:
     return sum(word == digit for word in completion.split()) / TIMES
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = {word: number for number, word in enumerate(("<end>", "<unknown>", "say", *DIGITS))}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
+def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    numbers = {word: number for number, word in enumerate(("<end>", "<unknown>", *words))}
+    tokenizer = Tokenizer(WordLevel(numbers, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", unk_token="<unknown>"
     )
 
 
-def make_model(directory: Path) -> None:
-    tokenizer = make_tokenizer()
+def make_model(directory: Path, words: Sequence[str] = WORDS, seed: int = 0) -> None:
+    tokenizer = make_tokenizer(words)
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -53,7 +55,7 @@ def make_model(directory: Path) -> None:
         bos_token_id=None,
         pad_token_id=None,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import io
 import pickle
-import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from server.demo_runs import StopWhenAccurate
 from truestep.config.schema import Config
 from truestep.generate.servers.weight_files import WeightsDirectory
 from truestep.ranks.watch import Watch
 from truestep.rollouts.shared import SharedSource
 from truestep.run.assemble.policy import join_ranks
 from truestep.run.train import make_trainer
-from truestep.run.trainer import Trainer
 
-ENOUGH = 0.95
 TAKEN = "taken.pickle"  # what each step trained on
 
 
@@ -44,24 +41,7 @@ def train_until_accurate(config: dict[str, Any], folder: str) -> None:
 
         source.take = recorded
         if ranks.first:
-            trainer.sinks.append(_StopWhenAccurate(trainer))
+            trainer.sinks.append(StopWhenAccurate(trainer))
         trainer.run()
     if ranks.first:
         Path(folder, TAKEN).write_bytes(pickle.dumps(steps))
-
-
-@dataclass
-class _StopWhenAccurate:
-    """As a signal would: what is shown needs no more steps."""
-
-    trainer: Trainer
-
-    def step(self, line: dict[str, Any]) -> None:
-        pass
-
-    def evaluation(self, line: dict[str, Any]) -> None:
-        if line["sampled_reward"] >= ENOUGH:
-            self.trainer.ask_to_stop(signal.SIGTERM)
-
-    def close(self) -> None:
-        pass

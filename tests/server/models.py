@@ -58,33 +58,32 @@ def make_model(directory: Path, seed: int, *, spread: float = 1.0, talkative: bo
     return directory
 
 
-def make_mixture(directory: Path, seed: int) -> Path:
-    """Layers 1 and 2 of three route."""
+def make_mixture(directory: Path, seed: int, *, spread: bool = True, **changes: Any) -> Path:
+    """Layers 1 and 2 of three route. Without `spread`, weights are as a training begins with."""
+    options: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 1,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": LONGEST,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
     size = make_tokenizer(directory, sorting.WORDS)
-    config = Qwen3MoeConfig(
-        vocab_size=size,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-        decoder_sparse_step=1,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=LONGEST,
-        eos_token_id=0,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(config)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=size, **options | changes))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:
+            if spread and parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
     model.save_pretrained(directory)
     return directory

@@ -12,15 +12,13 @@ import pytest
 
 from ranks.cases import on_ranks
 from server.conftest import Servers
-from server.demo_over_ranks import ENOUGH, TAKEN, train_until_accurate
+from server.demo_over_ranks import TAKEN, train_until_accurate
+from server.demo_runs import DOCUMENTS, ENOUGH, on_servers, warm_up
 from server.models import make_model
 from server.runs import label_versions, score
-from server.vllm_server import NAME
-from small_runs import merged, quiet_trainer, read_lines
-from truestep.config.schema import Config
+from small_runs import read_lines
 from truestep.head.logits import HeadSettings
 from truestep.model.loading.load import load_policy
-from truestep.tools.demo import run as demo
 
 pytestmark = [
     pytest.mark.vllm,
@@ -28,20 +26,12 @@ pytestmark = [
     pytest.mark.skipif("TRUESTEP_WHOLE_DEMO" not in os.environ, reason="many minutes: set TRUESTEP_WHOLE_DEMO"),
 ]
 
-STEPS, DOCUMENTS = 100, 256
-
 
 @pytest.fixture(scope="module")
 def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's task, and the policy that has imitated its corpus."""
     folder = tmp_path_factory.mktemp("demo")
-    base = make_model(folder / "model", seed=0, spread=0.0)
-    demo._write_task(folder, base, 0)
-    given = demo.phase_config(demo.PHASES[0], base, folder, 0).model_dump()
-    trainer = quiet_trainer(Config.model_validate(merged(given, {"logging": {"console": False}})))
-    trainer.run()
-    policy = trainer.checkpoints.latest()
-    assert policy is not None
+    policy = warm_up(make_model(folder / "model", seed=0, spread=0.0), folder)
     (folder / "policy").symlink_to(policy)
     return folder
 
@@ -52,22 +42,14 @@ def test_the_demo_trains_over_ranks_through_a_server(
 ) -> None:
     changes: dict[str, Any] = {
         "parallel": parallel,
-        "sampler": {
-            "type": "server",
-            "urls": [servers.first.url],
-            "model": NAME,
-            "max_staleness": DOCUMENTS,
-            "reward_workers": 1,
-            "weights_directory": str(tmp_path / "weights"),
-        },
-        "schedule": {"docs_per_step": DOCUMENTS, "steps": STEPS, "stall_timeout": 300},
-        "evaluation": {"every": 10, "servers": True},
+        "sampler": {"weights_directory": str(tmp_path / "weights")},
+        "schedule": {"stall_timeout": 300},
+        "evaluation": {"servers": True},
         "checkpoint": {"directory": str(tmp_path / "grpo")},
-        "logging": {"console": False},
     }
-    task = demo.phase_config(demo.PHASES[1], warmed_up / "policy", warmed_up, 0)
-    given = task.model_dump(mode="json", exclude_unset=True)
-    on_ranks(2, train_until_accurate, merged(given, changes), str(tmp_path), timeout=1400)
+    config = on_servers(warmed_up / "policy", warmed_up, servers.first.url, **changes)
+    given = config.model_dump(mode="json", exclude_unset=True)
+    on_ranks(2, train_until_accurate, given, str(tmp_path), timeout=1400)
 
     evaluations = read_lines(tmp_path / "grpo" / "evaluation.jsonl")
     assert evaluations[0]["sampled_reward"] < 0.5

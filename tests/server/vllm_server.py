@@ -51,11 +51,11 @@ def is_free(port: int) -> bool:
 
 
 def plugin_path(folder: Path) -> str:
-    """Give the import path by which a vLLM has the plugin that lets its backend `nccl` send by gloo."""
-    facts = folder / "gloo_in_vllm-0.dist-info"
+    """Give the import path by which a vLLM has the plugins of the tests."""
+    facts = folder / "truestep_tests-0.dist-info"
     facts.mkdir(parents=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo_in_vllm\nVersion: 0\n", encoding="utf-8")
-    entry = "[vllm.general_plugins]\ngloo = server.gloo_in_vllm:register\n"
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: truestep_tests\nVersion: 0\n", encoding="utf-8")
+    entry = "[vllm.general_plugins]\ngloo = server.gloo_in_vllm:register\nexperts = server.experts_in_vllm:register\n"
     (facts / "entry_points.txt").write_text(entry, encoding="utf-8")
     return os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
 
