@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from truestep.gpu.operators import on_device
+
 log = logging.getLogger(__name__)
 
 Question = TypeVar("Question", bound=Callable[..., Any])
@@ -43,7 +45,7 @@ def ask_beside(place: torch.device, questions: Iterable[Callable[[], object]]) -
     several work at a time, and beside the caller."""
 
     def ask(question: Callable[[], object]) -> None:
-        with torch.cuda.device(place):
+        with on_device(place):
             question()
 
     for question in questions:
