@@ -18,6 +18,7 @@ import truestep
 from truestep.commands import imports
 from truestep.commands.imports import importing, kept_names
 from truestep.gpu.self_test import once
+from truestep.process import bytecode
 
 SOURCES = Path(truestep.__file__).parents[1]
 WHERE = """
@@ -70,13 +71,28 @@ def test_a_directory_for_bytecode_that_the_user_chose_stays(tmp_path: Path) -> N
     assert place.startswith(str(chosen)) and is_there == "True"
 
 
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_user_without_a_home_has_no_bytecode_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(bytecode, "_is_kept", lambda package: False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    bytecode.keep_bytecode()
+    assert sys.pycache_prefix is None
+
+
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "truestep" / "imports"
 
 
-def test_names_are_read_again_only_after_a_change(tmp_path: Path, own_cache: Path) -> None:
+def test_names_are_read_again_only_after_a_change(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, asked = tmp_path / "models", []
     (folder / "one").mkdir(parents=True)
     source = folder / "one" / "modeling_one.py"
@@ -103,6 +119,8 @@ def test_names_are_read_again_only_after_a_change(tmp_path: Path, own_cache: Pat
     kept.unlink()
     kept.mkdir()  # it cannot be written
     assert (asks(), asks()) == (1, 1)
+    monkeypatch.setattr(imports, "cache_directory", no_home)
+    assert asks() == 1
 
 
 def test_the_kept_names_are_those_that_transformers_reads(own_cache: Path) -> None:

@@ -97,16 +97,19 @@ _EXECUTE = {
 
 
 def kept_names(place: Path, read: Callable[[Path], Any]) -> Any:
-    """Return what `read` finds in a directory of sources, from the user's cache if no source has changed since."""
-    file = cache_directory() / "imports" / f"{hashlib.sha256(str(place).encode()).hexdigest()[:16]}.json"
-    state = _state(place)
-    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+    """Return what `read` finds in a directory of sources, from the user's cache if no source has changed since. Where
+    the cache cannot be used, for whatever reason, `read` is called."""
+    file = state = None
+    with contextlib.suppress(Exception):
+        file = cache_directory() / "imports" / f"{hashlib.sha256(str(place).encode()).hexdigest()[:16]}.json"
+        state = _state(place)
         kept = json.loads(file.read_bytes())
         if kept["state"] == state:
             return _decoded(kept["names"])
     found = read(place)
-    with contextlib.suppress(Exception):  # a full disk, or a directory that cannot be written to
-        write_whole(file, json.dumps({"state": state, "names": _encoded(found)}).encode())
+    if file is not None and state is not None:
+        with contextlib.suppress(Exception):  # a full disk, or a directory that cannot be written to
+            write_whole(file, json.dumps({"state": state, "names": _encoded(found)}).encode())
     return found
 
 

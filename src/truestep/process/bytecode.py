@@ -19,7 +19,11 @@ def keep_bytecode() -> None:
     """Let this process and those that it starts keep bytecode in the user's cache, if torch's is not kept otherwise."""
     if sys.pycache_prefix is not None or _is_kept("torch"):
         return
-    sys.pycache_prefix, sys.dont_write_bytecode = str(cache_directory() / "bytecode"), False
+    try:
+        directory = cache_directory() / "bytecode"
+    except RuntimeError:  # the user has no home
+        return
+    sys.pycache_prefix, sys.dont_write_bytecode = str(directory), False
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
