@@ -13,18 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import truestep
 from truestep.commands import imports
 from truestep.commands.imports import importing, kept_names
-from truestep.config.schema import Config
 from truestep.gpu.self_test import once
-from truestep.head import passes
-from truestep.model.fast import rms_norm, rope
 from truestep.process import bytecode
-from truestep.run.assemble import beside
-from truestep.step.update.optimizers import adamw
 
 SOURCES = Path(truestep.__file__).parents[1]
 WHERE = """
@@ -209,36 +203,3 @@ def test_two_threads_ask_once() -> None:
         thread.join(30)
     assert answers == [4, 4] and asked == [3]
     assert ask(5) == 6 and asked == [3, 5]
-
-
-def test_without_a_gpu_nothing_begins_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(beside, "ask_beside", lambda *_: pytest.fail("a check was begun"))
-    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
-    config = Config(
-        model={"path": "model", "compile": True, "dtype": "bfloat16"},
-        sampler={"prompts": "prompts.jsonl", "reward": "some:reward"},
-        data={"group_size": 2},
-        schedule={"docs_per_step": 4, "steps": 1},
-    )
-    beside.import_compiler(config)
-    beside.check_kernels(config)
-
-
-def test_on_a_gpu_each_check_begins_with_what_later_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers are kept by device and type: a check of others would be made for nothing."""
-    asked: list[tuple[str, tuple[Any, ...]]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(beside.torch, "empty", lambda *_, device: torch.zeros(0))
-    monkeypatch.setattr(beside, "ask_beside", lambda place, questions: [question() for question in questions])
-    for module, name in ((rms_norm, "kernel_serves"), (rope, "kernel_serves"), (adamw, "kernel_serves")):
-        monkeypatch.setattr(module, name, lambda *given, what=module.__name__: asked.append((what, given)))
-    monkeypatch.setattr(passes, "product_serves", lambda *given: asked.append((passes.__name__, given)))
-    head, sampler = {"fp32_lm_head": True}, {"prompts": "prompts.jsonl", "reward": "some:reward"}
-    model = {"path": "model", "dtype": "bfloat16", "head": head}
-    beside.check_kernels(
-        Config(model=model, sampler=sampler, data={"group_size": 2}, schedule={"docs_per_step": 4, "steps": 1})
-    )
-    place = torch.device("cpu")
-    typed = {(module.__name__, (place, torch.bfloat16)) for module in (rms_norm, rope, adamw)}
-    assert set(asked) == typed | {(passes.__name__, (place,))}

@@ -19,10 +19,11 @@ def import_compiler(config: Config) -> None:
     """Import torch's compiler if layers are compiled, and start its processes, which import torch themselves."""
     if not on_gpu(config) or not (config.model.compile or isinstance(config.sampler, InProcessSampler)):
         return
-    with contextlib.suppress(Exception):  # where something is missing, the layer or sampler that needs it says so
-        importlib.import_module("truestep.model.fast.compiler_backends")
-        # It is private to torch, which starts its processes with the first compilation.
-        importlib.import_module("torch._inductor.async_compile").AsyncCompile.wakeup()
+    importlib.import_module("truestep.model.fast.compiler_backends")
+    with contextlib.suppress(Exception):  # it is private to torch, which starts them with the first compilation
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.wakeup()
 
 
 def check_kernels(config: Config) -> None:
