@@ -187,12 +187,12 @@ def peers() -> dict[str, Callable[[Case], Outcome]]:
 
 def with_plain_products(case: Case) -> Outcome:
     """As on GPUs that are no Hopper: logits are stored."""
-    serves = passes.product_serves
-    passes.product_serves = lambda _: False  # type: ignore[assignment]
+    serves = passes._product_serves
+    passes._product_serves = lambda _: False  # type: ignore[assignment]
     try:
         return ours(case, CrossEntropy())
     finally:
-        passes.product_serves = serves
+        passes._product_serves = serves
 
 
 def heads(quick: bool) -> dict[str, Callable[[Case], Outcome]]:

@@ -44,4 +44,4 @@ def serve(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(numerator_passes.product, "multiply", multiply)
     patch.setattr(kernels, "PART", PART)
     patch.setattr(passes, "_fits_the_product", lambda *_: True)
-    patch.setattr(passes, "product_serves", lambda _: True)
+    patch.setattr(passes, "_product_serves", lambda _: True)
