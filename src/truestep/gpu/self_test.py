@@ -9,8 +9,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from truestep.gpu.operators import on_device
-
 log = logging.getLogger(__name__)
 
 Question = TypeVar("Question", bound=Callable[..., Any])
@@ -45,7 +43,7 @@ def ask_beside(place: torch.device, questions: Iterable[Callable[[], object]]) -
     several work at a time, and beside the caller."""
 
     def ask(question: Callable[[], object]) -> None:
-        with on_device(place):
+        with torch.cuda.device(place):
             question()
 
     for question in questions:

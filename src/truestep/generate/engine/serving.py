@@ -16,7 +16,6 @@ from truestep.generate.engine.draw import DrawRows, Slice, Truncation, draw
 from truestep.generate.engine.forward import compiled_layers, probe, run_many, try_tokens
 from truestep.generate.engine.recur import States, in_torch
 from truestep.generate.engine.team import Team
-from truestep.gpu.operators import on_device
 from truestep.gpu.self_test import serves
 from truestep.head.logits import HeadSettings
 from truestep.model.fast.fused_products import noting
@@ -96,7 +95,7 @@ def _right(what: str, check: Callable[[], str | None]) -> bool:
 
 @torch.no_grad()
 def _right_on(place: torch.device, what: str, check: Callable[[], str | None]) -> bool:
-    with on_device(place):
+    with torch.cuda.device(place):
         return _right(what, check)
 
 

@@ -42,6 +42,4 @@ def check_kernels(config: Config) -> None:
         questions.append(lambda: rope.kernel_serves(place, dtype))
     if dtype == torch.bfloat16 and config.model.head.fp32_lm_head:
         questions.append(lambda: product_serves(place))
-    with contextlib.suppress(Exception):  # one thread makes Triton's driver, and not each of them
-        importlib.import_module("triton").runtime.driver.active.get_current_device()
     ask_beside(place, questions)
