@@ -216,6 +216,7 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks, elastic, opened)
+    check_kernels(config)  # while the model is loaded
     store = _make_store(config, directory, ranks.share(lambda: directory.token))
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")
@@ -356,7 +357,6 @@ def _check(config: Config, ranks: Ranks, elastic: Elastic | None, opened: ExitSt
         torch.use_deterministic_algorithms(True)
     check_inputs(config, ranks)
     check_custom_code(config)
-    check_kernels(config)  # while the model is loaded
     assert config.checkpoint.directory is not None
     if elastic is not None and elastic.directory is not None:  # which is locked already
         return elastic.directory
