@@ -199,12 +199,9 @@ def train(config: "Config") -> None:
     """Train as CONFIG says, or go on with its run. A run with checkpoints continues from the last one."""
     with _display(), importing():
         from truestep.ranks.group import leave
-        from truestep.run.assemble.beside import import_compiler
         from truestep.run.notes import longer_by, what_next
         from truestep.run.terminal.display import is_terminal
         from truestep.run.train import train as run
-
-        import_compiler(config)
 
     trainer = run(config, Console())
     stopped_by = trainer.stopped_by

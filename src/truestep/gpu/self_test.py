@@ -2,16 +2,9 @@
 go unnoticed."""
 
 import logging
-import threading
-from collections.abc import Callable, Iterable
-from functools import cache, wraps
-from typing import Any, TypeVar, cast
-
-import torch
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
-
-Question = TypeVar("Question", bound=Callable[..., Any])
 
 
 def serves(what: str, instead: str, check: Callable[[], str | None]) -> bool:
@@ -24,27 +17,3 @@ def serves(what: str, instead: str, check: Callable[[], str | None]) -> bool:
     if problem:
         log.warning("%s does not work on this machine, %s: %s", what, instead, problem)
     return not problem
-
-
-def once(ask: Question) -> Question:
-    """Keep the answers of a function. A thread that asks while another computes the answer waits for it."""
-    lock, kept = threading.Lock(), cache(ask)
-
-    @wraps(ask)
-    def answer(*given: Any) -> Any:
-        with lock:
-            return kept(*given)
-
-    return cast(Question, answer)
-
-
-def ask_beside(place: torch.device, questions: Iterable[Callable[[], object]]) -> None:
-    """Call functions made by `once` in threads, one each. Compilers of kernels are programs of their own and C++, so
-    several work at a time, and beside the caller."""
-
-    def ask(question: Callable[[], object]) -> None:
-        with torch.cuda.device(place):
-            question()
-
-    for question in questions:
-        threading.Thread(target=ask, args=(question,), name="self-test").start()

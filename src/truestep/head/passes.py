@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from truestep.gpu.self_test import once, serves
+from truestep.gpu.self_test import serves
 from truestep.head.logits import (
     HeadSettings,
     LogitsGradient,
@@ -110,7 +110,7 @@ class FusedPasses:
 def passes_for(settings: HeadSettings, hidden: torch.Tensor, weight: torch.Tensor) -> HeadPasses:
     if not settings.kernels or hidden.dtype == torch.float64 or not _kernels_run(hidden.device.type):
         return TorchPasses(settings)
-    if _fits_the_product(settings, hidden, weight) and product_serves(hidden.device):
+    if _fits_the_product(settings, hidden, weight) and _product_serves(hidden.device):
         from truestep.head.numerator_passes import NumeratorPasses
 
         return NumeratorPasses(settings)
@@ -138,8 +138,8 @@ def _fits_the_product(settings: HeadSettings, hidden: torch.Tensor, weight: torc
     return plain and typed and laid_out
 
 
-@once
-def product_serves(device: torch.device) -> bool:
+@cache
+def _product_serves(device: torch.device) -> bool:
     """Return whether this is a Hopper GPU and the installed Triton compiles the product correctly."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False

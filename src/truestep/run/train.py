@@ -28,7 +28,6 @@ from truestep.ranks.watch import Watch
 from truestep.report.verdicts.watching import Watching
 from truestep.rollouts.rejects import write_rejected
 from truestep.rollouts.source import Source
-from truestep.run.assemble.beside import check_kernels
 from truestep.run.assemble.check import make_check
 from truestep.run.assemble.evaluation import make_evaluator
 from truestep.run.assemble.observers import keeps_records, make_observers
@@ -216,7 +215,6 @@ def _make_trainer(
 ) -> Trainer:
     """`opened` gets what must be closed if the trainer cannot be made."""
     directory = _check(config, ranks, elastic, opened)
-    check_kernels(config)  # while the model is loaded
     store = _make_store(config, directory, ranks.share(lambda: directory.token))
     say = partial(_say_one, display, config, ranks)
     watch.phase("loading the model")

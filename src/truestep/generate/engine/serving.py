@@ -2,9 +2,7 @@
 it fails, plain torch is used."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,68 +33,48 @@ def serve_with_kernels(
     """Return `device` with all kernels that work on it and on its tensor ranks' devices. `compiled`: a cache of
     compiled layers; None: layers are not compiled."""
     dtype, team = policy.weights.dtype, Team.of(policy)
-    calls = [(recurrence, call) for _, recurrence, call in try_tokens(policy)[0].states.calls]
-    fused = all(attention.is_fused(device.place, dtype, layer.softcap, layer.sinks) for layer in layers)
-    if policy.exchange is not None:
-        policy.exchange.connect(device.place, dtype)
-    checks: dict[str, Callable[[], str | None]] = {
-        "attention": lambda: check_attention(device.place, dtype, device.page_size, layers),
-        "draw": lambda: check_draw(device.place, policy.head, team.slice(_VOCABULARY)),
-        "copying": lambda: check_copies(device.place),
-        **({"chunks": lambda: check_past(device.place, dtype, layers)} if fused else {}),
-        **({"states": lambda: check_states(device.place, dtype, calls)} if calls else {}),
-    }
-    compiles = False
-    with ThreadPoolExecutor(len(checks)) as threads:
-        # Their compilers work while torch compiles layers. Several ranks exchange logits, each in its main thread.
-        begun = {what: threads.submit(_right_on, device.place, what, checks[what]) for what in checks if team.size == 1}
-        if compiled is not None:
-            compiles = team.all(_right("compiled layers", partial(_run_compiled, policy, layers, device, compiled)))
-
-    def right(what: str) -> bool:
-        return begun[what].result() if what in begun else _right(what, checks[what])
-
-    if team.all(right("attention")):
+    if team.all(_right("attention", lambda: check_attention(device.place, dtype, device.page_size, layers))):
         from truestep.generate.engine import attend_kernels
 
-        past = fused and right("chunks")
+        fused = all(attention.is_fused(device.place, dtype, layer.softcap, layer.sinks) for layer in layers)
+        past = fused and _right("chunks", lambda: check_past(device.place, dtype, layers))
         # Recurrent operations need the bounds of prompts on the host: prefill then has no CUDA graphs.
         fused = fused and not any(layer.states for layer in layers)
         device = replace(device, attend=attend_kernels.attend, store=attend_kernels.store, graphs=True)
         device = replace(device, fused=fused, past=past, gather=attend_kernels.gather)
-    if calls and team.all(right("states")):
+    calls = [(recurrence, call) for _, recurrence, call in try_tokens(policy)[0].states.calls]
+    if calls and team.all(_right("states", lambda: check_states(device.place, dtype, calls))):
         from truestep.generate.engine import recur_kernels
 
         addressed = all(recur_kernels.has_kernel(*each) for each in calls)
         device = replace(device, advance=recur_kernels.in_place, addressed=addressed)
-    if team.all(right("draw")):
+    if policy.exchange is not None:
+        policy.exchange.connect(device.place, dtype)
+    if team.all(_right("draw", lambda: check_draw(device.place, policy.head, team.slice(_VOCABULARY)))):
         from truestep.generate.engine import draw_kernels
 
         device = replace(device, draw=draw_kernels.draw)
-    if right("copying"):  # ranks may differ: copies are not collective
+    if _right("copying", lambda: check_copies(device.place)):  # ranks may differ: copies are not collective
         from truestep.generate.engine import copy_kernels
 
         device = replace(device, copy=copy_kernels.copy)
-    return replace(device, compiles=compiles)
+    if compiled is None:
+        return replace(device, compiles=False)
 
-
-def _run_compiled(policy: Policy, layers: list[LayerShape], device: Device, compiled: dict[Any, Any]) -> None:
-    with compiled_layers(policy.model, compiled):
-        with noting() as groups:
-            run_many(policy, layers, device.page_size)
+    def run_compiled() -> str | None:
+        with compiled_layers(policy.model, compiled):
+            with noting() as groups:
+                run_many(policy, layers, device.page_size)
+                probe(policy, layers, device.page_size)
+            policy.weights.lay_together(groups)
             probe(policy, layers, device.page_size)
-        policy.weights.lay_together(groups)
-        probe(policy, layers, device.page_size)
+        return None
+
+    return replace(device, compiles=team.all(_right("compiled layers", run_compiled)))
 
 
 def _right(what: str, check: Callable[[], str | None]) -> bool:
     return serves(f"the sampler's {what}", "plain torch does", check)
-
-
-@torch.no_grad()
-def _right_on(place: torch.device, what: str, check: Callable[[], str | None]) -> bool:
-    with torch.cuda.device(place):
-        return _right(what, check)
 
 
 def check_attention(

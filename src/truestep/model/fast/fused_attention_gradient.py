@@ -8,13 +8,14 @@ Dimensions: S tokens, H hidden, A heads of one kind, E head size, N outputs of a
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from truestep.gpu.operators import operator
-from truestep.gpu.self_test import once, serves
+from truestep.gpu.self_test import serves
 from truestep.model.fast import rms_norm
 from truestep.model.fast.gradient_accumulation import next_call, products_backward
 from truestep.model.fast.rope import rotated
@@ -104,7 +105,7 @@ def heads_of(
     return _Heads.apply(x, cosine, sine, numbers, epsilons, form, *weights)
 
 
-@once
+@cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the kernel of heads' gradients runs on a device in `dtype`, and agrees with autograd."""
     if device.type != "cuda":

@@ -9,12 +9,13 @@ Dimensions: K row width, P partial sums.
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 from truestep.gpu.operators import operator
-from truestep.gpu.self_test import once, serves
+from truestep.gpu.self_test import serves
 from truestep.model.fast.by_class import put_in
 from truestep.model.fast.gradient_accumulation import next_call
 from truestep.weights.gradient_buffers import enter, entry
@@ -165,7 +166,7 @@ def _is_form(module: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float,
     return True
 
 
-@once
+@cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the kernels run on a device in `dtype`, and agree with autograd."""
     if device.type != "cuda":

@@ -8,11 +8,12 @@ Dimensions: T tokens, N width of a token's row, A heads, E head size.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from truestep.gpu.operators import operator
-from truestep.gpu.self_test import once, serves
+from truestep.gpu.self_test import serves
 from truestep.model.fast import rms_norm as norms
 
 
@@ -63,7 +64,7 @@ def norm_rope_plainly(
     return rotated(torch.cat(parts, 1), cosine[:, None], sine[:, None]).to(rows.dtype)
 
 
-@once
+@cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether the kernel agrees with plain torch on a device."""
     return serves("the kernel of norm and RoPE", "plain torch does", lambda: wrong_on(device, dtype))

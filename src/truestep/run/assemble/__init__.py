@@ -1,6 +1,5 @@
 """Makes the parts of a run from its configuration. The parts themselves do not read the configuration.
 
-beside            what begins early, in other threads and processes
 policy            the ranks and the policy
 step              objective, runner, plans, optimizer, learning rate
 sources           sources of documents: files, streams, the policy, servers

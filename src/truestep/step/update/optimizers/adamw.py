@@ -7,10 +7,11 @@ rounds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
-from truestep.gpu.self_test import once, serves
+from truestep.gpu.self_test import serves
 from truestep.step.update.optimizers.by_weight import Slot, State, Update, round_weights, scale_gradients
 
 
@@ -99,7 +100,7 @@ def in_one_pass(slots: Sequence[Slot], options: AdamWOptions) -> Update:
     return update
 
 
-@once
+@cache
 def kernel_serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the Triton kernel, with weights rounded to `dtype`, gives torch's results on a device."""
     if device.type != "cuda":
