@@ -7,7 +7,6 @@ import importlib
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 import truestep
 from truestep.commands import imports
 from truestep.commands.imports import importing, kept_names
-from truestep.gpu.self_test import once
 from truestep.process import bytecode
 
 SOURCES = Path(truestep.__file__).parents[1]
@@ -179,27 +177,3 @@ def test_scikit_learn_is_hidden_from_one_module_alone() -> None:
     module = ModuleType("one")
     imports._without_scikit_learn(lambda one: seen.append((one, utils.is_sklearn_available())), module)
     assert seen == [(module, False)] and utils.is_sklearn_available is before
-
-
-def test_two_threads_ask_once() -> None:
-    entered, go, asked = threading.Event(), threading.Event(), []
-
-    @once
-    def ask(value: int) -> int:
-        asked.append(value)
-        entered.set()
-        assert go.wait(30)
-        return value + 1
-
-    answers: list[int] = []
-    threads = [threading.Thread(target=lambda: answers.append(ask(3))) for _ in range(2)]
-    threads[0].start()
-    assert entered.wait(30)
-    threads[1].start()
-    threads[1].join(0.05)
-    assert threads[1].is_alive() and not answers  # it waits for the first one's answer
-    go.set()
-    for thread in threads:
-        thread.join(30)
-    assert answers == [4, 4] and asked == [3]
-    assert ask(5) == 6 and asked == [3, 5]

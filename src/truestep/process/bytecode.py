@@ -1,7 +1,7 @@
 """Keeps compiled bytecode where Python would compile torch's and transformers' sources at each start.
 
-That takes nine seconds, and happens where an installer left no bytecode beside the sources (uv) and Python may not write
-any there: PYTHONDONTWRITEBYTECODE is set, as in many images of containers, or the directory is read-only.
+That takes nine seconds. It happens where an installer left no bytecode beside the sources (uv does not), and Python may
+not write any there: PYTHONDONTWRITEBYTECODE is set, as in many images of containers, or the directory is read-only.
 """
 
 import importlib.util
