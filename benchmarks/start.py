@@ -5,7 +5,8 @@
     python benchmarks/start.py --tiny                   # on a CPU: the script itself
 
 Each start is a process of its own, as a user's is, and ends after two steps. The model samples its own documents. A
-start prints the lines of the run with the seconds since it was typed.
+start prints the lines of the run with the seconds since it was typed, and the first one has no kept bytecode either
+where Python may not write any beside the sources (PYTHONDONTWRITEBYTECODE).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from truestep import __version__
+from truestep.commands.imports import importing
 from truestep.config.custom import keep_path_clean
 from truestep.errors import TruestepError
 from truestep.files.disks import no_file, refusal
@@ -196,7 +197,7 @@ _output = click.option("--output", required=True, type=click.Path(path_type=Path
 @_config_command
 def train(config: "Config") -> None:
     """Train as CONFIG says, or go on with its run. A run with checkpoints continues from the last one."""
-    with _display():
+    with _display(), importing():
         from truestep.ranks.group import leave
         from truestep.run.notes import longer_by, what_next
         from truestep.run.terminal.display import is_terminal
