@@ -6,7 +6,7 @@ Dimensions: L tokens of one document, S tokens of a packed micro-batch (padding 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b

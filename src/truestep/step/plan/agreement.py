@@ -1,7 +1,7 @@
 """What ranks compare of a plan before they compute it, so that no rank works on other data than the rest.
 
-Every rank digests the documents' ids, lengths and numbers of labels, and their packing. Advantages are as many numbers as tokens:
-of a large step, a rank digests those of the documents that it computes, and those of another rank.
+Every rank digests the documents' ids, lengths and numbers of labels, and their packing. Advantages are as many numbers
+as tokens: of a large step, a rank digests those of the documents that it computes, and those of another rank.
 """
 
 import hashlib

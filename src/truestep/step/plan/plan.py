@@ -182,9 +182,7 @@ def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: in
     return make_plan(documents, bins, documents_seen, rule.ranks, floor, sharing, repeated, known=known)
 
 
-def _pays(
-    sequences: Sequence[Rollout], lengths: Sequence[int], bins: Sequence[Sequence[int]], rule: StepRule
-) -> bool:
+def _pays(sequences: Sequence[Rollout], lengths: Sequence[int], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:
     """Tell whether sharing prefixes saves time."""
     alone = Packables.alone(lengths, rule.even_length)
     if not _busy(alone, rule):
