@@ -217,7 +217,7 @@ Shares = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class IndexSpans:
-    """Where the rows of all tensors are in the files of a checkpoint."""
+    """The places of all tensors' rows in the files of a checkpoint."""
 
     files: Mapping[str, int]  # numbers by name
     # [spans, 6], by file and byte: the file's number, first byte, first row, rows, bytes of a row, the tensor's rows
