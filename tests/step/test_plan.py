@@ -60,6 +60,10 @@ def test_a_plan_knows_its_documents(shapes: list[list[int]]) -> None:
     assert plan.totals.num_tokens == sum(map(sum, shapes))
 
 
+def test_documents_share_a_table_of_their_attributes() -> None:
+    assert len(vars(several("d", [3]))) <= 29
+
+
 def several(name: str, lengths: list[int]) -> Rollout:
     """A document of sequences of these lengths, in which all tokens but the first of each are labels."""
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
