@@ -83,8 +83,8 @@ def digests_by_all(documents: Sequence[Rollout], own_reference: bool, ranks: Ran
 def _content(plan: StepPlan) -> "hashlib._Hash":
     content = hashlib.sha256(f"{plan.totals} {plan.documents_seen} {plan.ranks}\n".encode())
     content.update(np.fromiter(map(len, plan.micro_batches), np.int64).tobytes())
-    content.update(plan.packed)
-    content.update(plan.facts.view(np.uint8))
+    content.update(plan.packed.data)
+    content.update(plan.facts.view(np.uint8).data)
     if len(plan.sequences) > len(plan.documents):
         content.update(f"{[document.starts for document in plan.documents]}\n".encode())
     return content
