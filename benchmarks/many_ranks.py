@@ -87,7 +87,7 @@ def make_documents(count: int) -> list[Rollout]:
 def plan_costs(documents: list[Rollout], ranks: int, runs: int) -> dict[str, float]:
     """Return the seconds of one rank's part in a step's plan."""
     rule = StepRule(len(documents), False, 1, 1, 16_384, ranks, even_length=8000.0)
-    plans = list[StepPlan]()  # a run digests a plan once, as it was made
+    plans = list[StepPlan]()  # all kept: to free one takes longer than to digest it
     shared = StepRule(len(documents), False, 1, 1, 16_384, ranks, even_length=8000.0, share="always")
     parts, gathered = parts_of_groups(documents, ranks), list[Any]()
     for part in parts:  # what the others would send
@@ -98,12 +98,12 @@ def plan_costs(documents: list[Rollout], ranks: int, runs: int) -> dict[str, flo
         ranks // 2, lambda own: [trees._Found(seen, found * len(own.items)) for found in gathered]
     )  # one for each limit
     trees._SPREAD = 1  # also of small steps
-    own = documents[ranks // 2 :: ranks]
+    own, made = documents[ranks // 2 :: ranks], iter(plans)  # a run digests a plan once, as it was made
     return {
         "plan": seconds(lambda: plans.append(plan_exactly(documents, rule, 0)), runs),
         "plan, prefixes shared": seconds(lambda: plan_exactly(documents, shared, 0, spread), runs),
         "counting": seconds(lambda: totals_of(documents), runs),
-        "digest of the plan": seconds(lambda: digests_of_plan(plans.pop(), ranks // 2), runs),
+        "digest of the plan": seconds(lambda: digests_of_plan(next(made), ranks // 2), runs),
         "digests for the ledger": seconds(lambda: digests_of(own, False), runs),
     }
 
