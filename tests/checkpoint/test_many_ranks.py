@@ -19,6 +19,7 @@ from truestep.ranks.group import Ranks
 from truestep.run.checkpoint import checksums, comparison
 from truestep.run.checkpoint.comparison import Comparison, shares_of
 from truestep.weights import tensor_parts
+from truestep.weights.tensor_parts import StoredTensors
 
 WROTE, RESUMED = 16, 12
 
@@ -132,6 +133,16 @@ def test_what_one_rank_cannot_read_all_ranks_say(many_ranks: ModuleType, tmp_pat
     assert "truestep/checksums.json is damaged" in told_by(a, b)["truestep/checksums.json"]
     manifest.unlink()
     assert told_by(a, b)["truestep/checksums.json"] == "truestep/checksums.json is not the same for all ranks"
+
+
+def test_an_index_that_tells_of_more_than_there_is_ends(many_ranks: ModuleType, tmp_path: Path) -> None:
+    many_ranks.write_checkpoint(tmp_path, {"weight/a": (64, 4)}, 2)
+    part = tmp_path / "truestep" / "part-00001.safetensors"
+    part.write_bytes(part.read_bytes()[:200])
+    checksums.write_checksums(tmp_path)
+    assert comparison.find_damage(tmp_path) is None, "the files are those that were written; to read them fails"
+    with pytest.raises(ValueError, match="mmap|size|shape"):
+        StoredTensors(tmp_path).read_whole("weight/a")
 
 
 def test_the_index_of_many_ranks_is_small(many_ranks: ModuleType, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ class Comparison:
     def _pieces(self, file: _File, spans: Iterable[tuple[int, int]]) -> list[Piece]:
         found = []
         for start, stop in joined(spans):
-            while start < stop:
+            while start < min(stop, file.bytes):  # an index of other files may tell of more
                 number = start // self._length
                 end = min((number + 1) * self._length, file.bytes)
                 until = min(stop, end)
