@@ -50,7 +50,7 @@ def agents_on(
     folder.mkdir(exist_ok=True)
     config = make_config(folder, model, schedule={"docs_per_step": 5, "stall_timeout": SILENCE})
     placed = {agent: hosts[number] for agent, number in places.items()}
-    settings = {**SETTINGS, "read_timeout": READ_TIMEOUT}
+    settings = {**SETTINGS, "keep_alive_interval": 1, "read_timeout": READ_TIMEOUT}
     nodes = (least, len(places))
     with Agents(folder, config, folder / "run", nodes, hosts=placed, settings=settings, **more) as agents:
         agents.start(*places)
