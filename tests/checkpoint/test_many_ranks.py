@@ -124,7 +124,12 @@ def test_what_one_rank_cannot_read_all_ranks_say(many_ranks: ModuleType, tmp_pat
     }
     part.unlink()
     assert told_by(a, b) == {"truestep/part-00002.safetensors": "truestep/part-00002.safetensors is missing"}
-    index.write_bytes(index.read_bytes().replace(b"part-00001", b"part-00003"))
+    whole = index.read_bytes()
+    index.unlink()
+    assert told_by(a, b) == {"truestep/tensors.json": "truestep/tensors.json is missing"}, (
+        "and of the part nobody knows"
+    )
+    index.write_bytes(whole.replace(b"part-00001", b"part-00003"))
     assert next(iter(told_by(a, b))) == "truestep/tensors.json"
     whole = manifest.read_bytes()
     manifest.write_bytes(whole.replace(b'"bytes": ', b'"bytes":'))

@@ -115,8 +115,11 @@ class Comparison:
 
     def _read_index(self) -> None:
         """Read where the rows of tensors are. It decides what each rank reads, so each rank checks it first."""
-        file = self._files[_INDEX]
-        self._problems |= self.damages([self._told(self._pieces(file, [(0, file.bytes)]))], [file])
+        file, size = self._files[_INDEX], self._size(_INDEX)
+        if isinstance(size, str):
+            self._problems[_INDEX] = size
+        else:
+            self._problems |= self.damages([self._told(self._pieces(file, [(0, file.bytes)]))], [file])
         if not self._problems:
             try:
                 self._spans = spans_of((self._checkpoint / _INDEX).read_bytes())
@@ -137,10 +140,10 @@ class Comparison:
         try:
             there, written = (self._checkpoint / name).stat().st_size, self._files[name].bytes
         except FileNotFoundError:
-            return f"{name} is missing"
+            return printable(f"{name} is missing")
         except OSError as error:
             return _unreadable(name, error)
-        return there if there == written else f"{name} has {there} bytes, and {written} were written"
+        return there if there == written else printable(f"{name} has {there} bytes, and {written} were written")
 
     def pieces(self, shares: Shares) -> list[Piece]:
         """Return what a rank reads: its rows of tensors, and its part of all other bytes."""
@@ -230,7 +233,7 @@ class Comparison:
                 if file.name not in found and sums.get(file.first + number) != checksum:
                     start = number * self._length
                     end = min(start + self._length, file.bytes)
-                    found[file.name] = f"{file.name} is damaged in its bytes {start} to {end}"
+                    found[file.name] = printable(f"{file.name} is damaged in its bytes {start} to {end}")
         return found
 
 
