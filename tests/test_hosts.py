@@ -210,7 +210,8 @@ def test_a_host_comes_back_with_an_old_generation(
 
 @pytest.mark.release
 def test_a_slow_link_changes_nothing(tiny_model: Callable[[str], Path], tmp_path: Path, whole: Path) -> None:
-    with make_hosts(2) as hosts, agents_on(hosts, TWO, tmp_path / "run", tiny_model("llama"), 2) as agents:
+    folder, model, all_there = tmp_path / "run", tiny_model("llama"), {"waits_for_all": True}
+    with make_hosts(2) as hosts, agents_on(hosts, TWO, folder, model, 1, **all_there) as agents:
         before = len(agents.generations)
         agents.until(lambda: agents.steps >= 3)
         hosts.slow(1, "4mbit")
