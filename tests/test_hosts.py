@@ -61,6 +61,8 @@ def agents_on(
 def ended_well(agents: Agents, hosts: Hosts, whole: Path) -> None:
     agents.until(lambda: "the data ended after step" in agents.log(), seconds=500)
     agents.end()
+    # A rank that came back looks for the rendezvous for 25 s before it ends; its agent may have ended meanwhile.
+    agents.until(lambda: not agents.alive(), seconds=60)
     nothing_left(agents)
     agents.until(lambda: not hosts.left(), seconds=60)
     assert agents.late_writes() == []
