@@ -35,7 +35,7 @@ from truestep.run.elastic import GENERATIONS
 from truestep.run.trainer import Trainer
 
 LEAST, MOST = 2, 5
-_GAVE_UP = ("ends: DistStoreError", "ends: RendezvousClosedError")
+_GAVE_UP = ("ends: DistStoreError", "ends: RendezvousClosedError", "ends: RendezvousConnectionError")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 STEP_TAKES = 0.05  # seconds more than it would: so that steps are there to be interrupted
 # Of the rendezvous: as `truestep elastic-command` has them, but for shorter waits. An agent is silent for ten seconds

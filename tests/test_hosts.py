@@ -121,7 +121,7 @@ def test_a_machine_that_makes_no_hosts_shows_nothing(monkeypatch: pytest.MonkeyP
         make_hosts(1)
 
 
-@pytest.mark.parametrize("end", ["RendezvousClosedError", "DistStoreError"])
+@pytest.mark.parametrize("end", ["RendezvousClosedError", "DistStoreError", "RendezvousConnectionError"])
 @pytest.mark.parametrize(("allowed", "codes"), [(False, [1, 1]), (True, [1, 1]), (False, [1, 0]), (False, [1, None])])
 def test_agents_that_give_up_are_started_again_only_where_they_may(
     allowed: bool, codes: list[int | None], end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
