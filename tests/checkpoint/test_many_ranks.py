@@ -157,3 +157,20 @@ def test_the_index_of_many_ranks_is_small(many_ranks: ModuleType, tmp_path: Path
         many_ranks.write_checkpoint(tmp_path / str(ranks), {"weight/a": (640, 2)}, ranks)
         sizes.append((tmp_path / str(ranks) / "truestep" / tensor_parts.INDEX).stat().st_size)
     assert sizes[1] < sizes[0] + 60 * 40, "less than 40 bytes for a part"
+
+
+def test_ranks_that_compare_together_all_say_the_same(many_ranks: ModuleType, tmp_path: Path) -> None:
+    many_ranks.write_checkpoint(tmp_path, SHAPES, 4)
+    layout = RankLayout(data_shard=3)
+
+    class All(Ranks):
+        def gather(self, value: Any, ahead: bool = False, sampling: bool = False) -> list[Any]:
+            told = [Comparison(tmp_path).read(shares) for shares in shares_in(layout)]
+            assert told[self.rank] == value
+            return told
+
+    assert [comparison.find_damage_together(tmp_path, All(rank, layout)) for rank in range(3)] == [None] * 3
+    part = tmp_path / "truestep" / "part-00002.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"\xff")
+    (found,) = {comparison.find_damage_together(tmp_path, All(rank, layout)) for rank in range(3)}
+    assert found is not None and found.startswith("truestep/part-00002.safetensors is damaged in its bytes 0 to ")
