@@ -14,26 +14,26 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from truestep.ranks.axes import RankLayout
+from truestep.ranks.group import Ranks
 from truestep.rollouts.digests import digests_of
-from truestep.run.checkpoint import checksums
 from truestep.run.checkpoint.checksums import MANIFEST, write_checksums
+from truestep.run.checkpoint.comparison import Comparison, Told, shares_of
 from truestep.step.plan import trees
 from truestep.step.plan.agreement import digests_of_plan
 from truestep.step.plan.plan import StepRule, plan_exactly, totals_of
 from truestep.step.plan.trees import Spread, find_items, parts_of_groups
 from truestep.types import Rollout, StepPlan
-from truestep.weights import tensor_parts
 from truestep.weights.tensor_parts import (
     FOLDER,
     INDEX,
@@ -87,7 +87,7 @@ def make_documents(count: int) -> list[Rollout]:
 def plan_costs(documents: list[Rollout], ranks: int, runs: int) -> dict[str, float]:
     """Return the seconds of one rank's part in a step's plan."""
     rule = StepRule(len(documents), False, 1, 1, 16_384, ranks, even_length=8000.0)
-    plans = list[StepPlan]()  # a run digests a plan once, as it was made
+    plans = list[StepPlan]()  # all kept: to free one takes longer than to digest it
     shared = StepRule(len(documents), False, 1, 1, 16_384, ranks, even_length=8000.0, share="always")
     parts, gathered = parts_of_groups(documents, ranks), list[Any]()
     for part in parts:  # what the others would send
@@ -98,12 +98,12 @@ def plan_costs(documents: list[Rollout], ranks: int, runs: int) -> dict[str, flo
         ranks // 2, lambda own: [trees._Found(seen, found * len(own.items)) for found in gathered]
     )  # one for each limit
     trees._SPREAD = 1  # also of small steps
-    own = documents[ranks // 2 :: ranks]
+    own, made = documents[ranks // 2 :: ranks], iter(plans)  # a run digests a plan once, as it was made
     return {
         "plan": seconds(lambda: plans.append(plan_exactly(documents, rule, 0)), runs),
         "plan, prefixes shared": seconds(lambda: plan_exactly(documents, shared, 0, spread), runs),
         "counting": seconds(lambda: totals_of(documents), runs),
-        "digest of the plan": seconds(lambda: digests_of_plan(plans.pop(), ranks // 2), runs),
+        "digest of the plan": seconds(lambda: digests_of_plan(next(made), ranks // 2), runs),
         "digests for the ledger": seconds(lambda: digests_of(own, False), runs),
     }
 
@@ -155,33 +155,36 @@ class Reads:
     both: int  # that it loads or compares with their checksums: what it compares, its host has then in memory
 
 
-def resume(folder: Path, shapes: dict[str, tuple[int, int]], ranks: int, rank: int) -> Reads:
-    """Do what a rank does to go on from a checkpoint, and count what it reads."""
-    boxes = {key: box for key, shape in shapes.items() if (box := shard(shape, ranks, rank)).numbers}
-    spans: dict[str, list[tuple[int, int]]] = {}
-    values, check, map_part = 0, checksums._checksum, tensor_parts._Entry.common
+class Resume:
+    """A checkpoint that ranks go on from, one after another."""
 
-    def checked(checkpoint: Path, stretch: Any) -> int:
-        spans.setdefault(Path(stretch.name).name, []).append((stretch.start, stretch.start + stretch.length))
-        return check(checkpoint, stretch)
+    def __init__(self, folder: Path, shapes: dict[str, tuple[int, int]], ranks: int):
+        self._folder, self._shapes, self._ranks = folder, shapes, ranks
+        self._comparison, self._stored = Comparison(folder), StoredTensors(folder)
+        self.told: list[Told] = []
 
-    def common(entry: Any, box: Box) -> Iterator[Any]:
-        nonlocal values
-        for place, part in map_part(entry, box):
-            row = 4 * part.shape[1]
-            start = place.byte + (part.start[0] - place.box.start[0]) * row
-            spans.setdefault(place.file.name, []).append((start, start + part.shape[0] * row))
-            values += part.shape[0] * row
-            yield place, part
-
-    with mock.patch.object(checksums, "_checksum", checked), mock.patch.object(tensor_parts._Entry, "common", common):
-        damage = checksums.find_damage(folder, rank, ranks)
-        stored = StoredTensors(folder)
+    def of(self, rank: int) -> Reads:
+        """Do what a rank does, and count what it reads."""
+        shares = shares_of(Ranks(rank, RankLayout(data_shard=self._ranks)))
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for piece in self._comparison.pieces(shares):
+            spans.setdefault(Path(piece.name).name, []).append((piece.start, piece.stop))
+        self.told.append(self._comparison.read(shares))
+        boxes = {key: box for key, shape in self._shapes.items() if (box := shard(shape, self._ranks, rank)).numbers}
+        values = 0
         for key, box in boxes.items():
-            stored.read(key, box)
-    assert damage is None, damage
-    both = sum(joined_length(each) for name, each in spans.items() if name.startswith("part-"))
-    return Reads(sum(4 * box.numbers for box in boxes.values()), values, both)
+            self._stored.read(key, box)
+            for place, part in self._stored._entries[key].common(box):
+                row = 4 * part.shape[1]
+                start = place.byte + (part.start[0] - place.box.start[0]) * row
+                spans.setdefault(place.file.name, []).append((start, start + part.shape[0] * row))
+                values += part.shape[0] * row
+        both = sum(joined_length(each) for name, each in spans.items() if name.startswith("part-"))
+        return Reads(sum(4 * box.numbers for box in boxes.values()), values, both)
+
+    def damages(self) -> dict[str, str]:
+        """Return what all ranks together found."""
+        return self._comparison.damages(self.told)
 
 
 def joined_length(spans: list[tuple[int, int]]) -> int:
@@ -205,9 +208,11 @@ def main() -> None:
         write_checkpoint(folder, shapes, given.ranks)
         tables = {name: (folder / FOLDER / name).stat().st_size for name in (INDEX, Path(MANIFEST).name)}
         print(f"a checkpoint of {given.ranks:,} parts, {len(shapes)} tensors; bytes of its tables: {tables}")
-        spent = seconds(partial(find_and_open, folder, given.ranks), given.runs)
+        spent = seconds(partial(find_and_open, folder, given.resumed), given.runs)
         print(f"  manifest and index, read and checked {spent:9.3f}")
-        reads = [resume(folder, shapes, given.resumed, rank) for rank in range(given.resumed)]
+        resumes = Resume(folder, shapes, given.resumed)
+        reads = [resumes.of(rank) for rank in range(given.resumed)]
+        assert resumes.damages() == {}
     print(f"a resume at {given.resumed}: bytes loaded, of a rank's part: at most {most(reads, 'values'):.3f}")
     print(f"  loaded or compared with checksums, of the largest part: at most {most(reads, 'both'):.3f}")
 
@@ -219,7 +224,9 @@ def most(reads: list[Reads], what: str) -> float:
 
 
 def find_and_open(folder: Path, ranks: int) -> None:
-    assert checksums.find_damage(folder, 0, ranks) is None
+    """Do what the first rank does, in another layout than the checkpoint's."""
+    told = Comparison(folder).read(shares_of(Ranks(0, RankLayout(data_shard=ranks))))
+    assert not told.problems
     StoredTensors(folder)
 
 

@@ -35,11 +35,12 @@ from truestep.run.elastic import GENERATIONS
 from truestep.run.trainer import Trainer
 
 LEAST, MOST = 2, 5
-_GAVE_UP = ("ends: DistStoreError", "ends: RendezvousClosedError")
+_GAVE_UP = ("ends: DistStoreError", "ends: RendezvousClosedError", "ends: RendezvousConnectionError")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 STEP_TAKES = 0.05  # seconds more than it would: so that steps are there to be interrupted
-# Of the rendezvous: as `truestep elastic-command` has them, with shorter times.
-SETTINGS = {"join_timeout": 600, "last_call_timeout": 8, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
+# Of the rendezvous: as `truestep elastic-command` has them, but for shorter waits. An agent is silent for ten seconds
+# before it has left: on a busy machine all may stand still for five, and torch's agents then give up.
+SETTINGS = {"join_timeout": 600, "last_call_timeout": 8, "keep_alive_interval": 2, "keep_alive_max_attempt": 5}
 
 
 def free_port() -> int:

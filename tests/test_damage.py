@@ -46,7 +46,8 @@ from truestep.files.whole import (
     scan_lines,
 )
 from truestep.run.checkpoint import checksums
-from truestep.run.checkpoint.checksums import find_damage, write_checksums
+from truestep.run.checkpoint.checksums import write_checksums
+from truestep.run.checkpoint.comparison import Comparison, find_damage
 from truestep.run.directory import RunDirectory, RunError
 from truestep.run.train import make_trainer
 from truestep.run.trainer import TrainingError
@@ -327,11 +328,15 @@ def test_parts_of_ranks_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a").write_bytes(np.random.default_rng(0).bytes(5_500_000))
     (tmp_path / "empty").write_bytes(b"")
     write_checksums(tmp_path)
-    assert [find_damage(tmp_path, part, 4) for part in range(4)] == [None] * 4
+    comparison = Comparison(tmp_path)
+
+    def found() -> dict[str, str]:
+        return comparison.damages([comparison.read([(part, 4)]) for part in range(4)])
+
+    assert found() == {}
     flip(tmp_path / "a", 3_200_000)
-    found = [find_damage(tmp_path, part, 4) for part in range(4)]
-    assert found == [None, None, None, "a is damaged in its bytes 3145728 to 4194304"]
-    assert find_damage(tmp_path) == found[3]
+    assert found() == {"a": "a is damaged in its bytes 3145728 to 4194304"}
+    assert find_damage(tmp_path) == found()["a"]
 
 
 # Secrets

@@ -131,6 +131,22 @@ def test_a_generation_after_a_loss(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".generation*")) == []
 
 
+def test_a_rank_of_an_earlier_generation_leaves_no_note(tmp_path: Path, meets: Callable[[int], None]) -> None:
+    """It stood still, and the run may have ended since: nobody would remove the note."""
+    begin(part(tmp_path, "a/1", "b/2"))
+    meets(2)
+    begin(part(tmp_path, "b/2"))
+    meets(1)
+    part(tmp_path, "a/1", "b/2").note("it was silent", own=False)
+    assert list(tmp_path.glob(".generation*")) == []
+    for port in (2, 3):  # the last generation, and one that has not begun
+        meets(port)
+        part(tmp_path, "b/2").note("it failed", own=True)
+    assert [note.name for note in sorted(tmp_path.glob(".generation*"))] == [
+        f".generation-ended-host-{n}" for n in (2, 3)
+    ]
+
+
 def test_a_run_that_was_started_anew_has_lost_no_time(tmp_path: Path) -> None:
     begin(part(tmp_path, "a/1"))
     checkpoint(tmp_path, 5)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from functools import cached_property
+from hashlib import blake2b
 from itertools import chain, pairwise
+from struct import Struct
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -24,6 +26,8 @@ ShareMode = Literal["auto", "always", "off"]
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
 _AT_ONCE = 2048  # documents that are counted while the processor's cache holds them
+# Numbers of tokens, labels and sequences, which stand behind a digest of so many bytes.
+_SIZES, _DIGEST = Struct("<III"), 8
 LONGEST_REASON = 1000  # the largest number of characters of `Rejected.reason`
 
 
@@ -90,7 +94,11 @@ class Rollout:
     membership: Membership | None = None  # set for a sequence returned by `sequences`; None: this is a whole document
 
     def __post_init__(self) -> None:
-        _ = self.num_tokens, self.num_labels  # counted once, when the document is made, and not for each plan
+        # Found once, when the document is made, and not for each plan. Python keeps an object's attributes without a
+        # dictionary of its own if they are at most 29 and none was set by way of `__dict__`, as `cached_property` does.
+        # A pass over many documents then takes half of the time.
+        for name in ("num_tokens", "facts"):
+            object.__setattr__(self, name, getattr(Rollout, name).func(self))
 
     def value(self, name: str) -> Any:
         """Return a field by its name: an attribute, or an entry of the mappings in `PLACES`; None if it is missing."""
@@ -108,9 +116,16 @@ class Rollout:
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
-    @cached_property
+    @property
     def num_labels(self) -> int:
-        return int(np.count_nonzero(self.loss_mask))  # much faster than a sum
+        return int(_SIZES.unpack_from(self.facts, _DIGEST)[1])
+
+    @cached_property
+    def facts(self) -> bytes:
+        """What ranks compare of the document when they plan a step: a row of `facts_of`."""
+        digest = blake2b(self.id.encode(errors="surrogatepass"), digest_size=_DIGEST).digest()
+        labels = np.count_nonzero(self.loss_mask)  # much faster than a sum
+        return digest + _SIZES.pack(self.num_tokens, labels, len(self.starts) or 1)
 
     @cached_property
     def completion(self) -> bytes:
@@ -165,14 +180,15 @@ NO_ROUTES = RouteShape((), 0)
 ROUTES = "routed_experts"  # the per-token field with the chosen experts
 
 
-def counts_of(documents: Sequence[Rollout]) -> np.ndarray:  # [2, D]
-    """Count the tokens and the labels of each document."""
-    tokens, labels = list[int](), list[int]()
-    for start in range(0, len(documents), _AT_ONCE):
-        some = documents[start : start + _AT_ONCE]
-        tokens += [document.num_tokens for document in some]
-        labels += [document.num_labels for document in some]
-    return np.array([tokens, labels], np.int64)
+# A digest of the document's id, and its numbers of tokens, labels and sequences.
+_FACTS = np.dtype([("id", "<u8"), ("tokens", "<u4"), ("labels", "<u4"), ("sequences", "<u4")])
+
+
+def facts_of(documents: Sequence[Rollout]) -> np.ndarray:  # [D] _FACTS
+    """Return a table of documents. A step has hundreds of thousands: this is the only pass over them for all counts."""
+    starts = range(0, len(documents), _AT_ONCE)
+    some = [b"".join([document.facts for document in documents[start : start + _AT_ONCE]]) for start in starts]
+    return np.frombuffer(b"".join(some), _FACTS)
 
 
 def sequences_of(documents: Iterable[Rollout]) -> tuple[Rollout, ...]:
@@ -250,8 +266,11 @@ class StepPlan:
     distinct: int | None = None
     # Cache of `prefixes.forest_of`: the segments of each micro-batch, by its members.
     forests: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    facts: np.ndarray = field(init=False, compare=False, repr=False)  # `facts_of` the documents
+    known: InitVar[np.ndarray | None] = None  # these facts, if they are known already
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, known: np.ndarray | None) -> None:
+        object.__setattr__(self, "facts", facts_of(self.documents) if known is None else known)
         if not np.array_equal(np.sort(self.packed), np.arange(len(self.sequences))):
             raise ValueError("a plan packs each sequence of its documents exactly once")
         if len(self.micro_batches) % self.ranks:
@@ -260,13 +279,8 @@ class StepPlan:
     @cached_property
     def sequences(self) -> tuple[Rollout, ...]:
         """The sequences of all documents, in order."""
-        several = any(document.starts for document in self.documents)
+        several = int(self.facts["sequences"].sum()) > len(self.documents)
         return sequences_of(self.documents) if several else self.documents
-
-    @cached_property
-    def counts(self) -> np.ndarray:  # [2, D]
-        """The tokens and the labels of each document."""
-        return counts_of(self.documents)
 
     @cached_property
     def packed(self) -> np.ndarray:
@@ -274,12 +288,11 @@ class StepPlan:
         return np.fromiter(chain.from_iterable(self.micro_batches), np.int64)
 
     @cached_property
-    def document_of(self) -> tuple[int, ...]:
+    def document_of(self) -> Sequence[int]:
         """The index in `documents` of each sequence's document."""
         if len(self.sequences) == len(self.documents):
-            return tuple(range(len(self.documents)))
-        counts = (len(document.starts) or 1 for document in self.documents)
-        return tuple(index for index, count in enumerate(counts) for _ in range(count))
+            return range(len(self.documents))
+        return tuple(np.repeat(np.arange(len(self.documents)), self.facts["sequences"]).tolist())
 
     @property
     def documents_seen_after(self) -> int:

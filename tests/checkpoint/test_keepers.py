@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -254,16 +255,28 @@ def test_a_file_that_one_rank_cannot_link_leaves_no_other_unread(
                 raise KeeperError("too many open files")
             return os.open(tmp_path / "held" / Path(name).name, os.O_RDONLY)
 
-    found: dict[int, dict[str, str]] = {}
-    for rank in (0, 1):
-        ranks = Ranks(rank, RankLayout(data_shard=2))
-        made = Memory(ranks, tmp_path / "run", Agent(os.getpid(), 1, 4), 1000, 1, SECRET)
+    told, together = [None, None], threading.Barrier(2, timeout=20)
+
+    class Two(Ranks):
+        def gather(self, value: Any, ahead: bool = False, sampling: bool = False) -> list[Any]:
+            told[self.rank] = value
+            together.wait()
+            values = list(told)
+            together.wait()
+            return values
+
+    def bad(rank: int) -> dict[tuple[str, str], str]:
+        made = Memory(Two(rank, RankLayout(data_shard=2)), tmp_path / "run", Agent(1, 1, 4), 1000, 1, SECRET)
         made._answers = [_Answer(memories.machine_key(), "", {}, {})] * 2
         here = SimpleNamespace(connected=partial(nullcontext, Here(rank)))
-        monkeypatch.setattr(Memory, "_at", lambda self, number, here=here: here)
+        monkeypatch.setattr(made, "_at", lambda number: here)
         recalled = _new_directory(tmp_path / f"checkpoints-{rank}", 1)
         (recalled.path / MANIFEST).write_bytes(manifest_of(dict.fromkeys(names, b"whole!"), {}))
-        found[rank] = made._damaged(names, _Held((1, 1.0, 1), {}, dict.fromkeys(names, 0)), recalled)
+        found = made._bad(names, _Held((1, 1.0, 1), {}, dict.fromkeys(names, 0)), recalled)
         recalled.close()
-    assert found[1].pop(names[0]) == "too many open files"
-    assert found[0].keys() | found[1].keys() == {names[harmed]}
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        found, same = pool.map(bad, (0, 1))
+    assert found == same and {name for _, name in found} == {names[0], names[harmed]}
+    assert found[memories.machine_key(), names[0]] == "too many open files"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
+import random
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from truestep.run.checkpoint import checksums
+from truestep.ranks.axes import RankLayout
+from truestep.ranks.group import Ranks
+from truestep.run.checkpoint import checksums, comparison
+from truestep.run.checkpoint.comparison import Comparison, shares_of
 from truestep.weights import tensor_parts
+from truestep.weights.tensor_parts import StoredTensors
 
 WROTE, RESUMED = 16, 12
 
@@ -32,37 +40,114 @@ SHAPES = {"weight/a": (192, 8), "optimizer/a.exp_avg": (192, 8), "weight/b": (48
 LARGER = {key: (64 * rows, width) for key, (rows, width) in SHAPES.items()}
 
 
-def test_no_rank_reads_much_more_than_its_part(many_ranks: ModuleType, tmp_path: Path) -> None:
+def test_no_rank_reads_more_than_its_part_and_the_headers(many_ranks: ModuleType, tmp_path: Path) -> None:
     many_ranks.write_checkpoint(tmp_path / "checkpoint", LARGER, WROTE)
-    reads = [many_ranks.resume(tmp_path / "checkpoint", LARGER, RESUMED, rank) for rank in range(RESUMED)]
+    resumed = many_ranks.Resume(tmp_path / "checkpoint", LARGER, RESUMED)
+    reads = [resumed.of(rank) for rank in range(RESUMED)]
+    assert resumed.damages() == {}
     assert all(read.values == read.own for read in reads)
     assert sum(read.values for read in reads) == sum(4 * rows * width for rows, width in LARGER.values())
-    assert many_ranks.most(reads, "both") < 1.51, "two files of three quarters of a part, and their headers"
+    assert many_ranks.most(reads, "both") < 1.05
 
 
-def test_every_stretch_is_compared_by_one_rank(
-    many_ranks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LAYOUTS = [
+    RankLayout(data_shard=12),
+    RankLayout(data_shard=1),
+    RankLayout(data_shard=5, data_replicate=2),
+    RankLayout(data_shard=3, tensor=2, context=2),
+    RankLayout(data_shard=1, pipeline=3),
+    RankLayout(data_shard=40),  # more than some tensors have rows
+]
+
+
+def shares_in(layout: RankLayout) -> list[Any]:
+    return [shares_of(Ranks(rank, layout)) for rank in range(math.prod(layout.sizes))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.sizes)))
+@pytest.mark.parametrize("stretch", [1 << 20, 3000])
+def test_every_byte_is_compared_by_one_rank(
+    layout: RankLayout, stretch: int, many_ranks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many_ranks.write_checkpoint(tmp_path / "checkpoint", SHAPES, WROTE)
-    (tmp_path / "checkpoint" / "empty").touch()
-    checksums.write_checksums(tmp_path / "checkpoint")
-    seen: list[tuple[int, str]] = []
-    check = checksums._checksum
+    monkeypatch.setattr(checksums, "STRETCH", stretch)
+    monkeypatch.setattr(comparison, "READ", 1000)
+    many_ranks.write_checkpoint(tmp_path, SHAPES, WROTE)
+    (tmp_path / "empty").touch()
+    (tmp_path / "config.json").write_bytes(bytes(7001))
+    checksums.write_checksums(tmp_path)
+    compared = Comparison(tmp_path)
+    counted = {file: np.zeros(file.stat().st_size, int) for file in tmp_path.rglob("*") if file.is_file()}
+    for shares in shares_in(layout):
+        for piece in compared.pieces(shares):
+            counted[tmp_path / piece.name][piece.start : piece.stop] += 1
+    assert {int(each) for file, times in counted.items() if file.name != "checksums.json" for each in times} == {1}
+    assert compared.damages([compared.read(shares) for shares in shares_in(layout)]) == {}
 
-    for rank in range(RESUMED):
 
-        def noted(checkpoint: Path, stretch: Any, rank: int = rank) -> int:
-            seen.append((rank, stretch.name))
-            return check(checkpoint, stretch)
+def test_a_bit_that_any_rank_reads_is_found(many_ranks: ModuleType, tmp_path: Path) -> None:
+    many_ranks.write_checkpoint(tmp_path, SHAPES, WROTE)
+    draw, layout = random.Random(0), RankLayout(data_shard=RESUMED)
+    for number in (0, 7, 15):
+        file = tmp_path / "truestep" / f"part-{number:05d}.safetensors"
+        whole = file.read_bytes()
+        for place in (0, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(8))):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+            compared = Comparison(tmp_path)
+            found = compared.damages([compared.read(shares) for shares in shares_in(layout)])
+            name = f"truestep/{file.name}"
+            assert found == {name: f"{name} is damaged in its bytes 0 to {len(whole)}"}, place
+        file.write_bytes(whole)
 
-        monkeypatch.setattr(checksums, "_checksum", noted)
-        assert checksums.find_damage(tmp_path / "checkpoint", rank, RESUMED) is None
-    names = [name for _, name in seen]
-    assert len(set(names)) == len(names) and sum("part-" in name for name in names) == WROTE
-    assert [rank for rank, _ in seen] == sorted(rank for rank, _ in seen) and len({rank for rank, _ in seen}) > 8
-    (tmp_path / "checkpoint" / "truestep" / "part-00007.safetensors").write_bytes(b"x")
-    found = [checksums.find_damage(tmp_path / "checkpoint", rank, RESUMED) for rank in range(RESUMED)]
-    assert any(damage is not None and "part-00007" in damage for damage in found)
+
+def told_by(*checkpoints: Path) -> dict[str, str]:
+    """What two ranks say, each of which sees one of the checkpoints."""
+    compared = [Comparison(each) for each in checkpoints]
+    told = [each.read([(rank, len(compared))]) for rank, each in enumerate(compared)]
+    (found,) = {json.dumps(each.damages(told)) for each in compared}  # they all say the same
+    return dict(json.loads(found))
+
+
+def test_what_one_rank_cannot_read_all_ranks_say(many_ranks: ModuleType, tmp_path: Path) -> None:
+    """One that cannot read the manifest or the index does not know which part is its own."""
+    for name in ("a", "b"):
+        many_ranks.write_checkpoint(tmp_path / name, SHAPES, 4)
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert told_by(a, b) == {}
+    part, index, manifest = (
+        b / "truestep" / name for name in ("part-00002.safetensors", "tensors.json", "checksums.json")
+    )
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    assert told_by(a, b) == {
+        "truestep/part-00002.safetensors": f"truestep/part-00002.safetensors has {len(whole) - 1} bytes, and "
+        f"{len(whole)} were written"
+    }
+    part.unlink()
+    assert told_by(a, b) == {"truestep/part-00002.safetensors": "truestep/part-00002.safetensors is missing"}
+    whole = index.read_bytes()
+    index.unlink()
+    assert told_by(a, b) == {"truestep/tensors.json": "truestep/tensors.json is missing"}, (
+        "and of the part nobody knows"
+    )
+    index.write_bytes(whole.replace(b"part-00001", b"part-00003"))
+    assert next(iter(told_by(a, b))) == "truestep/tensors.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole.replace(b'"bytes": ', b'"bytes":'))
+    assert told_by(a, b)["truestep/checksums.json"] == "truestep/checksums.json is not the same for all ranks"
+    manifest.write_bytes(whole[:-10])
+    assert "truestep/checksums.json is damaged" in told_by(a, b)["truestep/checksums.json"]
+    manifest.unlink()
+    assert told_by(a, b)["truestep/checksums.json"] == "truestep/checksums.json is not the same for all ranks"
+
+
+def test_an_index_that_tells_of_more_than_there_is_ends(many_ranks: ModuleType, tmp_path: Path) -> None:
+    many_ranks.write_checkpoint(tmp_path, {"weight/a": (64, 4)}, 2)
+    part = tmp_path / "truestep" / "part-00001.safetensors"
+    part.write_bytes(part.read_bytes()[:200])
+    checksums.write_checksums(tmp_path)
+    assert comparison.find_damage(tmp_path) is None, "the files are those that were written; to read them fails"
+    with pytest.raises(ValueError, match="mmap|size|shape"):
+        StoredTensors(tmp_path).read_whole("weight/a")
 
 
 def test_the_index_of_many_ranks_is_small(many_ranks: ModuleType, tmp_path: Path) -> None:
@@ -72,3 +157,20 @@ def test_the_index_of_many_ranks_is_small(many_ranks: ModuleType, tmp_path: Path
         many_ranks.write_checkpoint(tmp_path / str(ranks), {"weight/a": (640, 2)}, ranks)
         sizes.append((tmp_path / str(ranks) / "truestep" / tensor_parts.INDEX).stat().st_size)
     assert sizes[1] < sizes[0] + 60 * 40, "less than 40 bytes for a part"
+
+
+def test_ranks_that_compare_together_all_say_the_same(many_ranks: ModuleType, tmp_path: Path) -> None:
+    many_ranks.write_checkpoint(tmp_path, SHAPES, 4)
+    layout = RankLayout(data_shard=3)
+
+    class All(Ranks):
+        def gather(self, value: Any, ahead: bool = False, sampling: bool = False) -> list[Any]:
+            told = [Comparison(tmp_path).read(shares) for shares in shares_in(layout)]
+            assert told[self.rank] == value
+            return told
+
+    assert [comparison.find_damage_together(tmp_path, All(rank, layout)) for rank in range(3)] == [None] * 3
+    part = tmp_path / "truestep" / "part-00002.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"\xff")
+    (found,) = {comparison.find_damage_together(tmp_path, All(rank, layout)) for rank in range(3)}
+    assert found is not None and found.startswith("truestep/part-00002.safetensors is damaged in its bytes 0 to ")

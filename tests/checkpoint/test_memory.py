@@ -33,7 +33,7 @@ from truestep.ranks.forks import fork_context
 from truestep.ranks.group import ALONE
 from truestep.ranks.keeper import Key
 from truestep.ranks.keeper_client import KeeperError, LocalKeeper, RemoteKeeper
-from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.comparison import Comparison
 from truestep.run.checkpoint.memory import Memory, MemoryStore, Recalled
 from truestep.run.checkpoint.saves import Saves
 from truestep.run.checkpoint.staging import SharedStaging
@@ -130,17 +130,18 @@ def test_a_state_in_memory_is_the_checkpoint_on_the_disk(optimizer: str, config:
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_an_intact_state_is_compared_in_one_go(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_read_once_to_compare_it(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(config)
-    looks: list[int] = []
+    looks: list[str] = []
+    honest = Comparison._sum
 
-    def find(path: Path, *part: int, only: set[str]) -> str | None:
-        looks.append(len(only))
-        return find_damage(path, *part, only=only)
+    def noted(self: Comparison, pieces: Any) -> int | str:
+        looks.extend(piece.name for piece in pieces)
+        return honest(self, pieces)
 
-    monkeypatch.setattr("truestep.run.checkpoint.memory.find_damage", find)
+    monkeypatch.setattr(Comparison, "_sum", noted)
     found, _ = recalled(tmp_path / "run")
-    assert found is not None and len(looks) == 1 and looks[0] > 3
+    assert found is not None and len(looks) == len(set(looks)) > 3 and PART in looks
     found.close()
 
 

@@ -20,7 +20,8 @@ from truestep.model.loading.load import load_policy
 from truestep.model.loading.read import read_model
 from truestep.model.policy import Policy
 from truestep.process import progress
-from truestep.run.checkpoint.checksums import RunningChecksums, find_damage, write_checksums
+from truestep.run.checkpoint.checksums import RunningChecksums, write_checksums
+from truestep.run.checkpoint.comparison import find_damage
 from truestep.run.checkpoint.staging import Staging
 from truestep.weights.lazy import Unread
 from truestep.weights.tensor_parts import (

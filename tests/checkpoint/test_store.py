@@ -20,7 +20,7 @@ from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 from truestep.process.randomness import random_state, random_tensors, restore_random
 from truestep.run.checkpoint import store as store_module
-from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.comparison import find_damage
 from truestep.run.checkpoint.staging import Staging
 from truestep.run.checkpoint.store import CheckpointStore, Progress, read_progress
 from truestep.weights.tensor_parts import STATE, TensorPart

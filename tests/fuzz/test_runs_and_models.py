@@ -27,7 +27,7 @@ from truestep.report.health import health
 from truestep.report.runs import read_run
 from truestep.report.verdicts.watching import Watching
 from truestep.rollouts.kept.files import list_files, roll_back
-from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.comparison import find_damage
 from truestep.run.checkpoint.store import read_progress
 from truestep.run.directory import RunDirectory
 from truestep.run.train import train

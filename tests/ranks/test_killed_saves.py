@@ -16,7 +16,7 @@ from ranks.test_train_over_ranks import config
 from small_runs import file_hashes, read_lines, without_times, write_rollouts
 from tiny import expert_model
 from truestep.ranks.axes import RankError
-from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.comparison import find_damage
 from truestep.run.checkpoint.store import CheckpointStore
 
 Model = Callable[[str], Path]

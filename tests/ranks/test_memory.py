@@ -43,3 +43,28 @@ def test_what_is_recalled_after_a_loss(
         schedule={"steps": 3}, checkpoint={"every": 1, "keep": 9},
     )  # fmt: skip
     on_ranks(size, keep_and_lose, given, lost, harmed, expected, THIRD if size == 3 else FIRST)
+
+
+HSDP = [
+    pytest.param(2, {"data_shard": 1, "data_replicate": 2}, "none", id="replicas"),
+    pytest.param(4, {"data_shard": 2, "data_replicate": 2}, "none", id="sharded replicas", marks=pytest.mark.long),
+    pytest.param(2, {"data_shard": 2}, "states", id="states on the host", marks=pytest.mark.long),
+    pytest.param(2, {"data_shard": 2}, "all", id="weights on the host", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("size", "parallel", "offload"), HSDP)
+def test_what_replicas_and_offloaded_states_recall(
+    size: int, parallel: dict[str, int], offload: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A machine is lost: its part, and what it held of another, come from the copies."""
+    write_rollouts(tmp_path / "rollouts.jsonl", 49)
+    given = config(
+        tiny_model("llama"), tmp_path / "rollouts.jsonl", tmp_path / "run",
+        schedule={"steps": 3}, checkpoint={"every": 1, "keep": 9}, parallel=parallel,
+        optimizer={"offload": offload},
+    )  # fmt: skip
+    parts = [f"part-0000{number}.safetensors" for number in range(size)]
+    # Each machine holds its own part and that of the one before it.
+    held = [{parts[rank], parts[rank - 1]} if rank != 1 else set() for rank in range(size)]
+    on_ranks(size, keep_and_lose, given, [1], [], [" ".join(sorted({*parts} - each)) for each in held], FIRST)

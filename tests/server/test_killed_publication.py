@@ -25,7 +25,7 @@ from server.sglang_server import serving
 from server.vllm_server import NAME
 from small_runs import file_hashes, read_lines, without_times
 from truestep.ranks.axes import RankError
-from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.comparison import find_damage
 from truestep.run.checkpoint.store import CheckpointStore
 
 GROUPS = 4  # of weights that are published together: two layers, the embedding, the norm

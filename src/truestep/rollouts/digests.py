@@ -17,6 +17,7 @@ from truestep.types import CACHED, PLACES, Rollout
 # Metadata are not trained on, and a run's own computations are no data.
 _LEFT_OUT = CACHED | {"metadata", "recomputed_logprobs", "chosen", "membership", "input_ids", "loss_mask", *PLACES}
 REFERENCE = "reference_logprobs"
+_json = json.JSONEncoder(sort_keys=True).encode
 
 
 def digests_of(documents: Sequence[Rollout], own_reference: bool) -> list[str]:
@@ -38,7 +39,7 @@ def digest_of(document: Rollout, own_reference: bool = False) -> str:
             values.update(np.ascontiguousarray(value).tobytes())
         else:
             others[name] = written(value)
-    values.update(json.dumps(others, sort_keys=True).encode())
+    values.update(_json(others).encode())
     return tokens.hexdigest()[:8] + values.hexdigest()[:8]
 
 

@@ -33,6 +33,7 @@ from truestep.run.assemble.step import (
     other_annotators,
 )
 from truestep.run.callbacks import Callbacks, Run
+from truestep.run.checkpoint.comparison import find_damage_together
 from truestep.run.checkpoint.saves import SaveRule, Saves
 from truestep.run.checkpoint.store import CheckpointStore, Progress, step_of
 from truestep.run.directory import RunDirectory
@@ -40,7 +41,6 @@ from truestep.run.train import (
     ODD_CONTENT,
     annotators_of,
     as_it_runs,
-    damage_of,
     measured_rates,
     policy_of,
     restore,
@@ -200,7 +200,7 @@ class Made:
 def make_again(past: Past, original: Config, changed: Config, output: Path, ranks: Ranks, watch: Watch) -> Made:
     """Make the trainer of the steps `past.steps`, which writes to `output`. `original` are the options of the step, and
     `changed` those that it is made again with. Every rank calls this."""
-    damage = None if past.checkpoint is None else damage_of(past.checkpoint, ranks)
+    damage = None if past.checkpoint is None else find_damage_together(past.checkpoint, ranks)
     with blaming(past, damage):
         return replace(_make_again(past, original, changed, output, ranks, watch), damage=damage)
 

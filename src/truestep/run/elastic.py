@@ -286,8 +286,8 @@ class Elastic:
             self.agent.end()
 
     def note(self, reason: str, own: bool) -> None:
-        """Write why the generation ends, unless another rank has. `own`: this rank failed. Return after some seconds in
-        any case."""
+        """Write why the generation ends, unless another rank has, or a later generation has begun: nobody would read it
+        or remove it. `own`: this rank failed. Return after some seconds in any case."""
         gone = self.watch.lost if self.watch is not None and not own else ()
         if time.monotonic() > self.asked_at() + _MOST_TO_FAIL:
             gone = ()  # agents kill what does not stop in 30 s
@@ -297,6 +297,8 @@ class Elastic:
         def write() -> None:
             with contextlib.suppress(OSError):
                 self.path.mkdir(parents=True, exist_ok=True)  # the run may be about to start
+                if _is_followed(self.path / GENERATIONS):
+                    return
                 with file.open("x", encoding="utf-8") as opened:
                     json.dump({"reason": printable(reason, 500), "failed": failed}, opened)
 
@@ -318,6 +320,12 @@ class Elastic:
     def _remove_notes(self) -> None:
         for file in self.path.glob(f"{_NOTE}*"):
             file.unlink(missing_ok=True)
+
+
+def _is_followed(generations: Path) -> bool:
+    """Tell whether a later generation than this process's has begun."""
+    ids = [line.get("id") for line in read_json_lines(generations)] if generations.is_file() else []
+    return generation_id() in ids[:-1] and generation_id() != ids[-1]
 
 
 def _read(note: Path) -> dict[str, Any]:

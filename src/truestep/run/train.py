@@ -46,7 +46,7 @@ from truestep.run.assemble.step import (
     starts_from_first_weights,
 )
 from truestep.run.callbacks import Callback, Callbacks, Run
-from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.comparison import find_damage_together
 from truestep.run.checkpoint.memory import MemoryStore, Recalled
 from truestep.run.checkpoint.saves import SaveRule, Saves
 from truestep.run.checkpoint.staging import SharedStaging
@@ -414,7 +414,7 @@ def _undamaged(
     said: list[str] = []
     newest = ranks.share(store.newest)
     while (latest := ranks.share(store.latest)) is not None:
-        damage = damage_of(latest, ranks)
+        damage = find_damage_together(latest, ranks)
         if damage is None:
             break
         before = ranks.share(partial(store.before, latest))
@@ -426,12 +426,6 @@ def _undamaged(
             f"the damaged one is kept as {kept}"
         )
     return latest, said
-
-
-def damage_of(checkpoint: Path, ranks: Ranks) -> str | None:
-    """Compare a checkpoint with its checksums; each rank reads a part."""
-    found = ranks.gather(find_damage(checkpoint, ranks.rank, ranks.size))
-    return next((damage for damage in found if damage is not None), None)
 
 
 def restore(

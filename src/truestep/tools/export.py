@@ -19,7 +19,7 @@ from truestep.model.loading.read import read_model
 from truestep.model.save import model_files, read_companions, saved_buffers, write_weights
 from truestep.model.towers import whole_adapter
 from truestep.process import progress
-from truestep.run.checkpoint.checksums import find_damage
+from truestep.run.checkpoint.comparison import find_damage
 from truestep.run.checkpoint.store import CheckpointStore
 from truestep.run.directory import RunDirectory
 from truestep.weights.finite import not_finite, some

@@ -9,7 +9,7 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -211,12 +211,63 @@ class _Entry:
             yield place, Box(tuple(begins[number].tolist()), tuple(lengths[number].tolist()))
 
 
+# Which rows of tensors: part `a` of `b`, and of these rows part `c` of `d`, and so on, as FSDP divides rows.
+Shares = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class IndexSpans:
+    """The places of all tensors' rows in the files of a checkpoint."""
+
+    files: Mapping[str, int]  # numbers by name
+    # [spans, 6], by file and byte: the file's number, first byte, first row, rows, bytes of a row, the tensor's rows
+    table: np.ndarray
+
+    def rows(self, shares: Shares) -> dict[str, list[tuple[int, int]]]:
+        """Return the spans of some rows of each tensor, by file."""
+        file, byte, first, count, width, size = self.table.T
+        low, high = np.zeros_like(size), size
+        for part, parts in shares:
+            each = -(-(high - low) // parts)
+            low, high = np.minimum(low + each * part, high), np.minimum(low + each * (part + 1), high)
+        begin, end = np.maximum(first, low), np.minimum(first + count, high)
+        starts, stops = byte + (begin - first) * width, byte + (end - first) * width
+        names, found = list(self.files), dict[str, list[tuple[int, int]]]()
+        for number in np.flatnonzero(begin < end).tolist():
+            found.setdefault(names[file[number]], []).append((int(starts[number]), int(stops[number])))
+        return found
+
+    def whole(self, name: str) -> np.ndarray:  # [spans, 2]
+        """Return the spans of all rows in a file, in order."""
+        first, last = np.searchsorted(self.table[:, 0], self.files.get(name, -1) + np.arange(2))
+        _, byte, _, count, width, _ = self.table[first:last].T
+        return np.stack([byte, byte + count * width], 1)
+
+
+def spans_of(index: bytes) -> IndexSpans:
+    """Return where the rows of all tensors are, from the content of a checkpoint's `INDEX`. Scalars have no rows."""
+    entries = _entries(index, Path(FOLDER))
+    files: Sequence[Path] = next((entry.files for entry in entries.values()), ())
+    tables = [np.zeros((0, 6), np.int64)]
+    for entry in entries.values():
+        rows, ndim = entry.rows(), len(entry.shape)
+        if ndim:
+            width = rows[:, 3 + ndim :].prod(1) * entry.dtype.itemsize
+            size = np.full(len(rows), entry.shape[0])
+            tables.append(np.stack([rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 2 + ndim], width, size], 1))
+    table = np.concatenate(tables)
+    table = table[(table[:, 3] * table[:, 4]) > 0]
+    return IndexSpans(
+        {str(file): number for number, file in enumerate(files)}, table[np.lexsort((table[:, 1], table[:, 0]))]
+    )
+
+
 class StoredTensors(Tensors):
     """The tensors of a checkpoint. Only requested boxes are read."""
 
     def __init__(self, checkpoint: Path):
         self._folder = checkpoint / FOLDER
-        self._entries = _read_index(self._folder / INDEX)
+        self._entries = _entries((self._folder / INDEX).read_bytes(), self._folder)
         self._remote = remote_parts(checkpoint)
 
     @staticmethod
@@ -286,11 +337,11 @@ def _mapped(place: _Place, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(content).view(dtype).view(place.box.shape)
 
 
-def _read_index(index: Path) -> dict[str, _Entry]:
-    content = exact_object(index.read_bytes())
+def _entries(index: bytes, folder: Path) -> dict[str, _Entry]:
+    content = exact_object(index)
     tensors = content["tensors"]
     named = content.get("files") or dict.fromkeys(part[0] for entry in tensors.values() for part in entry["parts"])
-    files = [index.parent / name for name in named]
+    files = [folder / name for name in named]
     return {
         key: _Entry(TYPES_BY_NAME[entry["type"]], torch.Size(entry["shape"]), files, entry["parts"])
         for key, entry in tensors.items()

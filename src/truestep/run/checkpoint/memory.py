@@ -14,7 +14,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from truestep.ranks.elastic import Agent
 from truestep.ranks.group import Ranks
 from truestep.ranks.keeper import Key
 from truestep.ranks.keeper_client import Keeper, KeeperError, LocalKeeper, RemoteKeeper, default_limit, machine_key
-from truestep.run.checkpoint.checksums import MANIFEST, entry_of, find_damage, manifest_of, names_in
+from truestep.run.checkpoint.checksums import MANIFEST, entry_of, manifest_of, names_in
+from truestep.run.checkpoint.comparison import Comparison
 from truestep.run.checkpoint.staging import SharedStaging, Staged
 from truestep.run.checkpoint.store import ModelFiles, Progress, Written, is_random, progress_files, random_name
 from truestep.text import printable
@@ -343,9 +344,10 @@ class Memory:
         if lost:
             return f"{lost[0]} is lost"
         (recalled.path / MANIFEST).write_bytes(manifest)  # before anything is compared with it
-        damaged = self._damaged([name for name in names if name in held.here], held, recalled)
-        found = self.ranks.gather((machine_key(), damaged))
-        bad = {(where, name): damage for where, damages in found for name, damage in damages.items()}
+        bad = self._bad([name for name in names if name in held.here], held, recalled)
+        unread = next((damage for (_, name), damage in bad.items() if name == MANIFEST), None)
+        if unread is not None:
+            return unread
         good = {name: [where for where in held.places[name] if (where, name) not in bad] for name in names}
         for name, places in good.items():
             if not places:
@@ -385,25 +387,31 @@ class Memory:
                     return RemoteKeeper(answer.host, answer.ports[number], self.secret), one["files"][name]
         raise KeeperError(f"{name} is not held")
 
-    def _damaged(self, names: Sequence[str], held: _Held, recalled: Recalled) -> dict[str, str]:
-        """Link the files that are held here, and compare this rank's share of them with their checksums."""
-        damaged: dict[str, str] = {}
+    def _bad(self, names: Sequence[str], held: _Held, recalled: Recalled) -> dict[tuple[str, str], str]:
+        """Link the files that are held here, and compare them with their checksums: the ranks of a machine each read a
+        part. Return a sentence for each damaged file, by machine and name."""
+        lacking = self._link(names, held, recalled)
+        comparison = Comparison(recalled.path, set(names))
+        beside = [rank for rank, answer in enumerate(self._answers) if answer.place == machine_key()]
+        told = comparison.read([(beside.index(self.ranks.rank), len(beside))])
+        told = replace(told, problems={**told.problems, **lacking})
+        here = [each for where, each in self.ranks.gather((machine_key(), told)) if where == machine_key()]
+        found = self.ranks.gather((machine_key(), comparison.damages(here)))
+        return {(where, name): damage for where, damages in found for name, damage in damages.items()}
+
+    def _link(self, names: Sequence[str], held: _Held, recalled: Recalled) -> dict[str, str]:
+        """Link files that are held here; return a sentence for each that cannot be."""
+        lacking: dict[str, str] = {}
         for name in names:
             try:
                 with self._at(held.here[name]).connected() as connection:
                     handle = connection.open(held.key, name)
             except KeeperError as error:
-                damaged[name] = str(error)
+                lacking[name] = str(error)
                 continue
             recalled.handles.append(handle)
             (recalled.path / name).symlink_to(f"/proc/self/fd/{handle}")
-        beside = [rank for rank, answer in enumerate(self._answers) if answer.place == machine_key()]
-        part = beside.index(self.ranks.rank)
-        # All ranks of the machine share the same files, also those that only one of them could not link.
-        if find_damage(recalled.path, part, len(beside), only=set(names)) is not None:  # look which
-            told = {name: find_damage(recalled.path, only={name}) for name in names if name not in damaged}
-            damaged |= {name: damage for name, damage in told.items() if damage is not None}
-        return damaged
+        return lacking
 
     def _note_remote(self, key: Key, remote: Mapping[str, str], folder: Path) -> None:
         """Note where the parts are that only other machines hold, and copy the small files that this rank reads."""

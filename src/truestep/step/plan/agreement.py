@@ -1,7 +1,7 @@
 """What ranks compare of a plan before they compute it, so that no rank works on other data than the rest.
 
-Every rank digests the documents' ids, lengths and labels, and their packing. Advantages are as many numbers as tokens:
-of a large step, a rank digests those of the documents that it computes, and those of another rank.
+Every rank digests the documents' ids, lengths and numbers of labels, and their packing. Advantages are as many numbers
+as tokens: of a large step, a rank digests those of the documents that it computes, and those of another rank.
 """
 
 import hashlib
@@ -83,9 +83,8 @@ def digests_by_all(documents: Sequence[Rollout], own_reference: bool, ranks: Ran
 def _content(plan: StepPlan) -> "hashlib._Hash":
     content = hashlib.sha256(f"{plan.totals} {plan.documents_seen} {plan.ranks}\n".encode())
     content.update(np.fromiter(map(len, plan.micro_batches), np.int64).tobytes())
-    content.update(plan.packed.tobytes())
-    content.update("\n".join([document.id for document in plan.documents]).encode(errors="surrogatepass"))
-    content.update(plan.counts.tobytes())
+    content.update(plan.packed.data)
+    content.update(plan.facts.view(np.uint8).data)
     if len(plan.sequences) > len(plan.documents):
         content.update(f"{[document.starts for document in plan.documents]}\n".encode())
     return content

@@ -16,7 +16,7 @@ from truestep.rollouts.packing import balance, fill_in_order
 from truestep.rollouts.prefixes import find_segments, identities
 from truestep.rollouts.selection import has_advantage
 from truestep.step.plan.trees import Packables, Spread, find_items_together
-from truestep.types import Rollout, ShareMode, Sharing, StepPlan, StepTotals, counts_of, sequences_of
+from truestep.types import Rollout, ShareMode, Sharing, StepPlan, StepTotals, facts_of, sequences_of
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class StepRule:
 
 
 def totals_of(documents: Sequence[Rollout]) -> StepTotals:
-    return _totals(counts_of(documents))
+    return _totals(facts_of(documents))
 
 
-def _totals(counts: np.ndarray) -> StepTotals:
-    num_tokens, num_labels = counts.sum(1).tolist()
-    return StepTotals(counts.shape[1], num_labels, num_tokens)
+def _totals(facts: np.ndarray) -> StepTotals:
+    num_labels, num_tokens = (int(facts[name].sum(dtype=np.int64)) for name in ("labels", "tokens"))
+    return StepTotals(len(facts), num_labels, num_tokens)
 
 
 def make_plan(
@@ -73,14 +73,15 @@ def make_plan(
     sharing: Sharing | None = None,
     repeated: bool = False,
     distinct: int | None = None,
+    known: np.ndarray | None = None,
 ) -> StepPlan:
+    """Make a plan of packed documents. `known`: the documents' facts, if they are known already."""
     packed = tuple(tuple(members) for members in micro_batches)
     # Every rank has all documents of the step here, so scaling over the step gives the same result on each.
     scaled = scale_over_step(documents, advantage_std_floor)
-    counts = counts_of(documents)
-    plan = StepPlan(tuple(scaled), packed, _totals(counts), documents_seen, ranks, repeated, sharing, distinct)
-    vars(plan)["counts"] = counts  # not to be counted again
-    return plan
+    known = facts_of(documents) if known is None else known
+    totals = _totals(known)
+    return StepPlan(tuple(scaled), packed, totals, documents_seen, ranks, repeated, sharing, distinct, known=known)
 
 
 def plan_exactly(
@@ -92,18 +93,28 @@ def plan_exactly(
 ) -> StepPlan:
     """Pack these documents into few micro-batches of about equal cost. Ranks run micro-batches of similar cost at the
     same time. With `spread`, all ranks call this at the same time, and share the work in a large step."""
-    sequences = sequences_of(documents)
-    bins, shares, distinct = _packed(sequences, rule, spread)
+    known = facts_of(documents)
+    sequences, lengths = _sequences(documents, known)
+    bins, shares, distinct = _packed(sequences, lengths, rule, spread)
     sharing = Sharing(rule.least_saved, rule.tokens_per_microbatch, rule.alike) if shares else None
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated, distinct)
+    floor = rule.advantage_std_floor
+    return make_plan(documents, bins, documents_seen, rule.ranks, floor, sharing, repeated, distinct, known)
+
+
+def _sequences(documents: Sequence[Rollout], known: np.ndarray) -> tuple[Sequence[Rollout], list[int]]:
+    """Return the sequences of documents, in order, and their lengths. `known`: the documents' facts."""
+    if (known["sequences"] > 1).any():
+        sequences = sequences_of(documents)
+        return sequences, facts_of(sequences)["tokens"].tolist()
+    return documents, known["tokens"].tolist()
 
 
 def _packed(
-    sequences: Sequence[Rollout], rule: StepRule, spread: Spread | None
+    sequences: Sequence[Rollout], lengths: Sequence[int], rule: StepRule, spread: Spread | None
 ) -> tuple[list[list[int]], bool, int | None]:
     """Return the members of each micro-batch, and whether they share prefixes. Also return the number of tokens if each
     shared prefix were computed once; None if nothing was looked for, or if sharing would save no time."""
-    alone = Packables.alone([sequence.num_tokens for sequence in sequences], rule.even_length)
+    alone = Packables.alone(lengths, rule.even_length)
     if rule.share == "off" or (rule.share == "auto" and not _busy(alone, rule)):
         return _balanced(sequences, alone, rule)[0], False, None
     limits, even = _limits(alone, rule), rule.even_length
@@ -161,18 +172,20 @@ def _sums(costs: Sequence[float], bins: Sequence[Sequence[int]]) -> list[float]:
 def plan_packed(documents: Sequence[Rollout], rule: StepRule, documents_seen: int, repeated: bool = False) -> StepPlan:
     """Pack these documents in order, and add empty micro-batches up to a multiple of `rule.multiple`. Shared prefixes
     do not change the documents of a micro-batch."""
-    sequences = sequences_of(documents)
-    bins = fill_in_order([sequence.num_tokens for sequence in sequences], rule.tokens_per_microbatch)
+    known = facts_of(documents)
+    sequences, lengths = _sequences(documents, known)
+    bins = fill_in_order(lengths, rule.tokens_per_microbatch)
     sharing: Sharing | None = Sharing(rule.least_saved, alike=rule.alike)
-    if rule.share == "off" or (rule.share == "auto" and not _pays(sequences, bins, rule)):
+    if rule.share == "off" or (rule.share == "auto" and not _pays(sequences, lengths, bins, rule)):
         sharing = None
     bins += [[] for _ in range(-len(bins) % rule.multiple)]
-    return make_plan(documents, bins, documents_seen, rule.ranks, rule.advantage_std_floor, sharing, repeated)
+    floor = rule.advantage_std_floor
+    return make_plan(documents, bins, documents_seen, rule.ranks, floor, sharing, repeated, known=known)
 
 
-def _pays(sequences: Sequence[Rollout], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:
+def _pays(sequences: Sequence[Rollout], lengths: Sequence[int], bins: Sequence[Sequence[int]], rule: StepRule) -> bool:
     """Tell whether sharing prefixes saves time."""
-    alone = Packables.alone([sequence.num_tokens for sequence in sequences], rule.even_length)
+    alone = Packables.alone(lengths, rule.even_length)
     if not _busy(alone, rule):
         return False
     ids = identities(sequences, rule.alike)

@@ -15,7 +15,7 @@ import numpy as np
 from truestep.ranks.axes import RankError
 from truestep.rollouts.packing import first_fit_decreasing
 from truestep.rollouts.prefixes import PATH_COST, Forest, find_segments, identities
-from truestep.types import Rollout, counts_of
+from truestep.types import Rollout, facts_of
 
 # Sequences are kept in one micro-batch for a prefix only if sharing it saves at least this share of their tokens,
 # without those of the largest branch. A shorter prefix, such as the start of a chat template, is shared only if its
@@ -161,9 +161,7 @@ def find_items_together(
 
 
 def _digest(sequences: Sequence[Rollout]) -> str:
-    seen = hashlib.sha256("\n".join([sequence.id for sequence in sequences]).encode(errors="surrogatepass"))
-    seen.update(counts_of(sequences).tobytes())
-    return seen.hexdigest()
+    return hashlib.sha256(facts_of(sequences).tobytes()).hexdigest()
 
 
 def _numbers(ranks: Sequence[int]) -> str:
