@@ -91,18 +91,22 @@ def sample(policy: Policy, engine: Engine, rows: int, prompt: int, new: int, voc
     return [done[number] for number in range(rows)]
 
 
-def compare(policy: Policy, completions: list[Completion], prompt: int, vocabulary: int) -> None:
-    """Print how far the log-probs of some completions are from training's."""
-    offs = []
-    for request, one in list(zip(requests(len(completions), prompt, vocabulary=vocabulary), completions, strict=True))[
-        :8
-    ]:
+def offs(policy: Policy, completions: list[Completion], prompt: int, vocabulary: int) -> torch.Tensor:
+    """Return training's log-probs of some completions minus the engine's."""
+    found = []
+    asked = requests(len(completions), prompt, vocabulary=vocabulary)
+    for request, one in list(zip(asked, completions, strict=True))[:8]:
         ids = torch.tensor([*request.token_ids, *one.token_ids])
         with torch.no_grad():
             hidden = policy.hidden_alone(pack_tokens([ids.numpy()]))[prompt - 1 : len(ids) - 1]
             scored = policy.raw_logits(hidden).float().log_softmax(-1).cpu().gather(1, ids[prompt:, None])[:, 0]
-        offs.append(scored - torch.tensor(one.logprobs))
-    off = torch.cat(offs).double()
+        found.append(scored - torch.tensor(one.logprobs))
+    return torch.cat(found).double()
+
+
+def compare(policy: Policy, completions: list[Completion], prompt: int, vocabulary: int) -> None:
+    """Print how far the log-probs of some completions are from training's."""
+    off = offs(policy, completions, prompt, vocabulary)
     ratio = off.exp()
     print(
         f"log-probs beside training's: mean ratio {float(ratio.mean()):.5f}, k3 {float((ratio - 1 - off).mean()):.1e}, "
