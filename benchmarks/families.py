@@ -85,7 +85,11 @@ def configs(size: dict[str, int]) -> dict[str, dict[str, Any]]:
             "head_dim": size["head"], "sliding_window": 128,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
-        "gemma4_text": {"head_dim": size["head"], "sliding_window": 128},
+        "gemma4_text": {
+            "head_dim": size["head"], "global_head_dim": size["head"], "sliding_window": 128,
+            "vocab_size_per_layer_input": size["words"], "hidden_size_per_layer_input": size["small"],
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
     }  # fmt: skip
 
 
