@@ -137,9 +137,9 @@ def figure(lines: Sequence[dict[str, Any]]) -> str:
             place = y + top + row * line_number
             parts.append(f'<text x="{left - 8}" y="{place + 17}" text-anchor="end">{objective}</text>')
             for number, column in enumerate(COLUMNS):
-                found = cell_of(lines, task, objective, column)
-                if found:
-                    mean = statistics.mean(line["final"] for line in found)
+                ends = [line["final"] for line in cell_of(lines, task, objective, column) if line["final"] is not None]
+                if ends:
+                    mean = statistics.mean(ends)
                     x = left + cell * number
                     parts.append(
                         f'<rect x="{x + 1}" y="{place + 1}" width="{cell - 2}" height="{row - 2}" '

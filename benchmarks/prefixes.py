@@ -39,6 +39,7 @@ from truestep.losses.objective import Denominator, Objective
 from truestep.model.loading.load import load_policy
 from truestep.model.policy import Policy
 from truestep.rollouts.prefixes import forest_of
+from truestep.run.assemble.step import least_saved
 from truestep.step.compute.runner import StepRunner
 from truestep.step.plan.plan import StepRule, plan_exactly
 from truestep.step.update.gradient_clipping import clip_scale, gradient_norm
@@ -118,7 +119,10 @@ class Bench:
             torch.cuda.synchronize()
 
     def plan(self, documents: list[Rollout], budget: int, share: str) -> StepPlan:
-        rule = StepRule(len(documents), False, 1, 1, budget, even_length=self.policy.facts.even_length, share=share)
+        rule = StepRule(
+            len(documents), False, 1, 1, budget, even_length=self.policy.facts.even_length, share=share,
+            least_of_auto=least_saved(self.policy.device),
+        )  # fmt: skip
         return plan_exactly(documents, rule, 0)
 
     def step(self, plan: StepPlan) -> float:

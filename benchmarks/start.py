@@ -5,8 +5,8 @@
     python benchmarks/start.py --tiny                   # on a CPU: the script itself
 
 Each start is a process of its own, as a user's is, and ends after two steps. The model samples its own documents. A
-start prints the lines of the run with the seconds since it was typed, and the first one has no kept bytecode either
-where Python may not write any beside the sources (PYTHONDONTWRITEBYTECODE).
+start prints the lines of the run with the seconds since it was typed. Python keeps its bytecode among the caches, also
+where it may not write any beside the sources, as a user's does.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def start(folder: Path, name: str, caches: Path) -> float:
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "XDG_CACHE_HOME": str(caches / "home"),
+        "PYTHONPYCACHEPREFIX": str(caches / "bytecode"),
+        "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONUNBUFFERED": "1",
     }
     command = [sys.executable, "-m", "truestep", "train", "run.yaml", f"--checkpoint.directory={folder / name}"]

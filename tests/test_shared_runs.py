@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints import latest, read_weights
 from ranks.cases import on_ranks, train_all
 from selection import in_tiers
-from small_runs import merged, read_lines, sampled_config, sort_prompts, word_model, write_lines
+from small_runs import (
+    file_config,
+    merged,
+    quiet_trainer,
+    read_lines,
+    sampled_config,
+    sort_prompts,
+    word_model,
+    write_lines,
+)
 from truestep.metrics.spent import of_the_machine
+from truestep.run.assemble.step import least_saved
 
 OF_THE_LAYOUT = {"num_micro_batches", "computed_tokens", "recomputed_prefix_tokens", "sampler_cache_use"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -60,3 +72,23 @@ def test_a_run_is_the_same_with_shared_prefixes(name: str, tmp_path: Path) -> No
     mine, theirs = (read_weights(latest(folder)) for folder in (on, off))
     for key, weight in theirs.items():
         assert (mine[key] - weight).norm() / weight.norm() < (ONE_LEVEL if name == "8-bit states" else 1e-5), key
+
+
+@pytest.mark.parametrize(("prompt", "shared"), [(2, False), (3, True), (9, True)])
+def test_a_cpu_shares_a_prompt_that_saves_sixteen_tokens(
+    prompt: int, shared: bool, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Eight completions of a prompt compute it seven times less. A GPU shares it only if that saves 64 tokens."""
+    records = [
+        {"id": str(number), "input_ids": [*range(1, prompt + 1), 20 + number, 30 + number], "prompt_length": prompt,
+         "logprobs": [-1.0] * 2, "advantage": 1.0}
+        for number in range(8)
+    ]  # fmt: skip
+    write_lines(tmp_path / "r.jsonl", records)
+    sections: dict[str, Any] = {"data": {"tokens_per_microbatch": 256}, "schedule": {"docs_per_step": 8}}
+    trainer = quiet_trainer(file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", **sections))
+    trainer.run()
+    (line,) = read_lines(tmp_path / "run/metrics.jsonl")
+    assert line["num_tokens"] == 8 * (prompt + 2)
+    assert line["computed_tokens"] == line["num_tokens"] - (7 * prompt if shared else 0)
+    assert least_saved(torch.device("cpu")) == 16 and least_saved(torch.device("cuda")) == 64

@@ -1,7 +1,6 @@
 """The commands, for the shell and for Python. The package `truestep` exports the functions (docs/python.md).
 
 cli               the command line
-imports           shortens the imports of a new process
 running           `train` and its result, in Python
 looking           the other commands in Python, such as `score`, `verify` and `export`
 session, samples  a training loop of your own in Python, and its completions

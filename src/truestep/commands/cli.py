@@ -11,10 +11,10 @@ import click
 from rich.console import Console
 
 from truestep import __version__
-from truestep.commands.imports import importing
 from truestep.config.custom import keep_path_clean
 from truestep.errors import TruestepError
 from truestep.files.disks import no_file, refusal
+from truestep.process.garbage import importing
 from truestep.text import printable, shown
 
 if TYPE_CHECKING:  # each command imports what it runs, so that `--help` does not load torch

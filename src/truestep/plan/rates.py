@@ -16,7 +16,6 @@ from truestep.files.whole import write_whole
 from truestep.gpu.memory import device_memory, free_memory
 from truestep.gpu.pinned import zeros_on_host
 from truestep.model.mixers import flash
-from truestep.process.bytecode import cache_directory
 from truestep.ranks.axes import MESH
 from truestep.ranks.group import ALONE, Ranks
 from truestep.text import printable
@@ -82,9 +81,10 @@ def named_rates(name: str) -> tuple[float, Rates | None]:
 
 def rates_file(card: str, ranks: int, beside: int | None = None) -> Path:
     """Return the path of the file with a card's rates for a number of ranks, `beside` of them on each host."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     beside = beside or min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     words = (card, f"torch {torch.__version__}", f"{ranks} ranks, {beside} of a host")
-    return cache_directory() / "rates" / f"{'; '.join(words).replace('/', ' ')}.json"
+    return base / "truestep" / "rates" / f"{'; '.join(words).replace('/', ' ')}.json"
 
 
 def rates_here(ranks: Ranks, notes: list[str], measure: Callable[[], Rates] | None = None) -> Rates | None:

@@ -6,6 +6,9 @@ ranks wait for it. Almost all of these objects exist from the first steps on.
 """
 
 import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _AFTER = (10, 100)  # objects are frozen after these steps: by then code is compiled, and a save or evaluation has run
 
@@ -29,3 +32,18 @@ class LongLived:
         if self._put_aside:
             gc.unfreeze()
             self._put_aside = False
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import torch and transformers inside the block without collections, which would take a fifth of the time. What is
+    there then lives until the process ends. A process that has imported torch before is left as it is."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

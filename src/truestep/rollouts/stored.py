@@ -27,7 +27,6 @@ from zlib_ng.zlib_ng import crc32
 
 from truestep.files.whole import sync_directory, sync_tree
 from truestep.process import progress
-from truestep.process.bytecode import cache_directory
 from truestep.rollouts.advantages import as_rule, groups_of, with_group_advantages
 from truestep.rollouts.documents import arrays, document_bytes, read_document_bytes
 from truestep.rollouts.files import DataError, Documents, collect, load_documents
@@ -87,7 +86,8 @@ def load_stored(paths: Sequence[Path], checks: Checks, cache: Path) -> Documents
 
 
 def _default_directory() -> Path:
-    return cache_directory() / "data"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "truestep" / "data"
 
 
 def _identity_of(path: Path) -> dict[str, Any]:

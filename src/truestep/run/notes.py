@@ -4,6 +4,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ def run_notes(
         notes += [f"going on after step {step} of {where}", *_changes_since(before, config)]
     elif done := count_lines(directory.ledger):
         notes.append(f"{directory.path} has no checkpoint: starting again, its {done} steps are removed")
+    if not Path(cache_from_source(torch.__file__)).exists():
+        notes.append(
+            "Python keeps no bytecode here (PYTHONDONTWRITEBYTECODE is set, or a directory is read-only): each start "
+            "compiles torch's and transformers' sources for about ten seconds; PYTHONPYCACHEPREFIX=DIRECTORY keeps it"
+        )
     if policy.device.type == "cuda":
         notes.append(f"attention: {policy.attends.story}")
         if policy.recurs.story:

@@ -216,9 +216,15 @@ def make_rule(config: Config, policy: Policy) -> StepRule:
         even_length=policy.facts.even_length,
         share=_share_mode(config, policy),
         busy=_busy_tokens(policy, bool(config.model.compile)),
-        least_of_auto=64 if policy.device.type == "cuda" else 16,  # a GPU's attention computes whole tiles
+        least_of_auto=least_saved(policy.device),
         alike=policy.token_fields,
     )
+
+
+def least_saved(device: torch.device) -> int:
+    """Return how many tokens a shared segment must save with `share_prefixes: auto`. A GPU's attention computes whole
+    tiles, of which a short segment leaves most empty."""
+    return 64 if device.type == "cuda" else 16
 
 
 def _busy_tokens(policy: Policy, compiled: bool) -> float:
