@@ -152,7 +152,7 @@ def _block_at(handle: BinaryIO, file: Path, start: int, size: int) -> Block | No
     handle.seek(start)
     begin = handle.read(12)
     length = int.from_bytes(begin[4:8], "little")
-    if len(begin) < 12 or not begin.startswith(_MAGIC) or length > min(_LARGEST_HEAD, size - start - 12):
+    if not begin.startswith(_MAGIC) or not 0 < length <= min(_LARGEST_HEAD, size - start - 12):
         return None
     head = handle.read(length)
     if crc32(head) != int.from_bytes(begin[8:12], "little"):

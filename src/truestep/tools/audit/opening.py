@@ -80,9 +80,10 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
         raise UnreadableError(f"{path} has an unknown suffix: expected {', '.join(READERS)}")
     try:
         yield from reader(path)
+    except RecordsError as error:
+        raise UnreadableError(str(error)) from error  # it names the file
     except (
         OSError,
-        RecordsError,
         EOFError,
         zlib.error,
         ValueError,
