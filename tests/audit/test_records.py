@@ -7,6 +7,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,15 @@ def test_documents_and_files_have_ceilings(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(opening, "_MOST_SCORES", 1)
     with pytest.raises(UnreadableError, match="its rewards have more than 1 parts"):
         list(read_records(path))
+
+
+def test_a_document_of_a_million_tokens_is_read(tmp_path: Path) -> None:
+    one = a_document("long", 10**6)
+    routes = np.zeros((10**6, 2, 20), np.uint8)
+    path = tmp_path / "from-00000001.records"
+    path.write_bytes(encode(1, [replace(one, starts=(), record_ids=(), token_fields={"routed_experts": routes})]))
+    ((_, record),) = read_records(path)
+    assert len(record["input_ids"]) == 10**6 and record["routed_experts"]["shape"] == [10**6, 2, 20]
 
 
 def test_one_document_is_in_memory_at_a_time(tmp_path: Path) -> None:

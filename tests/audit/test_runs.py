@@ -150,7 +150,9 @@ def test_rows_and_records_are_one_sample(both: Path) -> None:
     result = audit([both])
     assert (result.samples, result.findings, result.lost) == (64, (), ())
     rows = {(row["step"], row["id"]): row for row in kept_rows(both)}
-    documents = {(block.step, one.id): one for block in blocks_of(both / "records") for one in block.read()}
+    documents: dict[Any, Rollout] = {
+        (block.step, one.id): one for block in blocks_of(both / "records") for one in block.read()
+    }
     samples = join(read_samples(find_files([both])))
     assert {(one.step, one.id) for one in samples} == rows.keys() == documents.keys() and len(samples) == 64
     for one in samples:
@@ -222,6 +224,11 @@ def test_lost_steps_are_said_and_are_no_finding(both: Path, tmp_path: Path) -> N
     cut.unlink()  # the oldest files go where there are too many
     write(3, parts[2])
     assert audit([run]).lost == (f"{run}: the records of 1 of 2 steps are lost: 4",)
+    shutil.rmtree(run / "records")
+    (run / "records").mkdir()
+    shutil.copytree(both / "rollouts", run / "rollouts")
+    assert audit([run]).lost == (f"{run}: the records of 4 of 4 steps are lost: 1 to 4",)
+    assert not audit([run]).findings
 
 
 def test_steps_that_had_no_records_are_not_lost(both: Path, tmp_path: Path) -> None:

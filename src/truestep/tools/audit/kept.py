@@ -43,17 +43,13 @@ def join(samples: Iterable[Sample]) -> list[Sample]:
     rows, sequences = kept
     joined: dict[int, Sample | None] = {}
     for key in rows.keys() & sequences.keys():
-        each, left = divmod(len(sequences[key]), len(rows[key]))  # a document may be in a step twice
-        if each and not left:
-            for number, row in enumerate(rows[key]):
-                members = sequences[key][number * each : (number + 1) * each]
-                joined |= {row: None} | dict(
-                    zip(members, _joined(listed[row], [listed[i] for i in members]), strict=True)
-                )
-    if not joined:
-        return listed
-    found = (joined.get(index, one) for index, one in enumerate(listed))
-    return sorted((one for one in found if one is not None), key=lambda one: one.step or 0)
+        each = max(1, len(sequences[key]) // len(rows[key]))  # a document may be in a step twice
+        for number, row in enumerate(rows[key]):
+            members = sequences[key][number * each : (number + 1) * each]
+            found = _joined(listed[row], [listed[index] for index in members])
+            joined |= {row: None} | dict(zip(members, found, strict=True))
+    whole = (joined.get(index, one) for index, one in enumerate(listed))
+    return [one for one in whole if one is not None]
 
 
 @cache
@@ -111,8 +107,11 @@ def _lost_bytes(file: Path) -> str:
 
 def _lost_steps(run: Path) -> str:
     whole = [file for file in files_of(run) if file.suffix == RECORDS]
-    firsts = [int(found[1]) for file in whole if (found := re.fullmatch(r"from-(\d{1,18})", file.stem))]
-    wanted = [step for step in _steps_with_records(run) if step >= min(firsts, default=step + 1)]  # the oldest files go
+    if not (run / records.FOLDER).is_dir():
+        return ""
+    begins = [int(found[1]) for file in whole if (found := re.fullmatch(r"from-(\d{1,18})", file.stem))]
+    first = min(begins, default=0)  # the steps before have had to go
+    wanted = [step for step in _steps_with_records(run) if step >= first]
     there = {block.step for file in whole for block in records.blocks_in(file)}
     if not (lost := [step for step in wanted if step not in there]):
         return ""
