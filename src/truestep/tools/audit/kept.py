@@ -24,8 +24,8 @@ def is_run(path: Path) -> bool:
 def files_of(run: Path) -> list[Path]:
     """Return the files of the documents that a run has kept."""
     folder = run / records.FOLDER
-    whole = [file for file in folder.glob(f"*{RECORDS}") if file.is_file()] if folder.is_dir() else []
-    return [*whole, *files.list_files(run / files.FOLDER)]
+    whole = list(folder.glob(f"*{RECORDS}")) if folder.is_dir() else []
+    return [file for file in (*whole, *files.list_files(run / files.FOLDER)) if file.is_file()]
 
 
 # ---- rows and records of the same documents
