@@ -5,20 +5,28 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 from zlib_ng.zlib_ng import crc32
 
 from audit.faults import KEPT, RowFault
-from small_runs import kept_rows, sampled_config, sort_prompts, word_model, write_lines
+from small_runs import kept_rows, read_lines, sampled_config, sort_prompts, word_model, write_lines
+from truestep.commands.cli import main
 from truestep.rollouts.kept.files import write_rows
-from truestep.rollouts.kept.records import blocks_in
+from truestep.rollouts.kept.records import blocks_in, blocks_of, encode
 from truestep.run.train import train
-from truestep.tools.audit.opening import UnreadableError
+from truestep.tools.audit.formats.table import read_samples
+from truestep.tools.audit.kept import join
+from truestep.tools.audit.opening import UnreadableError, find_files
 from truestep.tools.audit.run import audit
+from truestep.tools.audit.samples import Sample
+from truestep.types import Rollout
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +92,167 @@ def test_a_damaged_record_is_named(step: int, whole_records: Path, tmp_path: Pat
         audit([file])
 
 
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run as `run`, which keeps all records beside its rows."""
+    folder = tmp_path_factory.mktemp("both")
+    prompts = write_lines(folder / "prompts.jsonl", sort_prompts(24))
+    config = sampled_config(
+        word_model(folder / "model"), prompts, folder / "run", schedule={"docs_per_step": 16, "steps": 4},
+        sampler={"max_new_tokens": 12}, logging={"rollouts": {"documents": "all", "with_tokens": 16}},
+    )  # fmt: skip
+    train(config, Console(quiet=True))
+    return folder / "run"
+
+
+def planted(run: Path, folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as a run's, and records of the same documents with the same values."""
+    known = {one.id: one for block in blocks_of(run / "records") for one in block.read()}
+    steps: dict[int, list[Rollout]] = {}
+    for row in rows:
+        one = known[row["id"]]
+        sampler = np.subtract(row["token_logprobs"], row["token_log_ratios"])
+        steps.setdefault(row["step"], []).append(
+            replace(
+                one,
+                group_id=row["group_id"],
+                reward=row["reward"],
+                logprobs=at(one, sampler).astype(np.float32),
+                advantages=at(one, row["advantage"]).astype(np.float32),
+                model_version=at(one, row["model_version"]),
+            )
+        )
+    (folder / "records").mkdir()
+    content = [encode(step, documents) for step, documents in steps.items()]
+    (folder / "records" / "from-00000001.records").write_bytes(b"".join(content))
+    write_rows(folder / "rollouts", rows)
+    shutil.copy(run / "ledger.jsonl", folder)
+    return folder
+
+
+def at(document: Rollout, values: Any) -> np.ndarray:
+    whole = np.zeros(document.num_tokens, np.asarray(values).dtype)
+    whole[document.loss_mask] = values
+    return whole
+
+
+@pytest.mark.parametrize("fault", KEPT, ids=lambda fault: fault.name)
+def test_a_fault_in_rows_and_records_is_named(fault: RowFault, both: Path, tmp_path: Path) -> None:
+    rows = kept_rows(both)
+    rows = fault.change(rows) or rows
+    result = audit([planted(both, tmp_path, rows)])
+    assert result.samples == len(rows)
+    assert [one.name for one in result.findings][:1] == [fault.finding]
+
+
+def test_rows_and_records_are_one_sample(both: Path) -> None:
+    """Each value is the record's or the row's, by the ids of the document."""
+    result = audit([both])
+    assert (result.samples, result.findings, result.lost) == (64, (), ())
+    rows = {(row["step"], row["id"]): row for row in kept_rows(both)}
+    documents: dict[Any, Rollout] = {
+        (block.step, one.id): one for block in blocks_of(both / "records") for one in block.read()
+    }
+    samples = join(read_samples(find_files([both])))
+    assert {(one.step, one.id) for one in samples} == rows.keys() == documents.keys() and len(samples) == 64
+    for one in samples:
+        row, document = rows[one.step, one.id], documents[one.step, one.id]
+        assert one.ids is not None and one.mask is not None and one.trainer is not None and one.logprobs is not None
+        assert one.ids.tolist() == document.input_ids.tolist() and one.mask.tolist() == document.loss_mask.tolist()
+        assert document.logprobs is not None and np.array_equal(one.logprobs[one.mask], document.logprobs[one.mask])
+        assert one.trainer[one.mask].tolist() == row["token_logprobs"] and np.isnan(one.trainer[~one.mask]).all()
+        assert (one.staleness, one.mean_entropy) == (row["staleness"], row["entropy"])
+        assert (one.prompt, one.completion) == (row["prompt"], row["completion"])
+        assert one.file.endswith(".records")
+
+
+def test_rows_and_records_without_a_partner_stand_alone(both: Path, tmp_path: Path) -> None:
+    rows = [row for row in kept_rows(both) if row["step"] in (1, 2)]
+    planted(both, tmp_path, rows)
+    write_rows(tmp_path / "rollouts", [row for row in rows if row["step"] == 1][:8])
+    (tmp_path / "rollouts" / "steps-00000001-00000002.parquet").unlink()
+    write_rows(tmp_path / "rollouts", [row for row in kept_rows(both) if row["step"] == 3])
+    samples = join(read_samples(find_files([tmp_path])))
+    assert [one.step for one in samples] == [1] * 16 + [2] * 16 + [3] * 16
+    assert [one.trainer is None for one in samples] == [False] * 8 + [True] * 24 + [False] * 16
+    assert [one.file.endswith(".records") for one in samples] == [True] * 32 + [False] * 16
+
+
+def test_a_row_is_split_over_the_sequences_of_its_document() -> None:
+    def record(name: str, labels: int) -> Sample:
+        mask = np.arange(5) >= 5 - labels
+        return Sample("r/records/a.records", 1, name, np.arange(5), mask, step=1, document="d")
+
+    row = Sample("r/rollouts/a.parquet", 1, "d", trainer=np.array([-1.0, -2, -3]), step=1, document="d", staleness=7)
+    other = Sample("other/rollouts/a.parquet", 1, "d", trainer=np.array([-9.0]), step=1, document="d")
+    first, second, third, alone = join([record("a", 2), record("b", 2), record("c", 1), row, other])
+    nan = pytest.approx(np.nan, nan_ok=True)
+    assert [one.trainer[3:].tolist() for one in (first, second) if one.trainer is not None] == [[-1, -2], [-3, nan]]
+    assert third.trainer is None and {first.staleness, second.staleness, third.staleness} == {7} and alone is other
+    cut = join([record("a", 1), row])
+    assert cut[0].trainer is None and cut[0].misfits == (("token_logprobs", 3, 1),)
+
+
+def test_lost_steps_are_said_and_are_no_finding(both: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(both, tmp_path / "run"))
+    blocks = blocks_of(run / "records")
+    content = blocks[0].file.read_bytes()
+    for file in (run / "records").iterdir():
+        file.unlink()
+    shutil.rmtree(run / "rollouts")
+
+    def write(step: int, part: bytes) -> Path:
+        path = run / "records" / f"from-{step:08}.records"
+        path.write_bytes(part)
+        return path
+
+    parts = [content[block.start : block.end] for block in blocks]
+    cut = write(1, parts[0] + parts[1][:-9])
+    write(3, b"")
+    damaged = write(4, parts[3])
+    result = audit([run])
+    assert result.lost == (f"{run}: the records of 2 of 4 steps are lost: 2 to 3",)
+    assert result.samples == 32 and result.clean
+    typed = CliRunner().invoke(main, ["audit", str(run), "--output", str(tmp_path / "page.html")])
+    assert typed.exit_code == 0 and "the records of 2 of 4 steps are lost: 2 to 3" in " ".join(typed.stdout.split())
+    assert "the records of 2 of 4 steps are lost: 2 to 3." in (tmp_path / "page.html").read_text(encoding="utf-8")
+    left = len(parts[1]) - 9
+    assert audit([cut]).lost == audit([cut.parent]).lost == (f"{cut}: its last {left:,} bytes hold no whole step",)
+    assert not audit([damaged]).lost
+    damaged.write_bytes(b"RECS" + bytes(100))
+    assert audit([run]).lost == (f"{run}: the records of 3 of 4 steps are lost: 2 to 4",)
+    cut.unlink()  # the oldest files go where there are too many
+    write(3, parts[2])
+    assert audit([run]).lost == (f"{run}: the records of 1 of 2 steps are lost: 4",)
+    shutil.rmtree(run / "records")
+    (run / "records").mkdir()
+    shutil.copytree(both / "rollouts", run / "rollouts")
+    assert audit([run]).lost == (f"{run}: the records of 4 of 4 steps are lost: 1 to 4",)
+    assert not audit([run]).findings
+
+
+def test_steps_that_had_no_records_are_not_lost(both: Path, tmp_path: Path) -> None:
+    """Those before `documents: all`, further updates on the same documents, and a line of what was put aside."""
+    run = Path(shutil.copytree(both, tmp_path / "run"))
+    lines = read_lines(run / "ledger.jsonl")
+    del lines[0]["digests"]
+    again = {**lines[3], "step": 5}
+    aside = {"step": 5, "documents": [], "num_documents": 0}
+    write_lines(run / "ledger.jsonl", [*lines, again, aside])
+    with (run / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "docum')
+    assert not audit([run]).lost
+    write_lines(run / "ledger.jsonl", [*lines, {**again, "documents": ["other"]}])
+    assert audit([run]).lost == (f"{run}: the records of 1 of 4 steps are lost: 5",)
+
+
 def test_a_record_that_claims_to_be_huge_is_not_decompressed(whole_records: Path, tmp_path: Path) -> None:
     file = copied(whole_records, tmp_path)
     block = next(blocks_in(file))
     head = json.dumps({"step": 1, "documents": [[size, 1 << 40, crc] for size, _, crc in block.sizes]}).encode()
     documents = file.read_bytes()[block.documents : block.end]
     file.write_bytes(b"RECS" + len(head).to_bytes(4, "little") + crc32(head).to_bytes(4, "little") + head + documents)
-    with pytest.raises(UnreadableError, match="a document of step 1 is not read: it has more than 1024 MiB"):
+    with pytest.raises(UnreadableError, match="document 1 of step 1 is not read: it has more than 256 MiB"):
         audit([file])
 
 

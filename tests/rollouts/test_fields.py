@@ -36,10 +36,9 @@ from truestep.rollouts.selection import choose_truncated
 from truestep.rollouts.stored import load_stored
 from truestep.rollouts.stream.reading import parse_message
 from truestep.rollouts.stream.transport import Message
-from truestep.rollouts.to_records import record_of
 from truestep.rollouts.values import BadRecord
 from truestep.tools.verify.oracle import advantages as oracle_advantages
-from truestep.tools.verify.reduced import reduce_record
+from truestep.tools.verify.reduced import record_of, reduce_record
 from truestep.types import Rollout
 
 DECLARED = {

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from truestep.rollouts import fields
 from truestep.rollouts.rows import decode, encode
 from truestep.rollouts.turns import turn_lines
+from truestep.text import printable
 from truestep.types import PLACES, DocumentScore, Rollout, Turn
 
 _ATTRIBUTES = {item.name for item in dataclasses.fields(Rollout)}
@@ -101,21 +102,34 @@ def document_bytes(document: Rollout) -> bytes:
     return b"".join([len(head).to_bytes(8, "little"), head, *(array.tobytes() for array in stored.values())])
 
 
-def read_document_bytes(content: bytes) -> Rollout:
-    """Read a document that `document_bytes` wrote."""
+def read_document_bytes(content: bytes, load: Callable[[bytes], Any] = json.loads) -> Rollout:
+    """Read a document that `document_bytes` wrote. Raises ValueError for arrays that do not fit; other content that is
+    none of ours may raise other errors. `load` reads the JSON."""
     end = 8 + int.from_bytes(content[:8], "little")
-    line = json.loads(content[8:end])
+    line = load(content[8:end])
     found: dict[str, Any] = dict.fromkeys(arrays())
     for name, (kind, count) in line.pop("arrays").items():
-        found[name] = np.frombuffer(content, kind, count, end).copy()
+        found[name] = _array(content, end, name, kind, count)
         end += found[name].nbytes
-    mask = found["loss_mask"]
+    mask = found["loss_mask"] = found["loss_mask"].view(np.uint8) != 0
+    if len(found["input_ids"]) != len(mask):
+        raise ValueError(f"it has {len(found['input_ids']):,} tokens and a mask of {len(mask):,}")
     for name, values in found.items():
         if name not in ("input_ids", "loss_mask") and values is not None:
             found[name] = np.zeros(len(mask), values.dtype)
             found[name][mask] = values
     found["input_ids"] = found["input_ids"].astype(np.int64)
     return Rollout(**(line | found | read_others(line) | read_tuples(line)))
+
+
+def _array(content: bytes, start: int, name: str, kind: str, count: int) -> np.ndarray:
+    """Return a copy of one of a document's arrays. Its numbers are of the kind of that attribute, and all there."""
+    dtype, wanted = np.dtype(kind), np.dtype(arrays()[name])
+    if dtype.kind != wanted.kind or dtype.itemsize > 8:
+        raise ValueError(f"its {name} are of {printable(kind, 40)}: expected {wanted}")
+    if type(count) is not int or not 0 <= count * dtype.itemsize <= len(content) - start:
+        raise ValueError(f"it has fewer bytes than {name} of {printable(count, 40)} values take")
+    return np.frombuffer(content, dtype, count, start).copy()
 
 
 def at_labels(values: np.ndarray, mask: np.ndarray) -> np.ndarray:

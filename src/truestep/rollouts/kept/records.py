@@ -10,6 +10,7 @@ one is not read, and is cut off when the run goes on.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +19,31 @@ from typing import Any, BinaryIO
 from zlib_ng.zlib_ng import crc32
 
 from truestep.errors import TruestepError
+from truestep.files import bounded
 from truestep.files.whole import cut_file, sync_directory, sync_files
 from truestep.rollouts.documents import document_bytes, read_document_bytes
+from truestep.text import printable
 from truestep.types import Rollout
 
 FOLDER = "records"
 _MAGIC = b"RECS"
+_BEGIN = re.compile(rb'RECS.{8}\{"step":', re.DOTALL)
+_LONGEST_BEGIN = 19  # bytes of one that the next piece may end
+_PIECE = 1 << 20
 _LARGEST = 64 << 20  # bytes of a file, from which the next step begins another
+_LARGEST_HEAD = 64 << 20  # bytes of a head that is read; one of a million documents takes half of this
+_MOST_DAMAGED = 100  # heads of a file: each may take a pass over `_LARGEST_HEAD` bytes
+# The errors that content of anybody's making raises when it is read as ours.
+BAD_CONTENT = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class RecordsError(TruestepError):
@@ -43,21 +62,33 @@ class Block:
     sizes: Sequence[Sequence[int]]  # of each document: as written, raw, checksum
 
     def read(self) -> list[Rollout]:
-        """Read the step's documents. Raises `RecordsError` that names a damaged one by its place, from 1."""
+        """Read the step's documents. Raises `RecordsError` that names a bad one by its place, from 1."""
+        return list(self.read_each())
+
+    def read_each(self, most: int | None = None) -> Iterator[Rollout]:
+        """Yield the step's documents, as `read` returns them. With `most` they may be anybody's: their JSON is read
+        within limits, and none of more than `most` bytes."""
+        load = json.loads if most is None else bounded.load_json
         with self.file.open("rb") as file:
             file.seek(self.documents)
-            content = file.read(self.end - self.documents)
-        found, place = [], 0
-        for number, (size, raw, checksum) in enumerate(self.sizes, 1):
-            part = content[place : place + size]
-            place += size
-            if len(part) < size or crc32(part) != checksum:
-                raise RecordsError(
-                    f"{self.file}: the record of document {number} of step {self.step} is damaged: its bytes are not "
-                    "those that were written"
-                )
-            found.append(read_document_bytes(_codec().decompress(part, raw).to_pybytes()))
-        return found
+            for number, (size, raw, checksum) in enumerate(self.sizes, 1):
+                if most is not None and max(size, raw) > most:
+                    raise self._error(number, f"is not read: {bounded.too_long(most)}")
+                part = file.read(size)
+                if len(part) < size or crc32(part) != checksum:
+                    raise self._error(number, "is damaged: its bytes are not those that were written")
+                try:
+                    document = read_document_bytes(_codec().decompress(part, raw).to_pybytes(), load)
+                except BAD_CONTENT as error:
+                    raise self._error(number, f"is no document: {describe(error)}") from error
+                yield document
+
+    def _error(self, number: int, what: str) -> RecordsError:
+        return RecordsError(f"{self.file}: the record of document {number} of step {self.step} {what}")
+
+
+def describe(error: Exception) -> str:
+    return printable(f"{type(error).__name__}: {error}", 200)
 
 
 def _codec() -> Any:
@@ -87,37 +118,56 @@ def _files(folder: Path) -> list[Path]:
 
 
 def blocks_in(file: Path) -> Iterator[Block]:
-    """Yield the blocks of a file of records. Damaged blocks are left out."""
-    size = file.stat().st_size
+    """Yield the blocks of a file of records. Damaged blocks are left out. Raises `RecordsError` for a head that no run
+    has written, and for too many that are damaged."""
+    size, damaged = file.stat().st_size, 0
     with file.open("rb") as handle:
         start = 0
         while start < size:
             block = _block_at(handle, file, start, size)
             if block is not None:
                 yield block
-            start = _next_block(handle, start) if block is None else block.end
+                start = block.end
+                continue
+            damaged += 1
+            if damaged > _MOST_DAMAGED:
+                raise RecordsError(f"{file}: more than {_MOST_DAMAGED} of its steps are damaged")
+            start = _next_block(handle, start, size)
 
 
-def _next_block(handle: BinaryIO, start: int) -> int:
-    """Return where the block behind a damaged one begins."""
-    handle.seek(start + 1)
-    rest = handle.read()
-    found = rest.find(_MAGIC)
-    return start + 1 + (len(rest) if found < 0 else found)
+def _next_block(handle: BinaryIO, start: int, size: int) -> int:
+    """Return where the block behind a damaged one may begin; `size`, the file's, if there is none."""
+    place, before = start + 1, b""
+    handle.seek(place)
+    while piece := handle.read(_PIECE):
+        found = _BEGIN.search(before + piece)
+        if found is not None:
+            return place - len(before) + found.start()
+        place += len(piece)
+        before = (before + piece)[-_LONGEST_BEGIN:]
+    return size
 
 
 def _block_at(handle: BinaryIO, file: Path, start: int, size: int) -> Block | None:
     handle.seek(start)
     begin = handle.read(12)
-    if len(begin) < 12 or not begin.startswith(_MAGIC):
+    length = int.from_bytes(begin[4:8], "little")
+    if not begin.startswith(_MAGIC) or not 0 < length <= min(_LARGEST_HEAD, size - start - 12):
         return None
-    head = handle.read(int.from_bytes(begin[4:8], "little"))
+    head = handle.read(length)
     if crc32(head) != int.from_bytes(begin[8:12], "little"):
         return None
-    line = json.loads(head)
-    first = start + 12 + len(head)
-    end = first + sum(written for written, *_ in line["documents"])
-    return Block(line["step"], file, start, first, end, line["documents"]) if end <= size else None
+    try:
+        line = bounded.load_json(head, scale=4)
+        step, sizes = line["step"], line["documents"]
+        for number in (step, *(number for document in sizes for number in document)):
+            if type(number) is not int or not 0 <= number < 2**62:
+                raise ValueError(f"{printable(number, 40)} is no size")
+        first = start + 12 + length
+        end = first + sum(written for written, _, _ in sizes)
+    except BAD_CONTENT as error:
+        raise RecordsError(f"{file}: the step at its byte {start:,} has no head of ours: {describe(error)}") from error
+    return Block(step, file, start, first, end, sizes) if end <= size else None
 
 
 def roll_back(folder: Path, step: int) -> list[str]:
@@ -130,9 +180,13 @@ def roll_back(folder: Path, step: int) -> list[str]:
                 cut_file(file, kept[-1])
             else:
                 file.unlink()
-        except OSError as error:
-            faults.append(f"{file} holds steps that were rolled back, and cannot be cut: {error.strerror}")
+        except (OSError, RecordsError) as error:
+            faults.append(f"{file} holds steps that were rolled back, and cannot be cut: {_reason(error)}")
     return faults
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or printable(error)
 
 
 @dataclass

@@ -10,6 +10,8 @@ from truestep.rollouts.kept.conversation import blocks_of
 from truestep.rollouts.kept.reader import Reader, cut
 from truestep.types import DocumentScore, Rejected, Rollout
 
+NAME = 1000  # characters of an id
+
 
 def choose(documents: Sequence[Rollout], most: int) -> list[int]:
     """Return the indices of the documents to keep: whole groups, spread evenly over the step, at most `most` documents.
@@ -36,8 +38,8 @@ def row_of(
     first = int(labels[0]) if len(labels) else document.num_tokens
     row: dict[str, Any] = {
         "step": step,
-        "id": cut(document.id, 1000),
-        "group_id": None if document.group_id is None else cut(document.group_id, 1000),
+        "id": cut(document.id, NAME),
+        "group_id": None if document.group_id is None else cut(document.group_id, NAME),
         "reward": document.reward,
         "rewards": list(document.rewards.items()),
         "length": len(labels),
@@ -104,8 +106,8 @@ def rejected_row(record: Rejected, step: int, longest: int) -> dict[str, Any]:
     """Return the row of a rejected completion. `step` is the step it was sampled for."""
     return {
         "step": step,
-        "id": None if record.id is None else cut(record.id, 1000),
-        "group_id": None if record.group_id is None else cut(record.group_id, 1000),
+        "id": None if record.id is None else cut(record.id, NAME),
+        "group_id": None if record.group_id is None else cut(record.group_id, NAME),
         "prompt": None if record.prompt is None else cut(record.prompt, longest),
         "completion": None if record.completion is None else cut(record.completion, longest),
         "rejected": cut(record.reason, 1000),

@@ -190,11 +190,11 @@ def choose(dump: Dump, vocabulary_size: int) -> list[int]:
 
 
 def _with(one: Sample, document: Rollout, values: np.ndarray, entropy: np.ndarray | None) -> Sample:
-    """Return a sample with the model's log-probs as those of the trainer."""
+    """Return a sample with the model's log-probs as those of the trainer, and the model's entropy alone."""
     assert one.ids is not None
     places = np.flatnonzero(document.loss_mask)
     trainer, entropies = np.full(len(one.ids), np.nan), np.full(len(one.ids), np.nan)
     trainer[places] = values
     if entropy is not None:
         entropies[places] = entropy
-    return replace(one, trainer=trainer, entropy=entropies)
+    return replace(one, trainer=trainer, entropy=entropies, mean_entropy=None)

@@ -7,6 +7,8 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,15 +19,18 @@ import pyarrow.parquet as pq
 from truestep.errors import TruestepError
 from truestep.files import bounded
 from truestep.files.disks import no_file
+from truestep.rollouts.documents import record_lines
 from truestep.rollouts.files import line_content
-from truestep.rollouts.kept.records import FOLDER, RecordsError, blocks_in
+from truestep.rollouts.kept.records import BAD_CONTENT, RecordsError, blocks_in, describe
 from truestep.rollouts.pages import batches, checked_groups
-from truestep.rollouts.to_records import records_of
 from truestep.text import printable
+from truestep.tools.audit.kept import files_of, is_run
+from truestep.types import ROUTES, Rollout
 
 _MOST_FILES = 10_000
-_MOST_DECOMPRESSED = 8192 * bounded.MIB  # bytes of compressed JSON lines, once they are decompressed
-_MOST_KEPT = 1024 * bounded.MIB  # bytes of a kept document
+_MOST_DECOMPRESSED = 8192 * bounded.MIB  # bytes of compressed JSON lines or kept documents, once decompressed
+_MOST_KEPT = 256 * bounded.MIB  # bytes of a kept document
+_MOST_SCORES = bounded.MIB  # parts of a kept document's reward, in all of its sequences
 _MOST_JSON = 1024 * bounded.MIB  # bytes of a JSON file that is a single value
 
 
@@ -35,14 +40,11 @@ class UnreadableError(TruestepError):
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
     """Return the files of the paths. For a directory, these are the files with a known suffix, ordered by the numbers
-    in their names; for the directory of a run, those of the rollouts that it has kept."""
+    in their names; for the directory of a run, those of the documents that it has kept."""
     found: dict[str, Path] = {}
-    for path in map(_kept, paths):
+    for path in paths:
         if path.is_dir():
-            inside = [file for file in path.rglob("*") if _suffix(file) in READERS and file.is_file()]
-            if not inside:
-                raise UnreadableError(f"{path} holds no file that ends with {', '.join(READERS)}")
-            files = sorted(inside, key=lambda file: _by_numbers(str(file)))
+            files = sorted(_files_in(path), key=lambda file: _by_numbers(str(file)))
         else:
             if (kind := no_file(path)) is not None:
                 raise UnreadableError(f"{path} is {kind}, not a file")
@@ -53,14 +55,17 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     return list(found.values())
 
 
-def _kept(path: Path) -> Path:
-    """Return where a run's directory holds its rollouts; another path as it is."""
-    if not (path / "ledger.jsonl").is_file():
-        return path
-    for folder in (path / FOLDER, path / "rollouts"):
-        if folder.is_dir() and any(_suffix(file) in READERS for file in folder.iterdir()):
-            return folder
-    raise UnreadableError(f"the run {path} has kept no rollouts: logging.rollouts says which ones a run keeps")
+def _files_in(folder: Path) -> list[Path]:
+    if is_run(folder):
+        if not (files := files_of(folder)):
+            raise UnreadableError(
+                f"the run {folder} has kept no rollouts: logging.rollouts says which ones a run keeps"
+            )
+        return files
+    files = [file for file in folder.rglob("*") if _suffix(file) in READERS and file.is_file()]
+    if not files:
+        raise UnreadableError(f"{folder} holds no file that ends with {', '.join(READERS)}")
+    return files
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
@@ -75,9 +80,10 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
         raise UnreadableError(f"{path} has an unknown suffix: expected {', '.join(READERS)}")
     try:
         yield from reader(path)
+    except RecordsError as error:
+        raise UnreadableError(str(error)) from error  # it names the file
     except (
         OSError,
-        RecordsError,
         EOFError,
         zlib.error,
         ValueError,
@@ -138,17 +144,35 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _read_kept(path: Path) -> Iterator[tuple[int, Any]]:
     """Read whole records that a run of truestep has kept (`logging.rollouts.documents: all`)."""
-    number = end = 0
+    number = end = total = 0
     for block in blocks_in(path):
         if block.start != end:  # what a kill has left of a step is at the end
             raise ValueError(f"its bytes {end:,} to {block.start:,} are damaged")
         end = block.end
-        if any(raw > _MOST_KEPT for _, raw, _ in block.sizes):
-            raise ValueError(f"a document of step {block.step} is not read: {bounded.too_long(_MOST_KEPT)}")
-        for document in block.read():
-            for record in records_of(document):
+        for place, document in enumerate(block.read_each(_MOST_KEPT), 1):
+            total += block.sizes[place - 1][1]
+            if total > _MOST_DECOMPRESSED:
+                raise ValueError(f"decompressed, {bounded.too_long(_MOST_DECOMPRESSED)}")
+            try:
+                lines = _lines_of(document)
+            except BAD_CONTENT as error:
+                raise ValueError(f"document {place} of step {block.step} is none of ours: {describe(error)}") from error
+            for record in lines:
                 number += 1
                 yield number, record | {"step": block.step}
+
+
+def _lines_of(document: Rollout) -> list[dict[str, Any]]:
+    """Return a document's records, without what no check looks at."""
+    starts, ids = document.starts, document.record_ids
+    ordered = all(first < second for first, second in pairwise((*starts, document.num_tokens)))
+    if len(ids) != len(starts) or starts[:1] not in ((), (0,)) or (starts and not ordered):
+        raise ValueError("its sequences do not follow each other")
+    if len(starts) * len(document.rewards) > _MOST_SCORES:
+        raise ValueError(f"its rewards have more than {_MOST_SCORES:,} parts")
+    routes = {name: rows for name, rows in document.token_fields.items() if name == ROUTES}
+    plain = replace(document, fields={}, token_fields=routes, document_fields={}, metadata={}, turns=())
+    return record_lines(plain)
 
 
 def _read_torch(path: Path) -> Iterator[tuple[int, Any]]:

@@ -29,7 +29,8 @@ def render(result: Audit) -> RenderableType:
     for one in result.findings:
         head = Text.assemble((one.confidence, _STYLES[one.confidence]), "  ", (one.name, "bold"), f"  {one.title}")
         parts += [head, *(Padding(Text(line), (0, 0, 0, 4)) for line in _lines(one)), Text()]
-    return Group(*parts, Text(summary(result), style="" if result.findings else "green"))
+    lost = [Text(printable(line, 1000)) for line in result.lost]
+    return Group(*parts, *lost, Text(summary(result), style="" if result.findings else "green"))
 
 
 def _lines(one: Finding) -> list[str]:
@@ -50,6 +51,7 @@ def _count(number: int, noun: str) -> str:
 def page(result: Audit, title: str = "Audit of rollouts") -> str:
     """Return the findings as HTML without scripts or external resources."""
     sections = "".join(map(_section, result.findings)) or '<p class="good">No finding.</p>\n'
+    lost = "".join(f"<p>{escape(printable(line, 1000))}.</p>\n" for line in result.lost)
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -57,7 +59,7 @@ def page(result: Audit, title: str = "Audit of rollouts") -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<title>{escape(title)}</title>\n<style>\n{palette_css()}{_CSS}\n</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{escape(title)}</h1>\n<p>{escape(summary(result))}. Made by <code>truestep audit</code>.</p>\n"
-        f"{sections}</main>\n</body>\n</html>\n"
+        f"{lost}{sections}</main>\n</body>\n</html>\n"
     )
 
 

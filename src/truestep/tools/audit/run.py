@@ -7,6 +7,7 @@ from pathlib import Path
 from truestep.process import progress
 from truestep.tools.audit.finding import Evidence, Finding
 from truestep.tools.audit.formats.table import read_samples
+from truestep.tools.audit.kept import find_lost, join
 from truestep.tools.audit.opening import UnreadableError, find_files
 from truestep.tools.audit.samples import Dump
 from truestep.tools.audit.table import find
@@ -23,6 +24,8 @@ class Audit:
     labels: int
     scored: int
     """Labels that the model scored."""
+    lost: tuple[str, ...] = ()
+    """Records that should be there and are not, in words. They are no finding."""
 
     @property
     def clean(self) -> bool:
@@ -34,9 +37,10 @@ def audit(files: Sequence[Path], *, model: Path | None = None, source: str = "au
     """Audit the dumps in files and directories. Raise `UnreadableError` for a file that is not a dump."""
     progress.phase("reading the dumps")
     found = find_files(files)
-    dump = Dump(tuple(read_samples(found, source)))
+    dump = Dump(join(read_samples(found, source)))
+    lost = find_lost(files, found)
     if not dump.samples:
-        raise UnreadableError("there is no sample in these files")
+        raise UnreadableError("; ".join(["there is no sample in these files", *lost]))
     more: list[Evidence] = []
     scored = 0
     if model is not None:
@@ -46,4 +50,4 @@ def audit(files: Sequence[Path], *, model: Path | None = None, source: str = "au
         dump, more, scored = scorer.score(scorer.known(dump))
     progress.phase("looking for faults")
     findings = tuple(find(dump, more))
-    return Audit(findings, len(found), len(dump.samples), len(dump.ids), len(dump.labels), scored)
+    return Audit(findings, len(found), len(dump.samples), len(dump.ids), len(dump.labels), scored, lost)

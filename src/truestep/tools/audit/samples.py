@@ -42,6 +42,7 @@ class Sample:
     completion: str | None = None
     answer: str | None = None  # the expected answer, if the reward compares the completion with one
     mean_entropy: float | None = None  # mean over the labels, if there is no entropy per token
+    document: str | None = None  # of what a run of ours has kept: the document's id
     conversation: str | None = None  # the same for all turns of a conversation, which are in order
     lengths: tuple[int, int] | None = None  # lengths of prompt and completion, if there are no tokens
     # for each list of a wrong length: its name, its length, and the expected length

@@ -28,7 +28,6 @@ from truestep.rollouts.advantages import GroupFunction, GroupSizeError, check_gr
 from truestep.rollouts.fields import Field, declare
 from truestep.rollouts.record import Checks, Needs, parse_record
 from truestep.rollouts.sequences import join
-from truestep.rollouts.to_records import records_of
 from truestep.run.assemble.sources import advantage_rule, declared_fields, read_documents
 from truestep.run.assemble.step import FROM_RECORDS, make_objective
 from truestep.tools.verify.layouts import Layout
@@ -36,6 +35,7 @@ from truestep.tools.verify.oracle.advantages import Record, documents_of, prepar
 from truestep.tools.verify.reduced import (
     draw_adapter,
     draw_routes,
+    records_of,
     redraw_logprobs,
     reduce_model,
     reduce_record,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from truestep.config.sections import AdapterConfig
@@ -22,11 +23,13 @@ from truestep.losses.objective import Objective
 from truestep.model.adapter import DOWN, Adapter, attach, matches, target_modules
 from truestep.model.adapter_files import read_adapter, write_adapter
 from truestep.model.towers import text_config
+from truestep.rollouts.fields import Field, from_records
+from truestep.rollouts.turns import turn_lines
 from truestep.tools.verify.custom import document_labels
 from truestep.tools.verify.oracle.records import Document, Record, read_document
 from truestep.tools.verify.oracle.step import oracle_logprobs
 from truestep.tools.verify.reference import Reference
-from truestep.types import ROUTES
+from truestep.types import ROUTES, Rollout
 from truestep.weights.errors import ModelError
 
 VOCABULARY = 97  # a prime: not divisible by blocks, shards or chunks
@@ -218,6 +221,33 @@ def _modules(model: Any, targets: str | Sequence[str]) -> tuple[str, ...]:
     left = [target for target in targets if any(matches(name, target) for name in names)]
     within = sorted({re.sub(r"^.*\.([^.]*[\d*\]][^.]*)\.", "", target) for target in targets})
     return target_modules(model, left or within)
+
+
+def record_of(document: Rollout, declared: Sequence[Field] = ()) -> Record:
+    """Convert a document to a record of a rollout file. `declared`: the user's own fields."""
+    record: Record = {
+        "id": document.id,
+        "input_ids": document.input_ids.tolist(),
+        "loss_mask": document.loss_mask.astype(int).tolist(),
+        "temperature": document.temperature,
+    }
+    for field in from_records(declared):
+        value = document.value(field.name)
+        if isinstance(value, Mapping):
+            value = dict(value) or None
+        elif isinstance(value, tuple):
+            value = turn_lines(value) or None
+        if value is not None:
+            record[field.in_record] = value.tolist() if isinstance(value, np.ndarray) else value
+    return record
+
+
+def records_of(document: Rollout, declared: Sequence[Field] = ()) -> list[Record]:
+    """Convert a document to records of a rollout file, one for each of its sequences."""
+    if not document.starts:
+        return [record_of(document, declared)]
+    joined = {"document_id": document.id, "sequences": len(document.starts)}
+    return [record_of(sequence, declared) | joined for sequence in document.sequences]
 
 
 def reduce_record(record: Record, most: int) -> Record:

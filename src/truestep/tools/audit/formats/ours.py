@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 
 from truestep.rollouts.fields import TABLE
+from truestep.rollouts.kept.reader import cut
+from truestep.rollouts.kept.rows import NAME
 from truestep.rollouts.rows import read_rows
 from truestep.rollouts.values import BadRecord
 from truestep.tools.audit.formats.arrays import Fit, array, number, score, text, whole
+from truestep.tools.audit.kept import RECORDS
 from truestep.tools.audit.opening import UnreadableError
 from truestep.tools.audit.samples import Sample
 from truestep.types import ROUTES
@@ -29,7 +32,8 @@ def samples_of_record(record: Mapping[str, Any], file: str, line: int) -> Iterat
     if mask is None and (length := whole(record.get("prompt_length"))) is not None:
         mask = np.arange(len(ids)) >= length
     logprobs = fit.at(array(record.get("logprobs"), "logprobs"), "logprobs", mask)
-    several = record.get("document_id") is not None and (whole(record.get("sequences")) or 1) > 1
+    document = text(record.get("document_id"))
+    several = document is not None and (whole(record.get("sequences")) or 1) > 1
     version = record.get("model_version")
     versions = array(version if isinstance(version, list) else None, "model_version")
     yield Sample(
@@ -49,6 +53,7 @@ def samples_of_record(record: Mapping[str, Any], file: str, line: int) -> Iterat
         truncated=record.get("truncated") if isinstance(record.get("truncated"), bool) else None,
         temperature=number(record.get("temperature")),
         routes=routes(record.get("routed_experts"), len(ids), fit),
+        document=cut(name, NAME) if file.endswith(RECORDS) and (name := document or text(record.get("id"))) else None,
         misfits=tuple(fit.misfits),
     )
 
@@ -110,6 +115,7 @@ def samples_of_kept(row: Mapping[str, Any], file: str, line: int) -> Iterator[Sa
         truncated=row.get("truncated"),
         prompt=text(row.get("prompt")),
         completion=text(row.get("completion")),
+        document=text(row.get("id")),
         mean_entropy=entropy if kept and kept == length else None,
         misfits=tuple(fit.misfits),
     )
