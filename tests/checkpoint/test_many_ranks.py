@@ -57,7 +57,13 @@ LAYOUTS = [
     RankLayout(data_shard=3, tensor=2, context=2),
     RankLayout(data_shard=1, pipeline=3),
     RankLayout(data_shard=40),  # more than some tensors have rows
+    RankLayout(data_shard=4, pipeline=8),
+    RankLayout(data_shard=4, data_replicate=8),
+    RankLayout(data_shard=4, tensor=8),
+    RankLayout(data_shard=2, context=2, expert=4, pipeline=8),
 ]
+# Stacked weights of experts have few rows, and most of the bytes.
+WITH_EXPERTS = SHAPES | {"weight/experts": (8, 2048)}
 
 
 def shares_in(layout: RankLayout) -> list[Any]:
@@ -71,15 +77,19 @@ def test_every_byte_is_compared_by_one_rank(
 ) -> None:
     monkeypatch.setattr(checksums, "STRETCH", stretch)
     monkeypatch.setattr(comparison, "READ", 1000)
-    many_ranks.write_checkpoint(tmp_path, SHAPES, WROTE)
+    many_ranks.write_checkpoint(tmp_path, WITH_EXPERTS, WROTE)
     (tmp_path / "empty").touch()
     (tmp_path / "config.json").write_bytes(bytes(7001))
     checksums.write_checksums(tmp_path)
     compared = Comparison(tmp_path)
     counted = {file: np.zeros(file.stat().st_size, int) for file in tmp_path.rglob("*") if file.is_file()}
+    sizes = []
     for shares in shares_in(layout):
-        for piece in compared.pieces(shares):
+        pieces = compared.pieces(shares)
+        sizes.append(sum(piece.stop - piece.start for piece in pieces))
+        for piece in pieces:
             counted[tmp_path / piece.name][piece.start : piece.stop] += 1
+    assert max(sizes) < 2 * sum(sizes) / len(sizes)
     assert {int(each) for file, times in counted.items() if file.name != "checksums.json" for each in times} == {1}
     assert compared.damages([compared.read(shares) for shares in shares_in(layout)]) == {}
 

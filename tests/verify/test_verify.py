@@ -116,7 +116,9 @@ def test_the_command_writes_what_it_found(examples: Path, tmp_path: Path) -> Non
 def test_documents_of_one_sequence_that_have_names_pass(examples: Path, tmp_path: Path) -> None:
     """What is compared goes by the ids of records, also where no document of a step has several."""
     lines = (examples / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-    named = [json.loads(line) | {"document_id": f"document {number}", "sequences": 1} for number, line in enumerate(lines)]
+    named = [
+        json.loads(line) | {"document_id": f"document {number}", "sequences": 1} for number, line in enumerate(lines)
+    ]
     write_json_lines(examples / "rollouts.jsonl", named)
     config = load_config(examples / "grpo.yaml", ["--model.dtype=float32"])
     verdicts = verify(config, tmp_path / "out", only=lambda known: known.name == "one process", documents=6)

@@ -211,7 +211,8 @@ class _Entry:
             yield place, Box(tuple(begins[number].tolist()), tuple(lengths[number].tolist()))
 
 
-# Which rows of tensors: part `a` of `b`, and of these rows part `c` of `d`, and so on, as FSDP divides rows.
+# Which rows of tensors: part `a` of `b`, and of these rows part `c` of `d`, and so on, as FSDP divides rows. If there are
+# fewer rows than parts, as of stacked experts, their bytes are divided.
 Shares = Sequence[tuple[int, int]]
 
 
@@ -224,14 +225,20 @@ class IndexSpans:
     table: np.ndarray
 
     def rows(self, shares: Shares) -> dict[str, list[tuple[int, int]]]:
-        """Return the spans of some rows of each tensor, by file."""
+        """Return the spans of a rank's share of each tensor, by file."""
         file, byte, first, count, width, size = self.table.T
         low, high = np.zeros_like(size), size
+        place, places = np.zeros_like(size), np.ones_like(size)  # among the ranks that divide the bytes of these rows
         for part, parts in shares:
-            each = -(-(high - low) // parts)
-            low, high = np.minimum(low + each * part, high), np.minimum(low + each * (part + 1), high)
-        begin, end = np.maximum(first, low), np.minimum(first + count, high)
-        starts, stops = byte + (begin - first) * width, byte + (end - first) * width
+            rows = high - low
+            enough, each = rows >= parts, -(-rows // parts)
+            begin, end = (np.minimum(low + each * number, high) for number in (part, part + 1))
+            low, high = np.where(enough, begin, low), np.where(enough, end, high)
+            place, places = np.where(enough, place, place * parts + part), np.where(enough, places, places * parts)
+        size = (high - low) * width  # bytes
+        begin, end = (low * width + size * number // places for number in (place, place + 1))
+        begin, end = np.maximum(first * width, begin), np.minimum((first + count) * width, end)
+        starts, stops = byte - first * width + begin, byte - first * width + end
         names, found = list(self.files), dict[str, list[tuple[int, int]]]()
         for number in np.flatnonzero(begin < end).tolist():
             found.setdefault(names[file[number]], []).append((int(starts[number]), int(stops[number])))
