@@ -211,8 +211,8 @@ class _Entry:
             yield place, Box(tuple(begins[number].tolist()), tuple(lengths[number].tolist()))
 
 
-# Which rows of tensors: part `a` of `b`, and of these rows part `c` of `d`, and so on, as FSDP divides rows. If there are
-# fewer rows than parts, as of stacked experts, their bytes are divided.
+# Which rows of tensors: part `a` of `b`, and of these rows part `c` of `d`, and so on, as FSDP divides rows. Where rows
+# are fewer than parts, as those of stacked experts may be, their bytes are divided.
 Shares = Sequence[tuple[int, int]]
 
 
@@ -258,6 +258,8 @@ def spans_of(index: bytes) -> IndexSpans:
     tables = [np.zeros((0, 6), np.int64)]
     for entry in entries.values():
         rows, ndim = entry.rows(), len(entry.shape)
+        if (rows < 0).any() or (rows[:, 0] >= len(files)).any():
+            raise ValueError("its parts have places that do not exist")
         if ndim:
             width = rows[:, 3 + ndim :].prod(1) * entry.dtype.itemsize
             size = np.full(len(rows), entry.shape[0])
