@@ -336,8 +336,8 @@ def in_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
     return plant
 
 
-def in_index(change: Callable[[list[list[int]]], Any]) -> Callable[[Path], None]:
-    """Change the table of the first tensor; all checksums are right."""
+def in_index(change: Callable[[list[list[int]]], Any], rows_of_tensor: int = 6) -> Callable[[Path], None]:
+    """Change the table of the first tensor, or its shape; all checksums are right."""
 
     def plant(checkpoint: Path) -> None:
         index = checkpoint / "truestep/tensors.json"
@@ -345,6 +345,7 @@ def in_index(change: Callable[[list[list[int]]], Any]) -> Callable[[Path], None]
         entry = next(iter(content["tensors"].values()))
         rows = tensor_parts._unpacked(entry["parts"], 2 + 2 * len(entry["shape"])).tolist()
         change(rows)
+        entry["shape"][0] = rows_of_tensor
         entry["parts"] = tensor_parts._packed(rows)
         index.write_text(json.dumps(content))
         write_checksums(checkpoint)
@@ -366,8 +367,9 @@ ENTRY = {"bytes": 1, "crc32": [0]}
         (in_index(lambda rows: rows[0].__setitem__(0, -1)), "tensors.json"),
         (in_index(lambda rows: rows[0].__setitem__(1, -(1 << 40))), "tensors.json"),
         (in_index(lambda rows: rows[0].__setitem__(2, -7)), "tensors.json"),
+        (in_index(lambda rows: None, 1 << 63), "tensors.json"),
     ],
-    ids=["zero-byte", "surrogate", "long-name", "size", "file-5-of-1", "file-minus-1", "byte", "row"],
+    ids=["zero-byte", "surrogate", "long-name", "size", "file-5-of-1", "file-minus-1", "byte", "row", "rows"],
 )
 def test_what_a_checkpoint_cannot_mean_is_named(plant: Callable[[Path], None], file: str, tmp_path: Path) -> None:
     (tmp_path / "truestep").mkdir()

@@ -262,7 +262,7 @@ def spans_of(index: bytes) -> IndexSpans:
             raise ValueError("its parts have places that do not exist")
         if ndim:
             width = rows[:, 3 + ndim :].prod(1) * entry.dtype.itemsize
-            size = np.full(len(rows), entry.shape[0])
+            size = np.full(len(rows), entry.shape[0], np.int64)
             tables.append(np.stack([rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 2 + ndim], width, size], 1))
     table = np.concatenate(tables)
     table = table[(table[:, 3] * table[:, 4]) > 0]
