@@ -336,7 +336,7 @@ def in_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
     return plant
 
 
-def in_index(change: Callable[[list[list[int]]], Any], rows_of_tensor: int = 6) -> Callable[[Path], None]:
+def in_index(change: Callable[[list[list[int]]], Any], rows_of_tensor: int | None = None) -> Callable[[Path], None]:
     """Change the table of the first tensor, or its shape; all checksums are right."""
 
     def plant(checkpoint: Path) -> None:
@@ -345,7 +345,7 @@ def in_index(change: Callable[[list[list[int]]], Any], rows_of_tensor: int = 6) 
         entry = next(iter(content["tensors"].values()))
         rows = tensor_parts._unpacked(entry["parts"], 2 + 2 * len(entry["shape"])).tolist()
         change(rows)
-        entry["shape"][0] = rows_of_tensor
+        entry["shape"][0] = rows_of_tensor or entry["shape"][0]
         entry["parts"] = tensor_parts._packed(rows)
         index.write_text(json.dumps(content))
         write_checksums(checkpoint)
