@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from rich.console import Console
+from safetensors.torch import save_file
 
 from small_runs import (
     file_config,
@@ -51,6 +53,8 @@ from truestep.run.checkpoint.comparison import Comparison, find_damage
 from truestep.run.directory import RunDirectory, RunError
 from truestep.run.train import make_trainer
 from truestep.run.trainer import TrainingError
+from truestep.weights import tensor_parts
+from truestep.weights.tensor_parts import TensorPart
 
 Model = Callable[[str], Path]
 
@@ -320,6 +324,69 @@ def test_a_damaged_checkpoint_names_the_one_before_it(config: Config, tmp_path: 
     flip(part, -1 + part.stat().st_size)
     with pytest.raises(TrainingError, match=r"starts again from its beginning: it has no other"):
         make_trainer(config, Console(file=io.StringIO()))
+
+
+def in_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def plant(checkpoint: Path) -> None:
+        manifest = checkpoint / "truestep/checksums.json"
+        content = json.loads(manifest.read_bytes())
+        change(content["files"])
+        manifest.write_text(json.dumps(content))
+
+    return plant
+
+
+def in_index(change: Callable[[list[list[int]]], Any], rows_of_tensor: int | None = None) -> Callable[[Path], None]:
+    """Change the table of the first tensor, or its shape; all checksums are right."""
+
+    def plant(checkpoint: Path) -> None:
+        index = checkpoint / "truestep/tensors.json"
+        content = json.loads(index.read_bytes())
+        entry = next(iter(content["tensors"].values()))
+        rows = tensor_parts._unpacked(entry["parts"], 2 + 2 * len(entry["shape"])).tolist()
+        change(rows)
+        entry["shape"][0] = rows_of_tensor or entry["shape"][0]
+        entry["parts"] = tensor_parts._packed(rows)
+        index.write_text(json.dumps(content))
+        write_checksums(checkpoint)
+
+    return plant
+
+
+ENTRY = {"bytes": 1, "crc32": [0]}
+
+
+@pytest.mark.parametrize(
+    ("plant", "file"),
+    [
+        (in_manifest(lambda files: files.update({"a\0b": ENTRY})), "checksums.json"),
+        (in_manifest(lambda files: files.update({"a\ud800b": ENTRY})), "checksums.json"),
+        (in_manifest(lambda files: files.update({"a" * 500: ENTRY})), "a" * 50),
+        (in_manifest(lambda files: files.update({"a": {"bytes": 1 << 64, "crc32": [0]}})), "checksums.json"),
+        (in_index(lambda rows: rows[0].__setitem__(0, 5)), "tensors.json"),
+        (in_index(lambda rows: rows[0].__setitem__(0, -1)), "tensors.json"),
+        (in_index(lambda rows: rows[0].__setitem__(1, -(1 << 40))), "tensors.json"),
+        (in_index(lambda rows: rows[0].__setitem__(2, -7)), "tensors.json"),
+        (in_index(lambda rows: None, 1 << 63), "tensors.json"),
+    ],
+    ids=["zero-byte", "surrogate", "long-name", "size", "file-5-of-1", "file-minus-1", "byte", "row", "rows"],
+)
+def test_what_a_checkpoint_cannot_mean_is_named(plant: Callable[[Path], None], file: str, tmp_path: Path) -> None:
+    (tmp_path / "truestep").mkdir()
+    part = TensorPart("weight/a", (6, 4), (0, 0), torch.zeros(6, 4))
+    save_file({part.key: part.values}, tmp_path / "truestep/part-00000.safetensors")
+    described = tensor_parts.describe_parts(tmp_path / "truestep/part-00000.safetensors", [part])
+    tensor_parts.write_index(tmp_path / "truestep", [described])
+    write_checksums(tmp_path)
+    assert find_damage(tmp_path) is None
+    plant(tmp_path)
+    assert file in (find_damage(tmp_path) or "")
+
+
+def test_a_run_goes_back_from_an_index_of_other_files(config: Config, tmp_path: Path) -> None:
+    said(config)
+    in_index(lambda rows: rows[0].__setitem__(0, 5))(tmp_path / "run/checkpoints/step-00000004")
+    assert re.search(r"truestep/tensors\.json is damaged: .* The run goes on from .*step-00000002,", said(config))
 
 
 def test_parts_of_ranks_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

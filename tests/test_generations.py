@@ -133,18 +133,33 @@ def test_a_generation_after_a_loss(tmp_path: Path) -> None:
 
 def test_a_rank_of_an_earlier_generation_leaves_no_note(tmp_path: Path, meets: Callable[[int], None]) -> None:
     """It stood still, and the run may have ended since: nobody would remove the note."""
-    begin(part(tmp_path, "a/1", "b/2"))
+    begin(first := part(tmp_path, "a/1", "b/2"))
     meets(2)
-    begin(part(tmp_path, "b/2"))
+    begin(second := part(tmp_path, "b/2"))
     meets(1)
-    part(tmp_path, "a/1", "b/2").note("it was silent", own=False)
+    first.note("it was silent", own=False)
     assert list(tmp_path.glob(".generation*")) == []
-    for port in (2, 3):  # the last generation, and one that has not begun
+    for port, elastic in ((2, second), (3, part(tmp_path, "b/2"))):  # the last one, and one that has not begun
         meets(port)
-        part(tmp_path, "b/2").note("it failed", own=True)
+        elastic.note("it failed", own=True)
     assert [note.name for note in sorted(tmp_path.glob(".generation*"))] == [
         f".generation-ended-host-{n}" for n in (2, 3)
     ]
+
+
+def test_a_generation_at_the_port_of_an_earlier_one_leaves_a_note(tmp_path: Path, meets: Callable[[int], None]) -> None:
+    for port in (1, 2):
+        meets(port)
+        begin(part(tmp_path, "a/1"))
+    meets(1)
+    third = part(tmp_path, "a/1")
+    third.note("it failed", own=True)
+    (note,) = tmp_path.glob(".generation*")
+    assert note.name == ".generation-ended-host-1"
+    begin(third)
+    begin(part(tmp_path, "a/1"))  # at this port, too
+    third.note("it was silent", own=False)
+    assert list(tmp_path.glob(".generation*")) == []
 
 
 def test_a_run_that_was_started_anew_has_lost_no_time(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ ShareMode = Literal["auto", "always", "off"]
 # A difference of rewards must be finite in float32.
 LARGEST_REWARD = 1e38
 _AT_ONCE = 2048  # documents that are counted while the processor's cache holds them
-# Numbers of tokens, labels and sequences, which stand behind a digest of so many bytes.
+# Numbers of tokens, labels and `starts`, which stand behind a digest of so many bytes.
 _SIZES, _DIGEST = Struct("<III"), 8
 LONGEST_REASON = 1000  # the largest number of characters of `Rejected.reason`
 
@@ -125,7 +125,7 @@ class Rollout:
         """What ranks compare of the document when they plan a step: a row of `facts_of`."""
         digest = blake2b(self.id.encode(errors="surrogatepass"), digest_size=_DIGEST).digest()
         labels = np.count_nonzero(self.loss_mask)  # much faster than a sum
-        return digest + _SIZES.pack(self.num_tokens, labels, len(self.starts) or 1)
+        return digest + _SIZES.pack(self.num_tokens, labels, len(self.starts))
 
     @cached_property
     def completion(self) -> bytes:
@@ -180,8 +180,8 @@ NO_ROUTES = RouteShape((), 0)
 ROUTES = "routed_experts"  # the per-token field with the chosen experts
 
 
-# A digest of the document's id, and its numbers of tokens, labels and sequences.
-_FACTS = np.dtype([("id", "<u8"), ("tokens", "<u4"), ("labels", "<u4"), ("sequences", "<u4")])
+# A digest of the document's id, and its numbers of tokens, labels and `starts`: 0 for a document that is a record.
+_FACTS = np.dtype([("id", "<u8"), ("tokens", "<u4"), ("labels", "<u4"), ("starts", "<u4")])
 
 
 def facts_of(documents: Sequence[Rollout]) -> np.ndarray:  # [D] _FACTS
@@ -279,8 +279,7 @@ class StepPlan:
     @cached_property
     def sequences(self) -> tuple[Rollout, ...]:
         """The sequences of all documents, in order."""
-        several = int(self.facts["sequences"].sum()) > len(self.documents)
-        return sequences_of(self.documents) if several else self.documents
+        return sequences_of(self.documents) if self.facts["starts"].any() else self.documents
 
     @cached_property
     def packed(self) -> np.ndarray:
@@ -292,7 +291,8 @@ class StepPlan:
         """The index in `documents` of each sequence's document."""
         if len(self.sequences) == len(self.documents):
             return range(len(self.documents))
-        return tuple(np.repeat(np.arange(len(self.documents)), self.facts["sequences"]).tolist())
+        sequences = np.maximum(self.facts["starts"], 1)
+        return tuple(np.repeat(np.arange(len(self.documents)), sequences).tolist())
 
     @property
     def documents_seen_after(self) -> int:

@@ -6,15 +6,19 @@ import importlib.util
 import json
 import math
 import random
+import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from truestep.ranks.axes import RankLayout
+from truestep.ranks.elastic import RankLostError
 from truestep.ranks.group import Ranks
 from truestep.run.checkpoint import checksums, comparison
 from truestep.run.checkpoint.comparison import Comparison, shares_of
@@ -57,7 +61,13 @@ LAYOUTS = [
     RankLayout(data_shard=3, tensor=2, context=2),
     RankLayout(data_shard=1, pipeline=3),
     RankLayout(data_shard=40),  # more than some tensors have rows
+    RankLayout(data_shard=4, pipeline=8),
+    RankLayout(data_shard=4, data_replicate=8),
+    RankLayout(data_shard=4, tensor=8),
+    RankLayout(data_shard=2, context=2, expert=4, pipeline=8),
 ]
+# Stacked weights of experts have few rows, and most of the bytes.
+WITH_EXPERTS = SHAPES | {"weight/experts": (8, 2048)}
 
 
 def shares_in(layout: RankLayout) -> list[Any]:
@@ -71,15 +81,19 @@ def test_every_byte_is_compared_by_one_rank(
 ) -> None:
     monkeypatch.setattr(checksums, "STRETCH", stretch)
     monkeypatch.setattr(comparison, "READ", 1000)
-    many_ranks.write_checkpoint(tmp_path, SHAPES, WROTE)
+    many_ranks.write_checkpoint(tmp_path, WITH_EXPERTS, WROTE)
     (tmp_path / "empty").touch()
     (tmp_path / "config.json").write_bytes(bytes(7001))
     checksums.write_checksums(tmp_path)
     compared = Comparison(tmp_path)
     counted = {file: np.zeros(file.stat().st_size, int) for file in tmp_path.rglob("*") if file.is_file()}
+    sizes = []
     for shares in shares_in(layout):
-        for piece in compared.pieces(shares):
+        pieces = compared.pieces(shares)
+        sizes.append(sum(piece.stop - piece.start for piece in pieces))
+        for piece in pieces:
             counted[tmp_path / piece.name][piece.start : piece.stop] += 1
+    assert max(sizes) < 2 * sum(sizes) / len(sizes)
     assert {int(each) for file, times in counted.items() if file.name != "checksums.json" for each in times} == {1}
     assert compared.damages([compared.read(shares) for shares in shares_in(layout)]) == {}
 
@@ -159,18 +173,81 @@ def test_the_index_of_many_ranks_is_small(many_ranks: ModuleType, tmp_path: Path
     assert sizes[1] < sizes[0] + 60 * 40, "less than 40 bytes for a part"
 
 
+class Together(Ranks):
+    """Ranks that are threads."""
+
+    meeting: ClassVar[threading.Barrier]
+    told: ClassVar[list[Any]]
+
+    def gather(self, value: Any, ahead: bool = False, sampling: bool = False) -> list[Any]:
+        self.told[self.rank] = value
+        self.meeting.wait(20)
+        values = list(self.told)
+        self.meeting.wait(20)
+        return values
+
+
+def found_by(*checkpoints: Path) -> Any:
+    """What ranks say together of a checkpoint, which each sees at a place of its own; an error if they raise one."""
+    count = len(checkpoints)
+    Together.meeting, Together.told = threading.Barrier(count), [None] * count
+
+    def find(rank: int) -> Any:
+        try:
+            return comparison.find_damage_together(checkpoints[rank], Together(rank, RankLayout(data_shard=count)))
+        except RankLostError as error:
+            return str(error).replace(str(checkpoints[rank]), "which")
+
+    with ThreadPoolExecutor(count) as pool:
+        (found,) = set(pool.map(find, range(count)))  # they all say the same
+    return found
+
+
 def test_ranks_that_compare_together_all_say_the_same(many_ranks: ModuleType, tmp_path: Path) -> None:
     many_ranks.write_checkpoint(tmp_path, SHAPES, 4)
-    layout = RankLayout(data_shard=3)
-
-    class All(Ranks):
-        def gather(self, value: Any, ahead: bool = False, sampling: bool = False) -> list[Any]:
-            told = [Comparison(tmp_path).read(shares) for shares in shares_in(layout)]
-            assert told[self.rank] == value
-            return told
-
-    assert [comparison.find_damage_together(tmp_path, All(rank, layout)) for rank in range(3)] == [None] * 3
+    assert found_by(*[tmp_path] * 3) is None
     part = tmp_path / "truestep" / "part-00002.safetensors"
     part.write_bytes(part.read_bytes()[:-1] + b"\xff")
-    (found,) = {comparison.find_damage_together(tmp_path, All(rank, layout)) for rank in range(3)}
-    assert found is not None and found.startswith("truestep/part-00002.safetensors is damaged in its bytes 0 to ")
+    assert found_by(*[tmp_path] * 3).startswith("truestep/part-00002.safetensors is damaged in its bytes 0 to ")
+
+
+def test_a_rank_that_sees_the_checkpoint_late_is_waited_for_and_then_named(
+    many_ranks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is whole, so it is no damage that a network disk shows it late to one machine."""
+    many_ranks.write_checkpoint(tmp_path / "a", SHAPES, 4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    manifest = tmp_path / "b" / "truestep" / "checksums.json"
+    monkeypatch.setattr(comparison, "_LOOKS", (0, 0, 0))
+    whole = manifest.read_bytes()
+
+    class Late(Comparison):
+        seen_by_b = 0
+
+        def __init__(self, checkpoint: Path):
+            if checkpoint.name == "b":
+                Late.seen_by_b += 1
+                if Late.seen_by_b == 3:
+                    manifest.write_bytes(whole)
+            super().__init__(checkpoint)
+
+    manifest.unlink()
+    monkeypatch.setattr(comparison, "Comparison", Late)
+    assert found_by(tmp_path / "a", tmp_path / "b", tmp_path / "a") is None
+    assert Late.seen_by_b == 3
+    for content in (None, whole[:-1], whole + b" "):
+        manifest.unlink() if content is None else manifest.write_bytes(content)
+        said = found_by(tmp_path / "a", tmp_path / "b", tmp_path / "b", tmp_path / "a", tmp_path / "a")
+        assert said.startswith(
+            "ranks 1, 2 do not see truestep/checksums.json of the checkpoint which as others of the 5"
+        )
+    manifest.unlink()
+    manifest.mkdir()
+    assert "rank 1 does not see truestep/checksums.json" in found_by(tmp_path / "a", tmp_path / "b", tmp_path / "a")
+    assert "checksums.json cannot be read: " in found_by(tmp_path / "b", tmp_path / "b"), "no rank can"
+
+
+def test_a_manifest_that_cannot_be_looked_for_is_named(tmp_path: Path) -> None:
+    """Else one rank's error would leave the others waiting for it."""
+    found = comparison.find_damage(tmp_path / ("long" * 100))
+    assert found == "checksums.json cannot be read: File name too long"

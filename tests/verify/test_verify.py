@@ -22,6 +22,7 @@ from tiny import KINDS, make_model
 from truestep.commands.cli import main
 from truestep.config.load import load_config
 from truestep.errors import TruestepError
+from truestep.files.whole import write_json_lines
 from truestep.run.assemble.step import make_objective
 from truestep.tools.verify.case import make_case
 from truestep.tools.verify.custom import document_labels
@@ -110,6 +111,18 @@ def test_the_command_writes_what_it_found(examples: Path, tmp_path: Path) -> Non
     said = json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))
     assert said["passed"] and len(said["layouts"]) >= 9
     assert (tmp_path / "out" / "verify.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_documents_of_one_sequence_that_have_names_pass(examples: Path, tmp_path: Path) -> None:
+    """What is compared goes by the ids of records, also where no document of a step has several."""
+    lines = (examples / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    named = [
+        json.loads(line) | {"document_id": f"document {number}", "sequences": 1} for number, line in enumerate(lines)
+    ]
+    write_json_lines(examples / "rollouts.jsonl", named)
+    config = load_config(examples / "grpo.yaml", ["--model.dtype=float32"])
+    verdicts = verify(config, tmp_path / "out", only=lambda known: known.name == "one process", documents=6)
+    assert len(verdicts) == 1 and not [complaint for verdict in verdicts for complaint in complaints(verdict)]
 
 
 def some_layouts(layout: Layout) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 from truestep.config.schema import Config
 from truestep.config.sections import ServerSampler
 from truestep.errors import TruestepError
-from truestep.files.whole import append_json_line, lines_from_the_end, read_json_lines
+from truestep.files.whole import append_json_line, lines_from_the_end, read_json_lines, scan_lines
 from truestep.ranks.axes import RankError, RankLayout
 from truestep.ranks.elastic import MAX_RESTARTS, OWN_STORE, SHARES_STORE, Agent, RankLostError, generation_id
 from truestep.ranks.group import NoDeviceError, Ranks
@@ -114,6 +114,12 @@ class Elastic:
     limit: int | None = None  # the most bytes that a keeper holds
     memory: Memory | None = None
     recalled: Recalled | None = None  # what the generation goes on from, if it is in memory
+    _earlier: int = field(init=False)  # generations that had begun when this process started
+
+    def __post_init__(self) -> None:
+        self._earlier = 0
+        with contextlib.suppress(OSError):
+            self._earlier = len(_ids(self.path / GENERATIONS))
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -297,7 +303,7 @@ class Elastic:
         def write() -> None:
             with contextlib.suppress(OSError):
                 self.path.mkdir(parents=True, exist_ok=True)  # the run may be about to start
-                if _is_followed(self.path / GENERATIONS):
+                if generation_id() in _ids(self.path / GENERATIONS)[self._earlier : -1]:  # a later one has begun
                     return
                 with file.open("x", encoding="utf-8") as opened:
                     json.dump({"reason": printable(reason, 500), "failed": failed}, opened)
@@ -322,10 +328,9 @@ class Elastic:
             file.unlink(missing_ok=True)
 
 
-def _is_followed(generations: Path) -> bool:
-    """Tell whether a later generation than this process's has begun."""
-    ids = [line.get("id") for line in read_json_lines(generations)] if generations.is_file() else []
-    return generation_id() in ids[:-1] and generation_id() != ids[-1]
+def _ids(generations: Path) -> list[Any]:
+    """Return the ids of all generations that have begun. A later one may have an earlier one's: its port."""
+    return [line.value.get("id") for line in scan_lines(generations) if line.value is not None]
 
 
 def _read(note: Path) -> dict[str, Any]:

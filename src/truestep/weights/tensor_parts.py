@@ -211,7 +211,8 @@ class _Entry:
             yield place, Box(tuple(begins[number].tolist()), tuple(lengths[number].tolist()))
 
 
-# Which rows of tensors: part `a` of `b`, and of these rows part `c` of `d`, and so on, as FSDP divides rows.
+# Which rows of tensors: part `a` of `b`, and of these rows part `c` of `d`, and so on, as FSDP divides rows. Where rows
+# are fewer than parts, as those of stacked experts may be, their bytes are divided.
 Shares = Sequence[tuple[int, int]]
 
 
@@ -224,14 +225,20 @@ class IndexSpans:
     table: np.ndarray
 
     def rows(self, shares: Shares) -> dict[str, list[tuple[int, int]]]:
-        """Return the spans of some rows of each tensor, by file."""
+        """Return the spans of a rank's share of each tensor, by file."""
         file, byte, first, count, width, size = self.table.T
         low, high = np.zeros_like(size), size
+        place, places = np.zeros_like(size), np.ones_like(size)  # among the ranks that divide the bytes of these rows
         for part, parts in shares:
-            each = -(-(high - low) // parts)
-            low, high = np.minimum(low + each * part, high), np.minimum(low + each * (part + 1), high)
-        begin, end = np.maximum(first, low), np.minimum(first + count, high)
-        starts, stops = byte + (begin - first) * width, byte + (end - first) * width
+            rows = high - low
+            enough, each = rows >= parts, -(-rows // parts)
+            begin, end = (np.minimum(low + each * number, high) for number in (part, part + 1))
+            low, high = np.where(enough, begin, low), np.where(enough, end, high)
+            place, places = np.where(enough, place, place * parts + part), np.where(enough, places, places * parts)
+        size = (high - low) * width  # bytes
+        begin, end = (low * width + size * number // places for number in (place, place + 1))
+        begin, end = np.maximum(first * width, begin), np.minimum((first + count) * width, end)
+        starts, stops = byte - first * width + begin, byte - first * width + end
         names, found = list(self.files), dict[str, list[tuple[int, int]]]()
         for number in np.flatnonzero(begin < end).tolist():
             found.setdefault(names[file[number]], []).append((int(starts[number]), int(stops[number])))
@@ -251,9 +258,11 @@ def spans_of(index: bytes) -> IndexSpans:
     tables = [np.zeros((0, 6), np.int64)]
     for entry in entries.values():
         rows, ndim = entry.rows(), len(entry.shape)
+        if (rows < 0).any() or (rows[:, 0] >= len(files)).any():
+            raise ValueError("its parts have places that do not exist")
         if ndim:
             width = rows[:, 3 + ndim :].prod(1) * entry.dtype.itemsize
-            size = np.full(len(rows), entry.shape[0])
+            size = np.full(len(rows), entry.shape[0], np.int64)
             tables.append(np.stack([rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 2 + ndim], width, size], 1))
     table = np.concatenate(tables)
     table = table[(table[:, 3] * table[:, 4]) > 0]

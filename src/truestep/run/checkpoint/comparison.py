@@ -1,12 +1,16 @@
-"""Compares a checkpoint with its checksums, by all ranks together: each reads what it will load, and little else.
+"""Compares a checkpoint with its checksums, by all ranks together.
 
-The checksums are of long stretches of files, of which a rank loads some rows of each tensor. So each rank computes the
-CRC-32 of the bytes that it reads. A checksum is linear: moved by the number of bytes after them, the spans' checksums
-of a stretch add up (XOR) to the stretch's own. Every byte is read by exactly one rank: rows of tensors as FSDP shards
-them, all other bytes in equal parts.
+The checksums are of long stretches of files, of which a sharded rank loads some rows of each tensor. So each rank
+computes the CRC-32 of the bytes that it reads. A checksum is linear: moved by the number of bytes after them, the
+spans' checksums of a stretch add up (XOR) to the stretch's own. One rank compares each byte, but all compare manifest
+and index: rows of tensors as FSDP shards them, all other bytes in equal parts.
 """
 
 import math
+import os
+import sys
+import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,31 +22,53 @@ from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from truestep.files.whole import LineError, exact_object
 from truestep.process import progress
+from truestep.ranks.elastic import RankLostError
 from truestep.ranks.group import Ranks
 from truestep.run.checkpoint.checksums import MANIFEST, READ, read_span, threads
 from truestep.text import printable
 from truestep.weights.tensor_parts import FOLDER, INDEX, IndexSpans, Shares, spans_of
 
 _INDEX = f"{FOLDER}/{INDEX}"
-_ODD = (AttributeError, KeyError, TypeError, ValueError, IndexError)
+_ODD = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # of malformed content
+# Seconds before each further look at a manifest that ranks do not all see: a network disk may show a machine late what
+# another has written.
+_LOOKS = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
-def find_damage(checkpoint: Path, only: Collection[str] | None = None) -> str | None:
-    """Compare the files with their checksums; describe the first damage found, or return None. `only`: the names of the
-    files to compare, if not all. A directory without checksums is not checked."""
-    comparison = Comparison(checkpoint, only)
+def find_damage(checkpoint: Path) -> str | None:
+    """Compare the files with their checksums; describe the first damage found, or return None. A directory without
+    checksums is not checked."""
+    comparison = Comparison(checkpoint)
     return next(iter(comparison.damages([comparison.read()]).values()), None)
 
 
 def find_damage_together(checkpoint: Path, ranks: Ranks) -> str | None:
-    """Do what `find_damage` does, by all ranks: each reads a part. Every rank calls this."""
-    comparison = Comparison(checkpoint)
+    """Do what `find_damage` does, by all ranks: each reads a part. Raise on all ranks if they do not see the same
+    manifest. Every rank calls this."""
+    comparison = _seen_by_all(checkpoint, ranks)
     return next(iter(comparison.damages(ranks.gather(comparison.read(shares_of(ranks)))).values()), None)
 
 
+def _seen_by_all(checkpoint: Path, ranks: Ranks) -> "Comparison":
+    for seconds in (0.0, *_LOOKS):
+        with progress.waiting_for(f"all ranks to see {checkpoint / MANIFEST}"):
+            time.sleep(seconds)
+        comparison = Comparison(checkpoint)
+        seen = ranks.gather(comparison.seen)
+        if len(set(seen)) == 1:
+            return comparison
+    most = Counter(each for each in seen if each is not None).most_common(1)[0][0]
+    others = [str(rank) for rank, each in enumerate(seen) if each != most]
+    named = f"rank {others[0]} does" if len(others) == 1 else f"ranks {', '.join(others)} do"
+    raise RankLostError(
+        f"{named} not see {MANIFEST} of the checkpoint {checkpoint} as others of the {len(seen)} ranks do. A network "
+        "disk may show it late: then start again. Else compare the file on their machines"
+    )
+
+
 def shares_of(ranks: Ranks) -> Shares:
-    """Return which rows of tensors a rank reads. Sharded ranks load exactly these; others, such as those of a pipeline
-    or of experts, load other rows, and read up to twice their part."""
+    """Return which rows of tensors a rank compares: less than twice its part. A rank whose weights are only sharded
+    loads these rows; replicas divide them. Those of tensor parallelism, of a pipeline or of experts load others."""
     layout, others = ranks.layout, ("pipeline", "data_replicate")
     copies = layout.number(ranks.rank, others), layout.count(others)
     return (ranks.place_on("tensor"), ranks.tensor), (ranks.shard, ranks.shards), copies
@@ -52,7 +78,7 @@ def shares_of(ranks: Ranks) -> Shares:
 class Told:
     """What a rank found in the bytes that it read."""
 
-    seen: int  # the checksum of the manifest by which it went
+    seen: int | None  # the checksum of the manifest by which it went; None: it read none
     sums: Mapping[int, int] = field(default_factory=dict)  # of its spans of each stretch, by the stretch's number
     problems: Mapping[str, str] = field(default_factory=dict)  # by file
 
@@ -85,14 +111,13 @@ class Comparison:
         self._length = READ
         self._spans: IndexSpans | None = None
         self._problems: dict[str, str] = {}
-        self._seen = 0
-        manifest = checkpoint / MANIFEST
-        if not manifest.is_file():
-            return
+        self.seen: int | None = None
         try:
-            content = manifest.read_bytes()
-            self._seen = crc32(content)
+            content = (checkpoint / MANIFEST).read_bytes()
+            self.seen = crc32(content)
             self._list(exact_object(content), only)
+        except FileNotFoundError:
+            return
         except (LineError, *_ODD) as error:
             self._problems[MANIFEST] = printable(f"{MANIFEST} is damaged: {error!r}")
         except OSError as error:
@@ -106,8 +131,10 @@ class Comparison:
             raise ValueError("it lacks its fields, or has others")
         for name, facts in content["files"].items():
             size, checksums = facts["bytes"], facts["crc32"]
-            if type(size) is not int or size < 0 or len(checksums) != -(-size // length):
+            if type(size) is not int or not 0 <= size <= sys.maxsize or len(checksums) != -(-size // length):
                 raise ValueError(f"the size of {name} or its number of checksums is malformed")
+            if b"\0" in os.fsencode(name):  # which raises for what no name can have
+                raise ValueError(f"{name!r} is no name of a file")
             if only is None or name in only:
                 files[name] = _File(name, size, checksums, stretches)
                 stretches += len(checksums)
@@ -129,11 +156,11 @@ class Comparison:
     def read(self, shares: Shares = ()) -> Told:
         """Read a part of the files: the bytes that belong to one of the ranks. Without shares, read all."""
         if self._problems:
-            return Told(self._seen, {}, self._problems)
+            return Told(self.seen, {}, self._problems)
         sizes = {name: self._size(name) for name in self._files}
         problems = {name: size for name, size in sizes.items() if isinstance(size, str)}
         told = self._told([piece for piece in self.pieces(shares) if piece.name not in problems])
-        return Told(self._seen, told.sums, {**problems, **told.problems})
+        return Told(self.seen, told.sums, {**problems, **told.problems})
 
     def _size(self, name: str) -> int | str:
         """Return a file's size; a sentence if it is another one than was written."""
@@ -201,7 +228,7 @@ class Comparison:
                     problems.setdefault(name, found)
                 else:
                     sums[number] = found
-        return Told(self._seen, sums, problems)
+        return Told(self.seen, sums, problems)
 
     def _sum(self, pieces: Sequence[Piece]) -> int | str:
         """Return the part of these pieces in the checksum of their stretch; a sentence if they cannot be read."""

@@ -103,7 +103,7 @@ def plan_exactly(
 
 def _sequences(documents: Sequence[Rollout], known: np.ndarray) -> tuple[Sequence[Rollout], list[int]]:
     """Return the sequences of documents, in order, and their lengths. `known`: the documents' facts."""
-    if (known["sequences"] > 1).any():
+    if known["starts"].any():
         sequences = sequences_of(documents)
         return sequences, facts_of(sequences)["tokens"].tolist()
     return documents, known["tokens"].tolist()
