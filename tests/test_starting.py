@@ -28,20 +28,20 @@ try:
         raise KeyError
 except KeyError:
     pass
-assert gc.isenabled() and gc.get_freeze_count() > 10_000
+assert gc.isenabled()
+import triton
 """
 
 
 def test_a_new_process_imports_without_collections() -> None:
-    subprocess.run([sys.executable, "-c", STARTS], check=True)
+    ran = subprocess.run([sys.executable, "-c", STARTS], check=True, capture_output=True, text=True)
+    assert ran.stdout + ran.stderr == "", "no leaks are told of at the end"
 
 
 def test_a_process_that_has_torch_is_left_as_it_is() -> None:
     assert "torch" in sys.modules
-    frozen = gc.get_freeze_count()
     with importing():
         assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
 
 
 @pytest.mark.parametrize("kept", [True, False])

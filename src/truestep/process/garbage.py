@@ -36,8 +36,8 @@ class LongLived:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import torch and transformers inside the block without collections, which would take a fifth of the time. What is
-    there then lives until the process ends. A process that has imported torch before is left as it is."""
+    """Import torch and transformers inside the block without collections, which would take a fifth of the time. A
+    process that has imported torch before is left as it is."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
@@ -45,5 +45,4 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        gc.enable()  # and no freeze: what is frozen when a process ends is told of as a leak, by Triton's bindings

@@ -219,8 +219,11 @@ class CheckpointStore:
         partial, final = self.partial(progress.step), self.final(progress.step)
         with self._fenced(), writing(partial):
             write_index(partial / FOLDER, [part.tensors for part in parts])
+            self._fence()  # this process may stand still between any two files
             model.write(partial)
+            self._fence()
             _write_progress(partial / FOLDER, progress)
+            self._fence()
             write_checksums(partial, {name: entry for part in parts for name, entry in part.files.items()})
             sync_tree(partial)
             self._fence()
