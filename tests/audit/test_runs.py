@@ -29,17 +29,20 @@ from truestep.tools.audit.samples import Sample
 from truestep.types import Rollout
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("audited")
+def make_run(folder: Path, steps: int, **kept: Any) -> Path:
+    """Make a run of `steps` steps that keeps what `logging.rollouts` says."""
     prompts = write_lines(folder / "prompts.jsonl", sort_prompts(24))
-    schedule = {"docs_per_step": 16, "steps": 4}
     config = sampled_config(
-        word_model(folder / "model"), prompts, folder / "run", schedule=schedule, sampler={"max_new_tokens": 12},
-        logging={"rollouts": {"documents": 16, "with_tokens": 16}},
+        word_model(folder / "model"), prompts, folder / "run", schedule={"docs_per_step": 16, "steps": steps},
+        sampler={"max_new_tokens": 12}, logging={"rollouts": kept},
     )  # fmt: skip
     train(config, Console(quiet=True))
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("audited"), 4, documents=16, with_tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +61,7 @@ def test_a_run_of_ours_is_clean(run: Path) -> None:
 @pytest.fixture(scope="module")
 def whole_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that keeps all records."""
-    folder = tmp_path_factory.mktemp("records")
-    prompts = write_lines(folder / "prompts.jsonl", sort_prompts(24))
-    config = sampled_config(
-        word_model(folder / "model"), prompts, folder / "run", schedule={"docs_per_step": 16, "steps": 3},
-        sampler={"max_new_tokens": 12}, logging={"rollouts": {"documents": "all"}},
-    )  # fmt: skip
-    train(config, Console(quiet=True))
-    return folder / "run"
+    return make_run(tmp_path_factory.mktemp("records"), 3, documents="all")
 
 
 def test_whole_records_of_a_run_are_scored_by_its_first_weights(whole_records: Path) -> None:
@@ -95,14 +91,7 @@ def test_a_damaged_record_is_named(step: int, whole_records: Path, tmp_path: Pat
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run as `run`, which keeps all records beside its rows."""
-    folder = tmp_path_factory.mktemp("both")
-    prompts = write_lines(folder / "prompts.jsonl", sort_prompts(24))
-    config = sampled_config(
-        word_model(folder / "model"), prompts, folder / "run", schedule={"docs_per_step": 16, "steps": 4},
-        sampler={"max_new_tokens": 12}, logging={"rollouts": {"documents": "all", "with_tokens": 16}},
-    )  # fmt: skip
-    train(config, Console(quiet=True))
-    return folder / "run"
+    return make_run(tmp_path_factory.mktemp("both"), 4, documents="all", with_tokens=16)
 
 
 def planted(run: Path, folder: Path, rows: list[dict[str, Any]]) -> Path:

@@ -12,6 +12,8 @@ MIB = 2**20
 RECORD = 128 * MIB  # bytes of a line, a message or a row: one record
 TOKEN_FIELD = 96 * MIB  # bytes of a field with numbers per token, such as routed_experts
 SETTINGS = 16 * MIB  # bytes of a JSON file of settings
+# The errors that content raises which is read as ours and is not.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _PIECE = MIB
 _UNCOUNTED = MIB  # shorter JSON is harmless, whatever it contains
 # most lists and objects in a JSON text; each takes at least 60 bytes of memory, but only 3 bytes of text

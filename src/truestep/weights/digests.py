@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -98,31 +99,33 @@ class Trace:
 
     weights: Weights
     _runs: dict[str, Run | None] = field(default_factory=dict)
-    _all: list[str] = field(default_factory=list)
-    _counted: list[str] | None = None
     _tables: dict[torch.dtype, Any] = field(default_factory=dict)
     _places: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
     _kernel_fails: bool = False
     latest: "Answer | None" = None
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The names of the trained weights, the same on every rank."""
-        if not self._all:
-            self._all = [name for name, piece in self.weights.pieces.items() if piece.trained]
-        return self._all
+        return [name for name, piece in self.weights.pieces.items() if piece.trained]
+
+    @cached_property
+    def _counted(self) -> list[str]:
+        """The names of the trained weights of which this rank counts a part."""
+        weights, parts = self.weights, self._parts()
+        return [
+            name
+            for name in self.names
+            if name in parts and weights.pieces[name].counted_on(weights.ranks) and parts[name].numel()
+        ]
+
+    def _parts(self) -> Mapping[str, torch.Tensor]:
+        # Masters in host memory may still be in flight, so the copies on the device are used instead.
+        return self.weights.computed() if self.weights.masters_on_host else self.weights.master
 
     def _own(self) -> dict[str, torch.Tensor]:
         """Return the parts of the trained weights that this rank counts."""
-        weights = self.weights
-        # Masters in host memory may still be in flight, so the copies on the device are used instead.
-        parts = weights.computed() if weights.masters_on_host else weights.master
-        if self._counted is None:
-            self._counted = [
-                name
-                for name in self.names
-                if name in parts and weights.pieces[name].counted_on(weights.ranks) and parts[name].numel()
-            ]
+        parts = self._parts()
         return {name: parts[name].detach() for name in self._counted}
 
     @torch.no_grad()

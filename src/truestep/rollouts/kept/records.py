@@ -33,17 +33,7 @@ _PIECE = 1 << 20
 _LARGEST = 64 << 20  # bytes of a file, from which the next step begins another
 _LARGEST_HEAD = 64 << 20  # bytes of a head that is read; one of a million documents takes half of this
 _MOST_DAMAGED = 100  # heads of a file: each may take a pass over `_LARGEST_HEAD` bytes
-# The errors that content of anybody's making raises when it is read as ours.
-BAD_CONTENT = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+BAD_CONTENT = (*bounded.MALFORMED, MemoryError, OSError)  # of a block that anybody may have made
 
 
 class RecordsError(TruestepError):

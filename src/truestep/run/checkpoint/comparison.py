@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
+from truestep.files.bounded import MALFORMED
 from truestep.files.whole import LineError, exact_object
 from truestep.process import progress
 from truestep.ranks.elastic import RankLostError
@@ -29,7 +30,6 @@ from truestep.text import printable
 from truestep.weights.tensor_parts import FOLDER, INDEX, IndexSpans, Shares, spans_of
 
 _INDEX = f"{FOLDER}/{INDEX}"
-_ODD = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)  # of malformed content
 # Seconds before each further look at a manifest that ranks do not all see: a network disk may show a machine late what
 # another has written.
 _LOOKS = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -118,7 +118,7 @@ class Comparison:
             self._list(exact_object(content), only)
         except FileNotFoundError:
             return
-        except (LineError, *_ODD) as error:
+        except (LineError, *MALFORMED) as error:
             self._problems[MANIFEST] = printable(f"{MANIFEST} is damaged: {error!r}")
         except OSError as error:
             self._problems[MANIFEST] = _unreadable(MANIFEST, error)
@@ -150,7 +150,7 @@ class Comparison:
         if not self._problems:
             try:
                 self._spans = spans_of((self._checkpoint / _INDEX).read_bytes())
-            except (LineError, OSError, *_ODD) as error:
+            except (LineError, OSError, *MALFORMED) as error:
                 self._problems[_INDEX] = printable(f"{_INDEX} is damaged: {error!r}")
 
     def read(self, shares: Shares = ()) -> Told:
