@@ -1,12 +1,13 @@
 """What `logging.rollouts.documents: all` costs a step on a GPU: digests of weights and documents, and whole records.
 
-    python benchmarks/records.py [--seconds 40] [--documents 32] [--compile]
+    python benchmarks/records.py [--seconds 40] [--documents 32] [--compile] [--kinds records]
 
 A run trains a random model of Qwen3's shape (1.72B parameters) on rollout files of 1,000 tokens a document, of which
 750 are labels. Its steps take turns: as a run makes them that keeps 16 rollouts a step, then with digests, then with
 whole records. Of each two equal steps in a row the second counts, since the work for a step goes on in the next one.
 
-`added` is the difference between the medians of whole steps, with its standard error. `direct` adds up what was
+`added` is the median of the differences between such a step and the mean of the plain ones before and after it, with
+its standard error. `direct` adds up what was
 measured by itself: the GPU's time, and the milliseconds for which the training thread launched no kernel. The digests
 of documents are computed while a GPU ends its backward pass, which hides them: they have a figure of their own.
 """
@@ -39,7 +40,7 @@ from truestep.run.weight_lines import WeightLines
 from truestep.types import Rollout
 from truestep.weights.digests import Squares
 
-KINDS = ("plain", "digests", "records")
+KINDS = ("digests", "records")
 TOKENS, LABELS, GROUP = 1000, 750, 8
 BATCHES = 8  # other documents in as many steps; then they come again
 WARM = 4  # steps before those that are timed
@@ -48,9 +49,9 @@ WARM = 4  # steps before those that are timed
 class Turns(Observer):
     """Switches digests and records on and off, and times the steps and what they add."""
 
-    def __init__(self, trainer: Trainer, seconds: float):
-        self.trainer, self.seconds = trainer, seconds
-        self.steps: dict[str, list[float]] = defaultdict(list)
+    def __init__(self, trainer: Trainer, seconds: float, kinds: Sequence[str]):
+        self.trainer, self.seconds, self._kinds = trainer, seconds, ("plain", *kinds)
+        self.steps: list[tuple[str, float]] = []
         self.host: dict[str, list[float]] = defaultdict(list)  # milliseconds of the training thread
         self.events: list[tuple[Any, Any]] = []  # before and after the digests of weights
         self._trace, self._kind, self._made = trainer.learner.trace, "plain", 0
@@ -58,7 +59,8 @@ class Turns(Observer):
         assert self._trace is not None
         self._ask, self._trace.ask = self._trace.ask, self._asked  # type: ignore[method-assign]
         lines, keeper = trainer.observers.of(WeightLines), trainer.observers.of(RecordKeeper)
-        for who, name, kinds in ((lines, "updated", "digests"), (keeper, "trained", "records")):
+        events = ((lines, "updated", "digests"), (keeper, "computing", "records"), (keeper, "trained", "records"))
+        for who, name, kinds in events:
             setattr(who, name, self._switched(f"{kinds}: {name}", getattr(who, name), kinds))
         trainer._digests = self._switched("documents", trainer._digests, None)  # type: ignore[method-assign]
 
@@ -84,7 +86,7 @@ class Turns(Observer):
         self.host["launching the digests of weights"].append(1000 * (time.perf_counter() - begun))
 
     def rollouts(self, documents: Sequence[Rollout]) -> None:
-        self._kind = KINDS[self._made // 2 % len(KINDS)]
+        self._kind = self._kinds[self._made // 2 % len(self._kinds)]
         self.trainer.learner.trace = self._trace if self._kind == "digests" else None
 
     def step(self, line: Mapping[str, Any]) -> None:
@@ -94,9 +96,9 @@ class Turns(Observer):
             self.host.clear()
             self.events.clear()
         elif self._made > WARM and self._made % 2 == 0:
-            self.steps[self._kind].append(1000 * (now - self._last))
+            self.steps.append((self._kind, 1000 * (now - self._last)))
         self._last = now
-        if self._begun and now - self._begun > self.seconds and self._made % (2 * len(KINDS)) == 0:
+        if self._begun and now - self._begun > self.seconds and self._made % (2 * len(self._kinds)) == 0:
             self.trainer.ask_to_stop(15)
 
 
@@ -141,14 +143,26 @@ def run(folder: Path, given: argparse.Namespace) -> tuple[Turns, dict[str, float
     )
     trainer = make_trainer(config, Console(file=io.StringIO()))
     trainer.save_rule = SaveRule(never=True)
-    turns = Turns(trainer, given.seconds)
+    turns = Turns(trainer, given.seconds, given.kinds)
     trainer.observers.add(turns)
     trainer.run()
     written = sum(file.stat().st_size for file in (folder / "run" / "records").iterdir())
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    kept = [line["num_tokens"] for place, line in enumerate(lines) if KINDS[place // 2 % len(KINDS)] == "records"]
+    kinds = ("plain", *given.kinds)
+    kept = sum(line["num_tokens"] for place, line in enumerate(lines) if kinds[place // 2 % len(kinds)] == "records")
     weights = (folder / "run" / "weights.jsonl").read_text().splitlines()
-    return turns, {"bytes a token": written / sum(kept), "bytes a step of weights.jsonl": float(len(weights[-1]))}
+    return turns, {"bytes a token": written / max(1, kept), "bytes a step of weights.jsonl": float(len(weights[-1]))}
+
+
+def differences(steps: Sequence[tuple[str, float]], kind: str) -> list[float]:
+    """Compare the steps of a kind with the plain ones around them."""
+    found = []
+    for place, (which, took) in enumerate(steps):
+        before = next((time for other, time in reversed(steps[:place]) if other == "plain"), None)
+        after = next((time for other, time in steps[place:] if other == "plain"), None)
+        if which == kind and before is not None and after is not None:
+            found.append(took - (before + after) / 2)
+    return found
 
 
 def report(turns: Turns, sizes: Mapping[str, float], given: argparse.Namespace) -> None:
@@ -157,30 +171,32 @@ def report(turns: Turns, sizes: Mapping[str, float], given: argparse.Namespace) 
     if turns.events:
         torch.cuda.synchronize()
         on_gpu = statistics.median(first.elapsed_time(second) for first, second in turns.events)
-    plain = statistics.median(turns.steps["plain"])
-    launched = max(0.0, middle["launching the digests of weights"] - on_gpu)  # beyond what the GPU hides of it
-    documents = middle["documents, digests"]
-    exposed = 0.0 if turns.events else documents
-    direct = {
-        "digests": on_gpu + launched + middle["digests: updated"] + exposed,
-        "records": middle["records: trained"],
-    }
+    plain = statistics.median(took for kind, took in turns.steps if kind == "plain")
+    direct = dict.fromkeys(given.kinds, 0.0)
+    if "digests" in direct:
+        launched = max(0.0, middle["launching the digests of weights"] - on_gpu)  # beyond what the GPU hides of it
+        exposed = 0.0 if turns.events else middle["documents, digests"]
+        direct["digests"] = on_gpu + launched + middle["digests: updated"] + exposed
+    if "records" in direct:
+        direct["records"] = middle["records: computing"] + middle["records: trained"]
     tokens = given.documents * TOKENS
     speed = f"{tokens / plain * 1000:,.0f} tokens/s"
     print(f"a step of {given.documents} documents, {tokens:,} tokens: {plain:.1f} ms, {speed}")
     print(f"{'':>8} {'added ms':>16} {'of a step':>10} {'direct ms':>10} {'of a step':>10}   steps")
-    for kind in KINDS[1:]:
-        times = turns.steps[kind]
-        added = statistics.median(times) - plain
-        error = 1.2533 * sum(spread(some) ** 2 / len(some) for some in (times, turns.steps["plain"])) ** 0.5
+    for kind in given.kinds:
+        times = differences(turns.steps, kind)
+        added = statistics.median(times)
+        error = 1.2533 * spread(times) / len(times) ** 0.5
         print(
             f"{kind:>8} {added:>8.2f} ± {error:<5.2f} {added / plain:>10.2%} {direct[kind]:>10.2f} "
             f"{direct[kind] / plain:>10.2%}   {len(times)}"
         )
-    print(f"digests: on the GPU {on_gpu:.2f} ms; of the training thread, ms: " + named(middle, "dig", "launch"))
-    hidden = " while the GPU ends its backward pass, so not in `direct`" if turns.events else ""
-    print(f"  digests of documents {documents:.2f}{hidden}")
-    print("records: of the training thread, ms: " + named(middle, "records"))
+    if "digests" in direct:
+        print(f"digests: on the GPU {on_gpu:.2f} ms; of the training thread, ms: " + named(middle, "dig", "launch"))
+        hidden = " while the GPU ends its backward pass, so not in `direct`" if turns.events else ""
+        print(f"  digests of documents {middle['documents, digests']:.2f}{hidden}")
+    if "records" in direct:
+        print("records: of the training thread, ms: " + named(middle, "records"))
     print("; ".join(f"{value:.2f} {name}" for name, value in sizes.items()))
 
 
@@ -201,6 +217,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=32, help="of a step")
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     given = parser.parse_args()
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,10 +1,14 @@
 """The embedded sampler over two GPUs: weights that are sharded and gathered for sampling, and tensor ranks.
 
     torchrun --nproc-per-node 2 benchmarks/sampling_ranks.py --layout tensor [--size 1.7B --rows 512 --new 256]
+    torchrun --nproc-per-node 2 benchmarks/sampling_ranks.py --layout data --log-normal --rows 8192
 
 Each GPU is bounded by what it reads: over data ranks all weights and the cache of its own rows, over tensor ranks its
 part of the weights and its part of the cache of all rows; or by its products, where these take longer. Copy and matrix
 rates are measured in the same run.
+
+With `--log-normal`, lengths of completions differ: their median is `--new`, the logarithm's deviation 0.7, and four
+times the median the most. It prints until when each rank computed, as a share of the phase.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ import argparse
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fits import made_up
@@ -23,6 +29,9 @@ from sampling import SIZES, VOCABULARY, Rates, complete, half_way, options, prof
 from transformers import Qwen3Config
 
 from truestep.generate.engine.engine import Engine, engine_of
+from truestep.generate.engine.phase import EngineSettings
+from truestep.generate.engine.service import EngineGenerator, Spent
+from truestep.generate.generator import Generate, Request
 from truestep.model.loading import load
 from truestep.model.policy import Policy
 from truestep.ranks.axes import RankLayout
@@ -87,6 +96,35 @@ def measure(layout: str, given: argparse.Namespace, ranks: Ranks, rates: Rates) 
     return policy
 
 
+def uneven(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> None:
+    """Print until when each rank computed, where lengths of completions are log-normal."""
+    lengths = np.random.default_rng(0).lognormal(np.log(given.new), 0.7, given.rows).clip(8, 4 * given.new).astype(int)
+    asked = [
+        replace(request, options=options(int(length)))
+        for request, length in zip(requests(given.rows, given.prompt), lengths, strict=True)
+    ]
+    service = EngineGenerator(policy, EngineSettings(rows=256))
+
+    async def work(request: Request, generate: Generate) -> int:
+        return len((await generate(request)).token_ids)
+
+    for _ in range(given.repeat + 1):
+        service.spent = Spent()
+        dist.barrier(group=ranks.host)
+        start = time.perf_counter()
+        drawn = service.map(asked, work)
+        took = time.perf_counter() - start
+        assert drawn == lengths.tolist()
+        until = ranks.gather(service.spent.sampling)
+        if ranks.first:
+            ended = ", ".join(f"{seconds / took:.1%}" for seconds in until)
+            print(
+                f"{given.rows} requests of {min(lengths)} to {max(lengths)} new tokens, {np.mean(lengths):.0f} in the "
+                f"mean: {took:.2f} s, {sum(lengths) / took:,.0f} tokens/s; ranks compute until {ended} of it",
+                flush=True,
+            )
+
+
 def profile(policy: Policy, given: argparse.Namespace, ranks: Ranks) -> None:
     """Where the first GPU's time of a step goes, over 20 steps in the middle."""
     rows = given.rows if ranks.tensor > 1 else given.rows // 2
@@ -106,6 +144,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--log-normal", action="store_true")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     ranks = join(LAYOUTS[given.layout], device="cuda", stall_timeout=240)
@@ -116,9 +155,12 @@ def main() -> None:
             f"{rates.product / 1e12:.0f} TFLOP/s",
             flush=True,
         )
-    policy = measure(given.layout, given, ranks, rates)
-    if given.profile:
-        profile(policy, given, ranks)
+    if given.log_normal:
+        uneven(make_policy(given.size, ranks), given, ranks)
+    else:
+        policy = measure(given.layout, given, ranks, rates)
+        if given.profile:
+            profile(policy, given, ranks)
     leave()
 
 

@@ -177,6 +177,7 @@ def written_by(run: RunDirectory) -> dict[str, Callable[[], None]]:
     ids.add("a")
 
     def keep() -> None:
+        keeper.computing(1, plan)
         keeper.trained(1, plan, ())
         keeper.close()
 

@@ -27,6 +27,9 @@ class Notes(Observer):
     def rollouts(self, documents: Sequence[Any]) -> None:
         self.told.append(("rollouts", len(documents)))
 
+    def computing(self, step: int, plan: Any) -> None:
+        self.told.append(("computing", step))
+
     def gradient(self, plan: Any, computed: Any, norm: float) -> None:
         assert computed.line()["loss"] is not None and norm > 0
         self.told.append(("gradient",))
@@ -74,7 +77,10 @@ def test_an_observer_is_told_of_everything_in_its_turn(
     first = [("source checkpointed", 10), ("saved", 2, 10)]
     assert told.index(("step", 2)) < told.index(first[0]) == told.index(first[1]) - 1
     of_steps = [
-        [("rollouts", count), ("gradient",), ("updated", step, seen), ("trained", step), ("step", step)]
+        [
+            *(("rollouts", count), ("computing", step), ("gradient",)),
+            *(("updated", step, seen), ("trained", step), ("step", step)),
+        ]
         for step, count, seen in ((1, 5, 5), (2, 5, 10), (3, 2, 12))
     ]
     assert [call for call in told if call not in first] == [
@@ -90,7 +96,7 @@ def test_a_run_that_fails_is_not_finished(
     monkeypatch.setattr("truestep.step.learner.gradient_norm", lambda *_, **__: float("nan"))
     with pytest.raises(TrainingError, match="norm is nan"):
         observed(tiny_model("llama"), tmp_path, told).run()
-    assert told == [("started",), ("rollouts", 5), ("close",), ("source close", False)]
+    assert told == [("started",), ("rollouts", 5), ("computing", 1), ("close",), ("source close", False)]
 
 
 def test_all_are_closed_where_one_fails() -> None:

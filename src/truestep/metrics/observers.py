@@ -39,6 +39,9 @@ class Observer:
         """Return the indices of the plan's documents whose scores `trained` needs; the same on every rank."""
         return ()
 
+    def computing(self, step: int, plan: StepPlan) -> None:
+        """Called when this process waits for a GPU that still computes the step's gradient."""
+
     def gradient(self, plan: StepPlan, computed: Computed, norm: float) -> None:
         """Called with a step's gradient in its buffers, before it is clipped and used."""
 
@@ -97,6 +100,10 @@ class Observers(Observer):
 
     def wanted(self, plan: StepPlan) -> Collection[int]:
         return frozenset(place for observer in self._all for place in observer.wanted(plan))
+
+    def computing(self, step: int, plan: StepPlan) -> None:
+        for observer in self._all:
+            observer.computing(step, plan)
 
     def gradient(self, plan: StepPlan, computed: Computed, norm: float) -> None:
         for observer in self._all:

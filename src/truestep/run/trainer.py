@@ -262,7 +262,8 @@ class Trainer:
         accumulated = self._accumulate(plan, measured)
         if (fault := self._fault(plan, accumulated)) is not None:
             raise self._unusable(number, fault)
-        digests = self._digests(plan)  # while a GPU ends its backward pass: `gradient_norm` waits for it
+        self.observers.computing(number, plan)  # a GPU ends its backward pass now, and `gradient_norm` waits for it
+        digests = self._digests(plan)
         norm = self.learner.gradient_norm()
         # Weights that are not finite also make an unusable gradient: check them before the documents are blamed.
         useless = not self.learner.usable(norm)

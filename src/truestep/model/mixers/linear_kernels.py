@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid, pad
 
+from truestep.gpu.autotune import compile_candidates_in_threads
 from truestep.model.mixers.recurrence import Call, Recurrence, Spans
 from truestep.weights.errors import ModelError
 
@@ -157,6 +158,7 @@ def problem(recurrence: Recurrence, call: Call, dtype: torch.dtype, place: torch
     key = call.function.__name__, shapes, others, dtype, place
     if key not in _compared:
         try:
+            compile_candidates_in_threads()  # the package's kernels have hundreds
             _compared[key] = compare(recurrence, call, dtype, place)
         except torch.OutOfMemoryError:
             raise

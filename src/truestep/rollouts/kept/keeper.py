@@ -12,7 +12,8 @@ from truestep.types import DocumentScore, Rollout, StepPlan
 
 
 class RecordKeeper(Observer):
-    """Appends the documents of each step to files. A thread compresses and writes them while the next step begins."""
+    """Appends the documents of each step to files. A thread compresses them while a GPU computes the gradient, and
+    writes them when the step is done."""
 
     def __init__(
         self,
@@ -27,19 +28,24 @@ class RecordKeeper(Observer):
         self._say, self._writes, self._owned = say, writes, owned
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="records") if writes else None
         self._last: Future[None] | None = None
+        self._encoded: Future[bytes] | None = None  # the step that is computed
         self._told = False  # True after the warning that records were removed
         self._said: set[str] = set()  # kinds of failures
 
-    def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
+    def computing(self, step: int, plan: StepPlan) -> None:
         if self._worker is None or plan.repeated:  # kept at the first update on these documents
             return
         self._wait()
-        self._last = self._worker.submit(self._append, step, plan.documents)
+        self._encoded = self._worker.submit(encode, step, plan.documents)
 
-    def _append(self, step: int, documents: Sequence[Rollout]) -> None:
-        encoded = records.encode(step, [as_kept(document) for document in documents])
+    def trained(self, step: int, plan: StepPlan, scores: Sequence[DocumentScore]) -> None:
+        encoded, self._encoded = self._encoded, None
+        if self._worker is not None and encoded is not None:
+            self._last = self._worker.submit(self._append, step, encoded)
+
+    def _append(self, step: int, encoded: Future[bytes]) -> None:
         if self._owned():
-            self._files.append(step, encoded)
+            self._files.append(step, encoded.result())
 
     def saving(self) -> Sequence[Callable[[], None]]:
         last = self._last
@@ -80,6 +86,10 @@ class RecordKeeper(Observer):
                 f"warning: the records of steps up to {step} are removed, and those of further steps will be: "
                 "logging.rollouts.gigabytes is reached. These steps cannot be made again"
             )
+
+
+def encode(step: int, documents: Sequence[Rollout]) -> bytes:
+    return records.encode(step, [as_kept(document) for document in documents])
 
 
 def as_kept(document: Rollout) -> Rollout:
