@@ -100,7 +100,7 @@ def test_a_tiny_model_learns_it_in_process(warm: Path, tmp_path: Path, monkeypat
 
 def by_the_program(tmp_path: Path) -> dict[str, Any]:
     """The same task, played by a program with OpenAI's package."""
-    command = {"type": "command", "run": [sys.executable, str(BOXES / "agent.py")]}
+    command = {"type": "command", "run": [sys.executable, str(BOXES / "agent.py")], "preload": ["openai"]}
     prompts = [dict(row) for row in boxes.Boxes.rows({}, False) or ()]
     return {
         "sampler.environment": json.dumps(command),
@@ -109,7 +109,7 @@ def by_the_program(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.release  # 1152 times Python starts and imports that package
+@pytest.mark.release  # 1152 episodes
 @pytest.mark.timeout(1200)
 def test_a_tiny_model_learns_it_by_the_program_with_openais_package(
     warm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -269,9 +269,9 @@ def _environment(config: "Config") -> Iterator[str]:
     if sampler is None or sampler.environment is None:
         return
     given: Any = sampler.environment
-    for kind, name in (("python", "class"), ("command", "run")):
+    for kind, name in (("python", "class"), ("command", "run"), ("command", "preload")):
         value = getattr(given, name)
-        if kind == given.type and not value:
+        if kind == given.type and not value and name != "preload":
             yield f"sampler.environment needs {name} with type: {kind}"
         if kind != given.type and value is not None:
             yield f"sampler.environment.{name} is for type: {kind}"

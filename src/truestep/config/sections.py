@@ -262,6 +262,14 @@ EnvironmentConfig = create_model(
                 "input, and the address and key of the policy's API in OPENAI_BASE_URL and OPENAI_API_KEY.",
             ),
         ),
+        "preload": (
+            list[str] | None,
+            Field(
+                None,
+                description="With `command` and run: python FILE or python -m MODULE: modules to import in one process. "
+                "An episode's program is then a fork of it, in place of a new interpreter. `null`: none.",
+            ),
+        ),
         "options": (
             dict[str, Any] | None,
             Field(None, description="The environment's options, by name. `null`: none."),

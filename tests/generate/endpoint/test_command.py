@@ -56,6 +56,24 @@ def test_a_run_trains_on_what_programs_write(model: Path, tmp_path: Path) -> Non
         assert row["length"] < row["tokens"] and " sort 3 1 =" in row["completion"]
 
 
+def test_a_run_whose_programs_are_forks_is_the_same_run(model: Path, tmp_path: Path) -> None:
+    run = [sys.executable, str(PROGRAM), "ends", "{prompt}"]
+    trained(model, tmp_path, "ends", name="new")
+    environment = {"type": "command", "run": run, "preload": ["json", "urllib.request"]}
+    trained(model, tmp_path, "ends", name="forks", environment=environment)
+    new, forks = (
+        [(row["id"], row["completion"], row["reward"]) for row in kept_rows(tmp_path / name)]
+        for name in ("new", "forks")
+    )
+    assert new == forks and len(new) == 8
+
+
+def test_a_module_that_is_not_there_ends_the_run(model: Path, tmp_path: Path) -> None:
+    environment = {"type": "command", "run": [sys.executable, str(PROGRAM)], "preload": ["no_such_module"]}
+    with pytest.raises(RewardError, match="preload: no_such_module cannot be imported"):
+        trained(model, tmp_path, "ends", environment=environment)
+
+
 def test_branches_are_sequences_of_one_document(model: Path, tmp_path: Path) -> None:
     trained(model, tmp_path, "branches")
     (line,) = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -138,6 +156,7 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
         ({"type": "python"}, {}, "environment needs class with type: python"),
         ({"class": "a:B", "run": "x"}, {}, "environment.run is for type: command"),
         ({"type": "command", "run": "x", "class": "a:B"}, {}, "environment.class is for type: python"),
+        ({"class": "a:B", "preload": ["json"]}, {}, "environment.preload is for type: command"),
         ({"type": "command", "run": "x", "options": {"a": 1}}, {}, "options are not for type: command"),
         ({"type": "command", "run": "x"}, {"reward_network": False}, "reward_network: false would keep the program"),
         ({"type": "verifiers"}, {"reward_network": False}, "reward_network: false would keep the program"),

@@ -11,6 +11,7 @@ user_environment  calls the user's environment, in the process of one episode (i
 loading           loading the user's class or object (imports no torch)
 same_process      episodes in the trainer's own process
 program           the environment of an episode that is a program
+script            a Python program that begins as a fork of a process that has imported its modules
 answers           the checks of what an environment's methods return
 made_rows         records of prompts that an environment makes itself
 wire              the content of the frames between the run and these processes

@@ -15,7 +15,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from truestep.environments.episodes import script
 from truestep.environments.episodes.environment import Answer, Environment
+from truestep.environments.episodes.script import Script
 
 RUNNING = "running"  # what `step` returns while the program runs
 NOTHING = "{}"  # what `step` returns for a program that printed nothing
@@ -33,26 +35,37 @@ class ProgramError(RuntimeError):
 class Program(Environment):
     """`start` begins the program, and each `step` waits a limited time for its end."""
 
-    def __init__(self, run: Sequence[str]):
-        """`run`: the program and its arguments. In these, {name} stands for a field of the prompt's record."""
+    def __init__(self, run: Sequence[str], preload: Sequence[str] = ()):
+        """`run`: the program and its arguments. In these, {name} stands for a field of the prompt's record. `preload`:
+        modules that are imported once, before episodes begin; the program must be one of this Python."""
         super().__init__()
-        self._run = run
+        self._run, self._forks = run, bool(preload)
         self._last = NOTHING
+
+    @classmethod
+    def prepare(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        if options.get("preload"):
+            script.preload(options["preload"], options["run"])
+        return {}
 
     def start(self, row: Mapping[str, Any]) -> str:
         record, self._seconds = row["row"], row["seconds"]
         arguments = [_filled(argument, record) for argument in self._run]
         given = {"OPENAI_BASE_URL": row["url"], "OPENAI_API_KEY": row["key"]}
         try:
-            self._process = subprocess.Popen(
-                arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **given}
-            )
+            self._process = self._begin(arguments, given)
         except OSError as error:
             raise ProgramError(f"{arguments[0]} cannot be started: {error.strerror}") from None
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
         threading.Thread(target=self._write, args=[json.dumps(record)], daemon=True).start()
         return RUNNING
+
+    def _begin(self, arguments: Sequence[str], given: Mapping[str, str]) -> "subprocess.Popen[bytes] | Script":
+        if self._forks:
+            return Script(arguments, given)
+        environment = {**os.environ, **given}
+        return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def _write(self, record: str) -> None:
         assert self._process.stdin is not None

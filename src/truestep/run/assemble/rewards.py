@@ -138,7 +138,7 @@ def _arguments(environment: Any) -> dict[str, Any]:
     if environment.type != "command":
         return environment.options or {}
     run = shlex.split(environment.run) if isinstance(environment.run, str) else environment.run
-    return {"run": run}
+    return {"run": run} if environment.preload is None else {"run": run, "preload": environment.preload}
 
 
 def made_rows(config: Config, ranks: Ranks, raters: Raters, evaluates: bool = False) -> list[dict[str, Any]] | None:
