@@ -150,8 +150,10 @@ def run(folder: Path, given: argparse.Namespace) -> tuple[Turns, dict[str, float
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     kinds = ("plain", *given.kinds)
     kept = sum(line["num_tokens"] for place, line in enumerate(lines) if kinds[place // 2 % len(kinds)] == "records")
-    weights = (folder / "run" / "weights.jsonl").read_text().splitlines()
-    return turns, {"bytes a token": written / max(1, kept), "bytes a step of weights.jsonl": float(len(weights[-1]))}
+    sizes = {"bytes a token": written / max(1, kept)}
+    if "digests" in given.kinds:
+        sizes["bytes a step of weights.jsonl"] = len((folder / "run" / "weights.jsonl").read_text().splitlines()[-1])
+    return turns, sizes
 
 
 def differences(steps: Sequence[tuple[str, float]], kind: str) -> list[float]:

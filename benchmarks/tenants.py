@@ -8,6 +8,10 @@ A random model of Qwen3's shape (1.72B) with an adapter on all linear layers. Th
 trained on by `train`, by a `Session`, and through the Tinker protocol on loopback, by a client of the standard library
 in a process of its own that waits for each step. Then one tenant trains and samples alone, and ten do so at once; the
 first of the ten has the seed and the documents that the single one had, and their losses are compared.
+
+A step of `train` is counted from the end of the one before, so all that it does between steps is in it. Of a Session
+the records of a step are read and checked before the clock starts; `train` reads them meanwhile. `busy` is the time of
+the kernels of one more step.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +43,9 @@ from rich.console import Console
 from truestep import Session
 from truestep.commands.tinker.serving import Tinker
 from truestep.config.schema import Config
-from truestep.run.train import train
+from truestep.metrics.observers import Observer
+from truestep.run.checkpoint.saves import SaveRule
+from truestep.run.train import make_trainer
 from truestep.tools.serve import serve
 
 WARM = 2  # steps that are not timed
@@ -94,7 +101,7 @@ def config_of(folder: Path, given: argparse.Namespace) -> Config:
             "adapter": {"rank": given.rank, "alpha": 32.0, "targets": "all-linear"},
             "loss": {"type": "grpo", "normalize_by": "labels"},
             "data": {"path": str(folder / "records.jsonl"), "tokens_per_microbatch": given.tokens},
-            "schedule": {"docs_per_step": given.documents, "steps": WARM + given.steps},
+            "schedule": {"docs_per_step": given.documents, "steps": WARM + given.steps + 1},
             "optimizer": {"learning_rate": 1e-5},
             "checkpoint": {"directory": str(folder / "run")},
         }
@@ -107,53 +114,102 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def by_train(config: Config, folder: Path) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and those of them in which it reads its documents."""
+@dataclass
+class Measured:
+    """The steps of one run, in seconds."""
+
+    name: str
+    steps: list[float]
+    reads: list[float]  # in which documents are read
+    busy: float  # seconds of the GPU's kernels in one more step
+
+
+class Busy:
+    """Adds up the seconds of the GPU's kernels between `begin` and `end`."""
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+
+    def begin(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self._seen = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._seen.__enter__()
+
+    def end(self) -> float:
+        if self._seen is None:
+            return 0.0
+        torch.cuda.synchronize()
+        self._seen.__exit__(None, None, None)
+        return sum(event.self_device_time_total for event in self._seen.key_averages()) / 1e6
+
+
+class Clock(Observer):
+    """Notes the end of each step of `train`. The last step is not timed: its kernels are."""
+
+    def __init__(self, steps: int):
+        self._last, self._busy, self.ends, self.busy = steps, Busy(), list[float](), 0.0
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        self.ends.append(time.perf_counter())
+        if line["step"] == self._last:
+            self.busy = self._busy.end()
+        elif line["step"] == self._last - 1:
+            self._busy.begin()
+
+
+def by_train(config: Config, folder: Path) -> Measured:
     shutil.rmtree(folder / "run", ignore_errors=True)
-    train(config, Console(file=io.StringIO()))
+    assert config.schedule.steps is not None
+    trainer, clock = make_trainer(config, Console(file=io.StringIO())), Clock(config.schedule.steps)
+    trainer.save_rule = SaveRule(never=True)
+    trainer.observers.add(clock)
+    trainer.run()
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    del trainer
     free()
-    return [line["step_time"] for line in lines[WARM:]], [line["data_wait_time"] for line in lines[WARM:]]
+    times = [end - before for before, end in pairwise(clock.ends)][WARM - 1 : -1]
+    return Measured("train", times, [line["data_wait_time"] for line in lines[WARM:-1]], clock.busy)
 
 
-def by_session(
-    config: Config, found: Sequence[dict[str, Any]], given: argparse.Namespace
-) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and those in which its records were checked before it: `train` does that meanwhile."""
-    times, reads = [], []
+def by_session(config: Config, found: Sequence[dict[str, Any]], given: argparse.Namespace) -> Measured:
+    times, reads, busy, last = [], [], Busy(), len(found) - given.documents
     with Session(config) as session:
         for first in range(0, len(found), given.documents):
             start = time.perf_counter()
             some = session.documents(found[first : first + given.documents])
             totals = session.totals(some)
             reads.append(time.perf_counter() - start)
+            if first == last:
+                busy.begin()
             start = time.perf_counter()
             session.forward_backward(some, totals=totals)
             session.step()
             times.append(time.perf_counter() - start)
+        spent = busy.end()
     free()
-    return times[WARM:], reads[WARM:]
+    return Measured("Session", times[WARM:-1], reads[WARM:-1], spent)
 
 
 def in_turn(config: Config, folder: Path, found: Sequence[dict[str, Any]], given: argparse.Namespace) -> float:
     """Print the seconds of a step of `train` and of a Session; return a Session's. A warm card is slower than a cool
     one, so they take turns."""
-    runs: list[tuple[str, list[float], list[float]]] = []
+    runs: list[Measured] = []
     for _ in range(given.turns):
-        runs += [("train", *by_train(config, folder)), ("Session", *by_session(config, found, given))]
-    for name, times, _ in runs:
-        print(f"  {name}: {statistics.median(times):.3f} s")
-    own, sessions, waits, reads = (
-        [second for name, *kinds in runs if name == wanted for second in kinds[which]]
-        for which in (0, 1)
-        for wanted in ("train", "Session")
-    )
-    tokens, step, session = given.documents * given.length, statistics.median(own), statistics.median(sessions)
+        runs += [by_train(config, folder), by_session(config, found, given)]
+    for run in runs:
+        print(f"  {run.name}: {statistics.median(run.steps):.3f} s, busy {run.busy:.3f}")
+
+    def middle(name: str, of: Callable[[Measured], list[float]]) -> float:
+        return statistics.median(second for run in runs if run.name == name for second in of(run))
+
+    step, session = (middle(name, lambda run: run.steps) for name in ("train", "Session"))
+    waits, reads = (middle(name, lambda run: run.reads) for name in ("train", "Session"))
+    tokens = given.documents * given.length
     print(
-        f"train            {step:8.3f} s   {tokens / step:,.0f} tokens/s   "
-        f"of them {statistics.median(waits):.3f} s for reading documents\n"
+        f"train            {step:8.3f} s   {tokens / step:,.0f} tokens/s   of them {waits:.3f} s for reading\n"
         f"Session          {session:8.3f} s   {tokens / session:,.0f} tokens/s   {session / step - 1:+.2%} to train, "
-        f"and {statistics.median(reads):.3f} s before for its records",
+        f"and {reads:.3f} s before for its records",
         flush=True,
     )
     return session
@@ -219,7 +275,7 @@ def main() -> None:
         folder = Path(directory)
         write_model(folder / "model", given, device=device)
         free()
-        found, config = records(given, WARM + given.steps), config_of(folder, given)
+        found, config = records(given, WARM + given.steps + 1), config_of(folder, given)
         (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
         tokens = given.documents * given.length
         where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
