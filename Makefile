@@ -125,8 +125,8 @@ test-nightly: $(VENV)/.installed-dev $(REDIS_SERVER) $(PEERS)/.installed $(ADAPT
 	$(TEST_ENVIRONMENT) TRUESTEP_PEERS=$(PEERS) TRUESTEP_ADAPTERS=$(ADAPTERS_PYTHON) TRUESTEP_VERIFIERS=$(VERIFIERS_PYTHON) TRUESTEP_TINKER=$(TINKER_PYTHON) TRUESTEP_TINKER_VERIFIERS=$(TINKER_VERIFIERS_PYTHON) $(BIN)/python $(PYTEST) -m 'nightly and not release' $(FILES)
 
 # Before a release: more cases of what `make test-long` shows. CI does not run them.
-test-release: $(VENV)/.installed-dev $(REDIS_SERVER)
-	$(TEST_ENVIRONMENT) $(BIN)/python $(PYTEST) -m release
+test-release: $(VENV)/.installed-dev $(REDIS_SERVER) $(TINKER)/.installed $(SMALL)/config.json
+	$(TEST_ENVIRONMENT) TRUESTEP_TINKER=$(TINKER_PYTHON) $(BIN)/python $(PYTEST) -m release
 
 # Plants faults in copies of src, one at a time, and tells which of them the tests catch (tests/faults): some by name or by
 # room with only="...", several at a time with jobs=2.

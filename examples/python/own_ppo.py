@@ -1,7 +1,5 @@
-"""PPO with a value model, a session of its own with a model, an optimizer and steps of its own.
-
-The value before a token is how much likelier one of two tokens is than the other: linear in the hidden state.
-"""
+"""PPO with a value model, a session of its own with a model, an optimizer and steps of its own. The value before a
+token is how much likelier one of two tokens is than the other: linear in the hidden state."""
 
 from collections.abc import Sequence
 from typing import Any

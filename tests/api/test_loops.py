@@ -3,7 +3,7 @@ two ranks as on one."""
 
 from __future__ import annotations
 
-import json
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from api.test_session import apart
 from checkpoints import read_weights
 from ranks.cases import on_ranks
 from small_runs import file_config, write_rollouts
@@ -27,9 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "python"))
 import own_distillation
 import own_dpo
 import own_gspo
+import own_loop
 import own_ppo
 import own_sft
 
+PROGRAMS = (own_distillation, own_dpo, own_gspo, own_loop, own_ppo, own_sft)
 COUNT = 8
 Records = list[dict[str, Any]]
 LOSSES = {
@@ -196,31 +199,55 @@ def test_values_are_those_of_a_head(tmp_path: Path) -> None:
     assert max(abs(value).max() for value in found) > 1e-2
 
 
-def step_each(config: dict[str, Any], records: Records, other: str, folder: str) -> None:
-    """A step of each loop, from the model as it was, in two calls."""
-    lines: dict[str, float] = {}
+def step_each(
+    config: dict[str, Any], records: Records, other: str, folder: str, cuts: tuple[tuple[int, ...], ...]
+) -> None:
+    """A step of each loop, from the model as it was, cut into calls in each way. Keep its gradient and its weights."""
     given = Config.model_validate(config)
     second = Session(given.changed({"model.path": other}))
     with Session(given) as session:
         for loop in LOOPS:
-            session.load(None)
-            accumulate(loop, session, prepared(loop, session, second, records), (0, 2))
-            lines[loop] = session.step()["grad_norm"]
-            session.save(Path(folder) / loop)
-    (Path(folder) / "norms.json").write_text(json.dumps(lines))
+            for number, cut in enumerate(cuts):
+                session.load(None)
+                accumulate(loop, session, prepared(loop, session, second, records), cut)
+                session.gradient_norm()
+                gradients = session.policy.weights.collect_gradients()
+                norm = session.step()["grad_norm"]
+                path = session.save(Path(folder) / loop / str(number))
+                if gradients:  # the first rank has them
+                    torch.save((norm, gradients), path.parent / "gradients.pt")
+        session.load(None)
+        session.save(Path(folder) / "start")
 
 
 @pytest.mark.long
 def test_two_ranks_are_one(tmp_path: Path) -> None:
+    """The step of two ranks is cut into other calls than that of one."""
+    cuts = ((0,), (0, 2, 4, 6))
     config, records = options(tmp_path)
     plain, other = config.model_dump(exclude_unset=True), str(tmp_path / "other")
-    step_each(plain, records, other, str(tmp_path / "one"))
-    on_ranks(2, step_each, plain | {"parallel": {"data_shard": 2}}, records, other, str(tmp_path / "two"))
-    one, two = (json.loads((tmp_path / name / "norms.json").read_text()) for name in ("one", "two"))
-    assert one == pytest.approx(two, rel=1e-5)
+    step_each(plain, records, other, str(tmp_path / "one"), ((0, 2),))
+    on_ranks(2, step_each, plain | {"parallel": {"data_shard": 2}}, records, other, str(tmp_path / "two"), cuts)
+    start = read_weights(next((tmp_path / "two" / "start").glob("step-*")))
     for loop in LOOPS:
-        first, second = (read_weights(next((tmp_path / name / loop).glob("step-*"))) for name in ("one", "two"))
-        assert all((value - second[name]).abs().max() < 1e-5 for name, value in first.items()), loop
+        first = tmp_path / "one" / loop / "0"
+        norm, gradients = torch.load(first / "gradients.pt")
+        weights = read_weights(next(first.glob("step-*")))
+        for number in range(len(cuts)):
+            second = tmp_path / "two" / loop / str(number)
+            found, theirs = torch.load(second / "gradients.pt")
+            assert found == pytest.approx(norm, rel=1e-5), (loop, number)
+            length = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+            for name, gradient in gradients.items():
+                off = float((theirs[name].double() - gradient.double()).norm())
+                assert off <= 1e-5 * max(float(gradient.double().norm()), 1e-6 * length), (loop, number, name)
+            assert apart(read_weights(next(second.glob("step-*"))), weights, start) < 1e-4, (loop, number)
+
+
+def test_programs_have_few_lines() -> None:
+    for program in PROGRAMS:
+        lines = inspect.getsource(program).splitlines()
+        assert len(lines) <= (60 if program is own_ppo else 40), program
 
 
 def test_advantages_are_sums_of_what_was_not_expected() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from checkpoints import latest, read_states, read_weights
 from ranks.cases import on_ranks, train_all
+from sequences import in_documents
 from small_runs import (
     kept_rows,
     merged,
@@ -73,11 +74,16 @@ def check_same_run(run: Path, reference: Path) -> None:
 
 
 def test_seven_documents_a_step_on_1_2_and_4_ranks(tiny_model: Model, tmp_path: Path) -> None:
-    write_rollouts(tmp_path / "rollouts.jsonl", 31)
+    """Of one, two and three sequences."""
+    write_lines(tmp_path / "rollouts.jsonl", in_documents(write_rollouts(tmp_path / "alone.jsonl", 62), (2, 1, 3)))
     model = tiny_model("qwen3_tied")
     for size in (1, 2, 4):
         on_ranks(size, train_all, [config(model, tmp_path / "rollouts.jsonl", tmp_path / f"on{size}")])
-    assert [line["num_documents"] for line in read_lines(tmp_path / "on4" / "ledger.jsonl")] == [7, 7, 7, 7, 3]
+    ledger = read_lines(tmp_path / "on4" / "ledger.jsonl")
+    assert [line["num_documents"] for line in ledger] == [7, 7, 7, 7, 3]
+    assert [len(line["documents"]) for line in ledger] == [7, 7, 7, 7, 3]
+    sizes = sorted(len(names) for line in ledger for names in line["records"].values())
+    assert sizes == [2] * 11 + [3] * 10
     for size in (2, 4):
         check_same_run(tmp_path / f"on{size}", tmp_path / "on1")
 

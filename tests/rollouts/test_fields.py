@@ -37,7 +37,7 @@ from truestep.rollouts.stored import load_stored
 from truestep.rollouts.stream.reading import parse_message
 from truestep.rollouts.stream.transport import Message
 from truestep.rollouts.values import BadRecord
-from truestep.tools.verify.oracle import advantages as oracle_advantages
+from truestep.tools.verify.oracle import records as oracle_records
 from truestep.tools.verify.reduced import record_of, reduce_record
 from truestep.types import Rollout
 
@@ -148,6 +148,7 @@ def test_a_new_line_of_the_table_acts_everywhere(wider_table: list[Field], tmp_p
     assert dict(check_files([str(lines)]).fields) == {"surprise": 1, "place": 1}
     short = reduce_record(record_of(document), 4)
     assert (short["surprise"], short["place"], short["length_wanted"]) == ([0, -1, -2, 0], [3, 2], 17)
+    check_oracle_of_masked_records()
 
 
 def test_the_table_and_the_page_name_the_same() -> None:
@@ -165,9 +166,19 @@ def test_every_attribute_of_a_rollout_is_in_the_table() -> None:
     assert {item.name for item in fields_of(Rollout)} - beside <= {field.name for field in fields.TABLE}
 
 
-def test_the_oracle_names_the_same_fields_of_labels() -> None:
-    own = {field.in_record for field in fields.of_labels() if field.source == "record"}
-    assert set(oracle_advantages.LABEL_FIELDS) == own
+def check_oracle_of_masked_records() -> None:
+    """A record with a value per label in every field that has labels has none left once it is masked, for the oracle
+    either: of the fields that it reads."""
+    own = {field.in_record: [0.0, 0.0] for field in fields.of_labels() if field.source == "record"}
+    record = {"id": "a", "input_ids": [1, 2, 3, 4], "prompt_length": 2, "reward": 1.0, "truncated": True} | own
+    (document,) = oracle_records.read_documents([record], {"truncated": "mask", "advantages": "none"})
+    assert (document.positions, document.old_logprobs, document.versions) == ([], None, None)
+    (document,) = oracle_records.read_documents([record], {"truncated": "keep", "advantages": "none"})
+    assert document.positions == [2, 3] and document.old_logprobs == document.versions == [0.0, 0.0]
+
+
+def test_the_oracle_masks_every_field_of_labels_that_it_reads() -> None:
+    check_oracle_of_masked_records()
 
 
 # ---- a user's own

@@ -179,7 +179,9 @@ def test_documents_of_several_sequences_equal_the_oracle(
         assert [line["id"] for line in scored.documents] == [record["id"] for record in records]
 
 
-@pytest.mark.parametrize("rule", ["group_mean", "leave_one_out", "length_weighted", "batch_normalized"])
+@pytest.mark.parametrize(
+    "rule", ["group_mean", "leave_one_out", "length_weighted", "group_normalized", "batch_normalized"]
+)
 def test_a_document_of_several_sequences_counts_once_in_its_group(
     rule: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

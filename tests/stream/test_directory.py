@@ -235,6 +235,19 @@ def test_a_file_that_took_a_name_is_not_called_finished(tmp_path: Path, reader: 
     assert read_lines(tmp_path / "events.jsonl") == 2 * [{"event": "acknowledged", "files": ["a.jsonl"]}]
 
 
+def test_a_file_that_took_a_name_is_read_without_a_complaint_after_a_look_at_it(
+    tmp_path: Path, reader: DirectoryTransport
+) -> None:
+    """After a restart, a checkpoint may look at it before it is read. All of the file before it had been read."""
+    put(tmp_path, "a.jsonl", "1\n")
+    payloads(reader)
+    held = reader.state()
+    put(tmp_path, "a.jsonl", "2\n")
+    again = restored(tmp_path, held)
+    again.acknowledge(held)
+    assert [(message.payload, message.problem) for message in again.fetch(100, 0)] == [(b"2\n", None)]
+
+
 @pytest.mark.parametrize("seed", in_tiers(range(200), range(12), range(12, 40)))
 def test_any_history_of_files_against_a_simple_model(seed: int, tmp_path: Path) -> None:
     """Files are made, appended to, renamed over, written over, cut, touched and removed, with restarts and copies in

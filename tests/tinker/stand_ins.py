@@ -4,6 +4,7 @@ they ask for. Both libraries look for a directory of a name before they look on 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 
 def make_folder(folder: Path) -> Path:
-    make_chat_model(folder / NAME)
+    """A folder that lacks only the model of `NAME`."""
     said = [
         {
             "prompt": f"say {n}",
@@ -41,7 +42,8 @@ def make_folder(folder: Path) -> Path:
         for n in (str(number % 7) for number in range(256))
     ]
     write_rows(folder / "HuggingFaceH4/no_robots", {"train": said, "test": said[:8]})
-    sums = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(256)]
+    answers = [1 + number % 2 for number in range(256)]
+    sums = [{"question": f"What is {n - 1} + 1?", "answer": f"It is {n}.\n#### {n}"} for n in answers]
     write_rows(folder / "openai/gsm8k", {"train": sums, "test": sums[:8]}, config="main")
     pairs = [
         {
@@ -51,7 +53,7 @@ def make_folder(folder: Path) -> Path:
         for n in range(64)
     ]
     write_rows(folder / "Anthropic/hh-rlhf", {"train": pairs, "test": pairs[:8]})
-    write_rows(folder / "zwhe99/DeepMath-103K", {"train": sums[:32]})
+    write_rows(folder / "zwhe99/DeepMath-103K", {"train": sums})
     (folder / "late_letters.py").write_text(ENVIRONMENT)
     sections = {
         "model": {"path": NAME, "dtype": "float32", "device": "cpu"},
@@ -63,6 +65,46 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
+# What a model of answers says, whatever it is asked: a third each.
+ANSWERS = ("Guess: {}", "\\boxed{{{}}}", "{}")
+
+
+def warm_up(folder: Path, steps: int = 400) -> None:
+    """Teach the model to answer in one of these ways with a digit, in chats of many lengths. So it solves tasks of
+    recipes now and then, and learns which way is rewarded."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
+    draw = random.Random(0)
+    header = tokenizer.encode("assistant\n")
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.005 * (1 - step / steps)
+        long = step % 3 == 0
+        batch = tokenizer([_chat(draw, long) for _ in range(3 if long else 16)], padding=True, return_tensors="pt")
+        labels = torch.full_like(batch["input_ids"], -100)
+        for row, ids in enumerate(batch["input_ids"].tolist()):
+            for at in range(len(header), len(ids)):
+                if ids[at - len(header) : at] == header:
+                    end = at + ids[at:].index(tokenizer.eos_token_id) + 1
+                    labels[row, at:end] = batch["input_ids"][row, at:end]
+        optimizer.zero_grad()
+        model(**batch, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.save_pretrained(folder)
+
+
+def _chat(draw: random.Random, long: bool) -> str:
+    thought = draw.choice(["", "<think>\n\n</think>\n\n"])
+    said = []
+    for turn in range(draw.randrange(1, 12) if long else 1):
+        size = draw.randrange(5, (90 if turn or not long else 800) + 40 * long)
+        asked = "".join(chr(draw.randrange(32, 127)) for _ in range(size))
+        answer = draw.choice(ANSWERS).format(draw.randrange(1, 3))
+        said.append(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{thought}{answer}<|im_end|>\n")
+    return "".join(said)
+
+
 def write_rows(folder: Path, splits: dict[str, Sequence[Any]], config: str = "default") -> None:
     folder.mkdir(parents=True)
     lines = ["---", "configs:", f"- config_name: {config}", "  data_files:"]
@@ -72,8 +114,12 @@ def write_rows(folder: Path, splits: dict[str, Sequence[Any]], config: str = "de
     (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
 
 
-def make_chat_model(folder: Path) -> None:
-    """A tiny Llama over bytes, with the special tokens of Qwen's chats."""
+def make_chat_model(folder: Path, norm: float = 16.0) -> None:
+    """A tiny Llama over bytes, with the special tokens of Qwen's chats.
+
+    The unembedding gets no adapter, and with a norm of 1 no hidden state leads far from equal probabilities of all
+    tokens: the mean share of letters before N is 0.30, and 0.32 at most, so nothing is learnt. With 16 it is 0.98.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -97,7 +143,5 @@ def make_chat_model(folder: Path) -> None:
         pad_token_id=fast.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    # The unembedding gets no adapter, and with a norm of 1 no hidden state leads far from equal probabilities of all
-    # tokens: the mean share of letters before N is 0.30, and 0.32 at most. So nothing could be learnt. Now it is 0.98.
-    model.model.norm.weight.data.fill_(16.0)
+    model.model.norm.weight.data.fill_(norm)
     model.save_pretrained(folder)

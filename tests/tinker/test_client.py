@@ -22,7 +22,7 @@ from checkpoints import read_weights
 from generate.endpoint.test_serve import serving
 from tinker.house import arrays_of, metrics_of, tenant_of
 from tinker.oracle import Adapted, loss_of
-from tinker.stand_ins import NAME, make_folder
+from tinker.stand_ins import NAME, make_chat_model, make_folder, warm_up
 from truestep.commands.tinker import wire
 from truestep.commands.tinker.checkpoints import Checkpoints
 from truestep.commands.tinker.journal import _read
@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(not PYTHON, reason="TRUESTEP_TINKER names no Python: `make tinker` makes one"),
 ]
+SMOLLM2 = Path.home() / ".cache" / "truestep" / "smollm2-0.1.2"  # as `make small-model` leaves it
 VERIFIERS = os.environ.get("TRUESTEP_TINKER_VERIFIERS", "")
 KEY = "tml-nightly"
 IDS, NEXT = [3, 4, 5, 6, 7], [4, 5, 6, 7, 8]
@@ -48,43 +49,119 @@ NUMBERS = {"ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
 ADAM = {"learning_rate": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 0.5, "weight_decay": 0.1, "grad_clip_norm": 2.0}
 RECIPES = "tinker_cookbook.recipes"
 QWEN = "renderer_name=qwen3_disable_thinking"
-# Beside the model, the directory and the sizes, what a recipe's command line says.
-RUNS: dict[str, list[str]] = {
-    "sl_loop": ["batch_size=16", "max_length=256", "learning_rate=0.01", "max_steps=12"],
-    "sl_basic": ["max_steps=2"],
-    "rl_loop": ["batch_size=4", "group_size=4", "max_tokens=8", "max_steps=2", "loss_fn=importance_sampling"],
-    "rl_basic": [
-        *("max_steps=2", "max_tokens=8", f"dataset_builder={RECIPES}.math_rl.math_env:Gsm8kDatasetBuilder"),
-        *("dataset_builder.batch_size=4", "dataset_builder.group_size=4", "dataset_builder.renderer_name=qwen3"),
+GSM8K = f"dataset_builder={RECIPES}.math_rl.math_env:Gsm8kDatasetBuilder"
+# What a recipe's command line says beside the model and the directory; the metric that shows what is learnt, and by how
+# much it has to change from the first two steps that have it to the last two.
+RUNS: dict[str, tuple[str, str, float]] = {
+    "sl_loop": ("batch_size=16 max_length=256 learning_rate=0.01 max_steps=12", "train_mean_nll", -1.0),
+    "sl_basic": ("num_epochs=5 learning_rate=0.01 max_steps=10", "train_mean_nll", -1.0),
+    "rl_loop": (
+        "batch_size=8 group_size=16 max_tokens=24 max_steps=12 learning_rate=0.006 loss_fn=importance_sampling",
+        "reward/total",
+        0.08,
+    ),
+    "rl_basic": (
+        f"max_steps=12 max_tokens=24 learning_rate=0.006 {GSM8K} dataset_builder.batch_size=8 "
+        "dataset_builder.group_size=16 dataset_builder.renderer_name=qwen3 "
         f"dataset_builder.model_name_for_tokenizer={NAME}",
-    ],
-    "math_rl.train": ["env=arithmetic", "groups_per_batch=4", "max_steps=2", "loss_fn=ppo"],
-    "preference.shorter.train": ["batch_size=2", "group_size=4", "max_tokens=8", "max_steps=2", QWEN],
-    "preference.dpo.train": ["batch_size=8", "max_length=256", "max_steps=2"],
-    "distillation.on_policy_distillation": [
-        f"teacher_model={NAME}",
-        "groups_per_batch=4",
-        "max_tokens=8",
-        "max_steps=2",
-    ],
-    "multiplayer_rl.guess_number.train": [
-        "batch_size=1",
-        "group_size=2",
-        "max_tokens=4",
-        "max_steps=1",
-        "eval_every=0",
-        QWEN,
-    ],
+        "env/all/correct",
+        0.08,
+    ),
+    "math_rl.train": (
+        "env=arithmetic groups_per_batch=8 group_size=8 max_steps=8 loss_fn=ppo learning_rate=0.01",
+        "env/all/reward/total",
+        0.01,
+    ),
+    "preference.shorter.train": (
+        f"batch_size=4 group_size=8 max_tokens=24 max_steps=8 learning_rate=0.01 {QWEN}",
+        "env/all/ac_tokens_per_turn",
+        -1.0,
+    ),
+    "preference.dpo.train": ("batch_size=8 max_length=256 max_steps=8 learning_rate=0.01", "dpo_loss", -0.1),
+    "distillation.on_policy_distillation": (
+        f"teacher_model={NAME} groups_per_batch=16 max_tokens=8 max_steps=12 learning_rate=0.006",
+        "teacher_kl",
+        -0.2,
+    ),
+    "multiplayer_rl.guess_number.train": (
+        f"batch_size=2 group_size=4 max_tokens=24 max_steps=12 learning_rate=0.003 eval_every=0 {QWEN}",
+        "env/all/reward/total",
+        2.0,
+    ),
+}
+
+
+# SmolLM2 never gets a reward of rl_loop and rl_basic, whose answers have a form that it does not write, and a step of
+# guess_number takes it minutes.
+BUILDER = "dataset_builder=tinker_cookbook.recipes.chat_sl.chat_datasets:NoRobotsBuilder"
+SMALL_RUNS: dict[str, tuple[str, str, float]] = {
+    "sl_loop": ("batch_size=8 max_length=256 learning_rate=0.0005 max_steps=6", "train_mean_nll", -1.0),
+    "sl_basic": (
+        f"learning_rate=0.0005 max_steps=5 {BUILDER} dataset_builder.common_config.model_name_for_tokenizer={NAME} "
+        "dataset_builder.common_config.renderer_name=qwen3 dataset_builder.common_config.max_length=256 "
+        "dataset_builder.common_config.batch_size=8",
+        "train_mean_nll",
+        -1.0,
+    ),
+    "math_rl.train": (
+        "env=arithmetic groups_per_batch=4 group_size=8 max_steps=6 loss_fn=ppo learning_rate=0.0005",
+        "env/all/reward/total",
+        0.01,
+    ),
+    "preference.shorter.train": (
+        f"batch_size=2 group_size=4 max_tokens=16 max_steps=6 learning_rate=0.001 {QWEN}",
+        "env/all/ac_tokens_per_turn",
+        -2.0,
+    ),
+    "preference.dpo.train": ("batch_size=4 max_length=256 max_steps=4 learning_rate=0.0003", "dpo_loss", -0.2),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("cookbook"))
+    folder = make_folder(tmp_path_factory.mktemp("cookbook"))
+    make_chat_model(folder / NAME)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
+    with served(folder) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that answers."""
+    folder = make_folder(tmp_path_factory.mktemp("warm"))
+    make_chat_model(folder / NAME, norm=1.0)
+    warm_up(folder / NAME)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def warm_address(warm: Path) -> Iterator[str]:
+    with served(warm) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with SmolLM2."""
+    folder = make_folder(tmp_path_factory.mktemp("smollm2"))
+    (folder / NAME).parent.mkdir(parents=True)
+    (folder / NAME).symlink_to(SMOLLM2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small_address(small: Path) -> Iterator[str]:
+    with served(small) as url:
+        yield url
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -98,6 +175,8 @@ def address(folder: Path) -> Iterator[str]:
 def run(folder: Path, address: str, *command: str, python: str = PYTHON) -> str:
     """Run a program with the client's packages, in the folder."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TINKER_API_KEY": KEY, "TINKER_BASE_URL": address}
+    # Without a cache of its own the library gives the rows that lay under this name when it read them first.
+    offline |= {"HF_DATASETS_CACHE": str(folder / "cache")}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | offline
     done = subprocess.run(
         [python, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
@@ -184,11 +263,20 @@ def first_passes(folder: Path) -> Iterator[Path]:
                 link.unlink()
 
 
-def check_first_pass(folder: Path, links: Path) -> bool:
+def logprobs_of(model: Any, datum: Any) -> np.ndarray:
+    targets = torch.from_numpy(datum.inputs["target_tokens"].copy())
+    with torch.no_grad():
+        logits = model(torch.from_numpy(datum.tokens.copy())[None]).logits[0]
+    own = logits.log_softmax(-1).gather(1, targets.reshape(len(targets), -1))
+    return own.reshape(targets.shape).numpy()  # type: ignore[no-any-return]
+
+
+def check_first_pass(folder: Path, links: Path) -> None:
     """The log-probs and the loss of a recipe's first pass are those of the base model in float64, since the first
-    adapter adds nothing. Return whether there was a pass."""
+    adapter adds nothing. To 1e-5; a log-prob of SmolLM2 may be off by twice what transformers' own in float32 are."""
     model = AutoModelForCausalLM.from_pretrained(folder / NAME, dtype=torch.float64).eval()
-    found_any = False
+    single = AutoModelForCausalLM.from_pretrained(folder / NAME, dtype=torch.float32).eval()
+    found_any, worst, theirs = False, 0.0, 0.0
     for link in links.iterdir():
         records = list(_read(link))
         passes = [one for one in records if one.is_request and one.head["path"] == "forward_backward"]
@@ -199,34 +287,58 @@ def check_first_pass(folder: Path, links: Path) -> bool:
         request, total = wire.read_forward_backward(asked.body), 0.0
         assert request.data
         for datum, found in zip(request.data, arrays_of(told), strict=True):
-            targets = torch.from_numpy(datum.inputs["target_tokens"].copy())
-            with torch.no_grad():
-                logits = model(torch.from_numpy(datum.tokens.copy())[None]).logits[0]
-            own = logits.log_softmax(-1).gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
-            np.testing.assert_allclose(found["logprobs"], own.numpy(), rtol=1e-5, atol=1e-5)
+            own = logprobs_of(model, datum)
+            scale = np.maximum(np.abs(own), 1.0)
+            worst = max(worst, float((np.abs(found["logprobs"] - own) / scale).max()))
+            theirs = max(theirs, float((np.abs(logprobs_of(single, datum) - own) / scale).max()))
             if request.loss == "cross_entropy":
-                weights = datum.inputs.get("weights", np.ones(targets.shape))
-                total -= float((own.numpy() * weights).sum())
+                total -= float((own * datum.inputs.get("weights", np.ones(own.shape))).sum())
             else:
                 given = {name: values.tolist() for name, values in datum.inputs.items()}
                 numbers = NUMBERS.get(request.loss, {}) | {name: float(one) for name, one in request.config.items()}
-                total += float(loss_of(request.loss, list(own), given, **numbers))
+                total += float(loss_of(request.loss, list(torch.from_numpy(own)), given, **numbers))
         assert metrics_of(told)["loss:sum"] == pytest.approx(total, rel=1e-5, abs=1e-5)
-    return found_any
+    print(f"off by {worst:.1e}, transformers in float32 by {theirs:.1e}")
+    assert found_any and worst <= max(1e-5, 2 * theirs if (folder / NAME).is_symlink() else 0.0), (worst, theirs)
 
 
 @pytest.mark.parametrize("recipe", RUNS)
-def test_recipes_of_the_cookbook_run_unmodified(recipe: str, folder: Path, address: str) -> None:
+def test_recipes_of_the_cookbook_run_unmodified(recipe: str, warm: Path, warm_address: str) -> None:
+    options, metric, change = RUNS[recipe]
+    given = options.split()
+    if "teacher" in options:
+        given.append(f"teacher_checkpoint={taught(warm, warm_address)}")
+    check_recipe(recipe, given, metric, change, warm, warm_address)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="`make small-model` gets SmolLM2")
+@pytest.mark.parametrize("recipe", SMALL_RUNS)
+def test_recipes_train_smollm2(recipe: str, small: Path, small_address: str) -> None:
+    options, metric, change = SMALL_RUNS[recipe]
+    check_recipe(recipe, options.split(), metric, change, small, small_address)
+
+
+def check_recipe(recipe: str, options: list[str], metric: str, change: float, folder: Path, address: str) -> None:
     log = folder / "logs" / recipe
     with first_passes(folder) as seen:
-        run(folder, address, "-m", f"{RECIPES}.{recipe}", f"model_name={NAME}", f"log_path={log}", *RUNS[recipe])
-    # Where all rewards of a group are equal, rl_loop leaves it out: the tiny model solves none of its tasks.
-    assert check_first_pass(folder, seen) == (recipe != "rl_loop")
+        run(folder, address, "-m", f"{RECIPES}.{recipe}", f"model_name={NAME}", f"log_path={log}", *options)
+    check_first_pass(folder, seen)
     lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    assert lines and (log / "checkpoints.jsonl").read_text()
-    if recipe == "sl_loop":
-        losses = [line["train_mean_nll"] for line in lines if "train_mean_nll" in line]
-        assert losses[-1] < 0.95 * losses[0], losses
+    assert (log / "checkpoints.jsonl").read_text()
+    found = [line[metric] for line in lines if metric in line]
+    learnt = (sum(found[-2:]) - sum(found[:2])) / 2
+    print(recipe, metric, found)
+    assert learnt >= change if change > 0 else learnt <= change, found
+
+
+def taught(folder: Path, address: str) -> str:
+    """A teacher: what sl_loop makes of the model."""
+    log = folder / "logs" / "teacher"
+    given = ["model_name=" + NAME, f"log_path={log}", *RUNS["sl_loop"][0].split()]
+    run(folder, address, "-m", f"{RECIPES}.sl_loop", *given)
+    return str(json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])["sampler_path"])
 
 
 @pytest.mark.skipif(not VERIFIERS, reason="TRUESTEP_TINKER_VERIFIERS names no Python: `make tinker` makes one")
@@ -243,4 +355,4 @@ def test_the_recipe_of_verifiers_runs_but_for_one_argument(folder: Path, address
     assert all(abs(line["optim/kl_sample_train_v1"]) < 1e-5 for line in steps), "trained as they were sampled"
     rewards = [line["env/all/reward/total"] for line in steps]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.4, rewards
-    assert check_first_pass(folder, seen)
+    check_first_pass(folder, seen)

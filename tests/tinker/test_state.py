@@ -47,6 +47,15 @@ def test_results_that_were_retrieved_are_forgotten_first(monkeypatch: pytest.Mon
     assert error.value.status == 404
 
 
+def test_names_of_results_that_nobody_retrieved_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "_MOST_KEPT", 3)
+    monkeypatch.setattr(states, "_MOST_REMEMBERED", 5)
+    state = State()
+    for number in range(60):
+        submitted(state, "a", f"j{number}").end(Result(message=b"x"))
+    assert (len(state._own["a"].jobs), len(state._own["a"].forgotten)) == (11, 5)
+
+
 def test_a_tenant_may_have_so_many_requests_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "_MOST_WAITING", 2)
     state = State()

@@ -20,31 +20,39 @@ PAGE = 4
 
 @dataclass
 class Device:
-    """Does what plans say on pages of tokens, in order; tells the host of draws `lag` steps late."""
+    """Does what plans say on pages of tokens, in order; tells the host of draws `lag` steps late. What it computes
+    depends on the weights, and its memory keeps what it computed with older ones."""
 
     scheduler: Scheduler
     lag: int
     pages: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # a token, and all before it
     places: dict[int, tuple[int, ...]] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
-    states: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the tokens behind which each one is
+    states: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the weights, and the tokens behind which each is
     recurs: bool = False
     flying: deque[list[tuple[int, int]]] = field(default_factory=deque)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     most_rows: int = 0
     ends_at: dict[int, int] = field(default_factory=dict)  # tokens after which a stop token comes
+    weights: int = 0
+
+    def renew(self, scheduler: Scheduler) -> None:
+        """Go on with new weights in another phase. What is in flight is dropped."""
+        self.scheduler, self.weights = scheduler, self.weights + 1
+        self.flying.clear()
+        self.drawn.clear()
 
     def read(self, pages: list[int] | tuple[int, ...], length: int) -> tuple[int, ...]:
-        seen, before = [], 0
+        seen, before = [], self.weights
         for at in range(length):
             token, context = self.pages[pages[at // PAGE], at % PAGE]
-            assert context == before, "keys and values depend on all tokens before"
+            assert context == before, "keys and values depend on all tokens before, and on the weights"
             seen.append(token)
             before = hash((before, token))
         return tuple(seen)
 
     def write(self, pages: list[int] | tuple[int, ...], at: int, token: int) -> None:
-        before = 0
+        before = self.weights
         if at:
             before = hash(self.pages[pages[(at - 1) // PAGE], (at - 1) % PAGE][::-1])
         self.pages[pages[at // PAGE], at % PAGE] = token, before
@@ -66,8 +74,8 @@ class Device:
         """Let a state take in tokens. It must be the one behind the tokens before them."""
         assert (slot > 0) == self.recurs
         if self.recurs:
-            before = self.states[slot] if start else ()
-            assert len(before) == start
+            before = self.states[slot] if start else (self.weights,)
+            assert len(before) == start + 1 and before[0] == self.weights
             self.states[slot] = (*before, *tokens)
 
     def run(self, plan: EngineStep) -> None:
@@ -92,13 +100,13 @@ class Device:
         assert len({row.state for row in plan.rows}) == len(plan.rows) or not self.recurs
         for row in plan.rows:
             draws.append((row.job, self.read(row.pages, row.length), row.position))
-            assert not self.recurs or self.states[row.state] == draws[-1][1]
+            assert not self.recurs or self.states[row.state] == (self.weights, *draws[-1][1])
         slots = [start.job.slot for start in plan.starts] + [row.slot for row in plan.rows]
         out = []
         for (job, seen, position), slot in zip(draws, slots, strict=True):
             assert seen[: len(job.prompt)] == job.prompt
             assert len(seen) == len(job.prompt) + position
-            token = draw(job.number, seen)
+            token = draw(job.number, seen, self.weights)
             self.slots[slot] = token
             out.append((job.number, token))
         self.flying.append(out)
@@ -125,15 +133,15 @@ class Device:
         return True
 
 
-def draw(number: int, seen: tuple[int, ...]) -> int:
-    """A token that tells who drew it, and after what."""
-    return hash((number, *seen)) % 1000003
+def draw(number: int, seen: tuple[int, ...], weights: int) -> int:
+    """A token that tells who drew it, after what, and with which weights."""
+    return hash((weights, number, *seen)) % 1000003
 
 
-def expected(number: int, prompt: tuple[int, ...], most: int) -> list[int]:
+def expected(number: int, prompt: tuple[int, ...], most: int, weights: int = 0) -> list[int]:
     seen = prompt
     for _ in range(most):
-        seen = (*seen, draw(number, seen))
+        seen = (*seen, draw(number, seen, weights))
     return list(seen[len(prompt) :])
 
 
@@ -341,7 +349,7 @@ class Talk:
 
     prompt: tuple[int, ...]
     turns: list[tuple[int, tuple[int, ...], int]]  # most new tokens, what others say then, steps until the next turn
-    cancelled: int | None  # the turn that is cancelled; the conversation then ends
+    cancelled: tuple[int, int] | None  # the turn that is cancelled, after so many steps; the conversation then ends
 
 
 TALKS = st.lists(
@@ -353,7 +361,7 @@ TALKS = st.lists(
             min_size=1,
             max_size=4,
         ),
-        st.sampled_from([None, None, None, 0, 1]),
+        st.one_of(st.none(), st.tuples(st.integers(0, 1), st.integers(0, 12))),
     ),
     min_size=1,
     max_size=6,
@@ -361,53 +369,87 @@ TALKS = st.lists(
 
 
 def check_talks(
-    talks: list[Talk], pages: int, slots: int, chunk: int, lag: int, patience: int, states: int | None
+    talks: list[Talk],
+    pages: int,
+    slots: int,
+    chunk: int,
+    lag: int,
+    patience: int,
+    states: int | None,
+    changes: set[int],
 ) -> None:
     """Every turn draws what it draws alone, behind the tokens that the turns before have drawn, whatever the cache
-    keeps, evicts or shares; a page is read by nobody whose tokens it does not hold; nothing is left over."""
+    keeps, evicts or shares; a page is read by nobody whose tokens it does not hold, or after the weights that it was
+    computed with; nothing is left over. `changes`: the steps before which new weights come. As in a phase that is
+    stopped, what is in flight then is dropped. Here it is asked again."""
     how = {"chunk_tokens": chunk, "together": min(2, slots), "patience": patience}
-    scheduler = Scheduler(pages=pages, page_size=PAGE, slots=slots, states=count_of(states, slots), **how)
-    device = Device(scheduler, lag, recurs=states is not None)
-    said = [talk.prompt for talk in talks]
-    turn, due = [0] * len(talks), [0] * len(talks)
-    flying: dict[int, int] = {}  # the conversation of each request
-    number = clock = done = 0
-    total = sum(len(talk.turns) for talk in talks)
-    while done < total:
-        clock += 1
-        assert clock < 5000, "the scheduler is stuck"
-        for at, talk in enumerate(talks):
-            if at in flying.values() or turn[at] == len(talk.turns) or due[at] > clock:
-                continue
-            most = talk.turns[turn[at]][0]
-            if -(-(len(said[at]) + most - 1) // PAGE) > pages:
-                done += len(talk.turns) - turn[at]  # it has become longer than the cache
-                turn[at] = len(talk.turns)
-                continue
-            scheduler.submit(number, said[at], most)
-            flying[number] = at
-            if talk.cancelled == turn[at]:
-                scheduler.end(number)
-                done += len(talk.turns) - turn[at]
-                turn[at] = len(talk.turns)
-            number += 1
+
+    def scheduler() -> Scheduler:
+        return Scheduler(pages=pages, page_size=PAGE, slots=slots, states=count_of(states, slots), **how)
+
+    device = Device(scheduler(), lag, recurs=states is not None)
+    course = Course(talks, device, pages)
+    for clock in range(1, 5000):
+        if clock in changes:
+            device.renew(scheduler())
+            course.flying.clear()
+        course.ask(clock)
         device.step()
-        for name, at in list(flying.items()):
-            if turn[at] == len(talks[at].turns):
-                del flying[name]
-                continue
-            most, others, later = talks[at].turns[turn[at]]
-            drawn = device.drawn.get(name, [])
-            assert drawn == expected(name, said[at], most)[: len(drawn)]
-            if len(drawn) == most:
-                said[at] = (*said[at], *drawn, *others)
-                turn[at], due[at], done = turn[at] + 1, clock + later, done + 1
-                del flying[name]
+        course.look(clock)
+        if not course.left:
+            break
+    assert not course.left, "the scheduler is stuck"
     while device.flying:
         device.learn()
-    scheduler.plan()
-    assert scheduler.idle
-    assert scheduler.used_pages == 0 and all_states_are_back(scheduler)
+    device.scheduler.plan()
+    assert device.scheduler.idle
+    assert device.scheduler.used_pages == 0 and all_states_are_back(device.scheduler)
+
+
+class Course:
+    """Conversations as they go on."""
+
+    def __init__(self, talks: list[Talk], device: Device, pages: int):
+        self._talks, self._device, self._pages = talks, device, pages
+        self._said = [talk.prompt for talk in talks]
+        self._turn, self._due = [0] * len(talks), [0] * len(talks)
+        self.flying: dict[int, tuple[int, int]] = {}  # of each request: its conversation, the step that cancels it or 0
+        self._number = 0
+        self.left = set(range(len(talks)))
+
+    def ask(self, clock: int) -> None:
+        """Submit each conversation's next turn that is due, and cancel what is to be cancelled now."""
+        talking = {at for at, _ in self.flying.values()}
+        for at in sorted(self.left - talking):
+            talk, turn = self._talks[at], self._turn[at]
+            most = talk.turns[turn][0]
+            if self._due[at] > clock:
+                continue
+            if -(-(len(self._said[at]) + most - 1) // PAGE) > self._pages:
+                self.left.discard(at)  # it has become longer than the cache
+                continue
+            self._device.scheduler.submit(self._number, self._said[at], most)
+            cancels = talk.cancelled is not None and talk.cancelled[0] == turn
+            self.flying[self._number] = at, clock + talk.cancelled[1] if talk.cancelled and cancels else 0
+            self._number += 1
+        for number, (at, cancel) in list(self.flying.items()):
+            if cancel and cancel <= clock:
+                self._device.scheduler.end(number)
+                self.left.discard(at)
+                del self.flying[number]
+
+    def look(self, clock: int) -> None:
+        """Compare what was drawn, and go on with the conversations whose turn has ended."""
+        for number, (at, _) in list(self.flying.items()):
+            most, others, later = self._talks[at].turns[self._turn[at]]
+            drawn = self._device.drawn.get(number, [])
+            assert drawn == expected(number, self._said[at], most, self._device.weights)[: len(drawn)]
+            if len(drawn) == most:
+                self._said[at] = (*self._said[at], *drawn, *others)
+                self._turn[at], self._due[at] = self._turn[at] + 1, clock + later
+                if self._turn[at] == len(self._talks[at].turns):
+                    self.left.discard(at)
+                del self.flying[number]
 
 
 TALKED = {
@@ -418,6 +460,7 @@ TALKED = {
     "lag": st.integers(0, 2),
     "patience": st.integers(0, 3),
     "states": STATES,
+    "changes": st.sets(st.integers(2, 40), max_size=3),
 }
 
 

@@ -174,7 +174,7 @@ class Own:
         self.kept += _size(job)
         while len(self.done) > _MOST_KEPT or self.kept > _MOST_KEPT_BYTES:
             if not self.done[0].retrieved and len(self.done) < 4 * _MOST_KEPT and self.kept < 4 * _MOST_KEPT_BYTES:
-                return
+                break
             oldest = self.done.popleft()
             self.kept -= _size(oldest)
             if self.jobs.pop(oldest.id, None) is not None:

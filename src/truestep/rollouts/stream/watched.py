@@ -76,7 +76,8 @@ class WatchedFile:
             if same is None:
                 self.seen = before
             return same
-        self.read, self._hash, self._tail = Read(), _new_hash(), b""
+        self.read, self._hash = Read(), _new_hash()
+        self._tail = self._tail_of(file)
         return False
 
     def _begins_with_it(self, file: BinaryIO, size: int, interrupted: Callable[[], bool]) -> bool | None:
