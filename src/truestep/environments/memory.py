@@ -84,7 +84,7 @@ def _descriptors(pid: int) -> Iterator[str]:
         if _SYS_KCMP is not None and _libc.syscall(_SYS_KCMP, pid, thread, _DESCRIPTORS, 0, 0) == 0:
             continue  # the thread uses the process's table
         folder = f"/proc/{pid}/task/{thread}/fd"
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             yield from (f"{folder}/{name}" for name in os.listdir(folder))
 
 

@@ -18,7 +18,7 @@ from truestep.metrics.interval import half_width, half_width_of_means
 from truestep.rollouts.source import never
 from truestep.types import Rollout
 
-_EXAMPLES = 8  # of a line
+_EXAMPLES = 8  # most examples in a line
 _EVALUATION_DRAWS = 2  # a random stream of its own, so that evaluation does not change the draws of training
 
 
@@ -30,7 +30,7 @@ class Evaluator:
     options: DrawOptions  # sampling options of the sampled completions
     samples_per_prompt: int
     seed: int
-    stream: tuple[int, ...] = ()  # of random numbers, of one of several sets
+    stream: tuple[int, ...] = ()  # the stream of random numbers of one of several sets
     pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k
     examples: int = _EXAMPLES
     # Gets the sampled documents and `documents_seen`. Raises an error if their log-probs are not the policy's.

@@ -29,7 +29,7 @@ class Episode:
     prompt: Prompt
     draw: DrawOptions
     seed: tuple[int, ...]  # the seed of the draws of its first turn
-    name: str | None = None  # the name of its session: its turns go to where their past is in the cache
+    name: str | None = None  # the name of its session: its turns go to one place, whose cache has their past
 
     @property
     def reward_seed(self) -> str:

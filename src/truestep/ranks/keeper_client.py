@@ -119,7 +119,7 @@ class Connection:
         if handle is not None and self.socket.family == socket.AF_UNIX:
             self.ask("put", handle=handle, set=list(key), name=name, standing=stands)
         else:
-            self.ask("put", size=len(content), set=list(key), name=name, standing=stands)  # it has room
+            self.ask("put", size=len(content), set=list(key), name=name, standing=stands)  # raises if it has no room
             rest = memoryview(content)
             while rest:
                 self.socket.sendall(rest[: keeper.PIECE])

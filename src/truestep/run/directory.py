@@ -165,7 +165,10 @@ class RunDirectory:
                 "damage it. If you see to it that only one does, set checkpoint.lock: false"
             )
         handle.seek(0)
-        return f"{self.path} is being written by another process ({_owner(handle.read(200))})"
+        owner = _owner(handle.read(200))
+        return (
+            f"{self.path} is being written by another process ({owner}): wait until it ends, or name another directory"
+        )
 
     def unlock(self) -> None:
         if self._lock is not None:

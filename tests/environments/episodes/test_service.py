@@ -445,6 +445,6 @@ def test_first_episodes_that_all_fail_alike_end_the_run() -> None:
 def test_a_row_that_is_no_json_is_an_episodes_error() -> None:
     with (
         serving("Hostile") as service,
-        pytest.raises(EpisodeError, match="start is called with does not fit into JSON"),
+        pytest.raises(EpisodeError, match="start is called with cannot be written as JSON"),
     ):
         service.begin({"prompt": object()}, "0").result(PATIENCE)

@@ -52,7 +52,7 @@ class Kept:
 
     next_seq: int
     version: int
-    checkpoint: Path | None  # None: as it was made
+    checkpoint: Path | None  # None: the model as it was created
 
 
 class Journal:

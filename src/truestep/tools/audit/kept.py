@@ -110,7 +110,7 @@ def _lost_steps(run: Path) -> str:
     if not (run / records.FOLDER).is_dir():
         return ""
     begins = [int(found[1]) for file in whole if (found := re.fullmatch(r"from-(\d{1,18})", file.stem))]
-    first = min(begins, default=0)  # the steps before have had to go
+    first = min(begins, default=0)  # records of earlier steps were removed
     wanted = [step for step in _steps_with_records(run) if step >= first]
     there = {block.step for file in whole for block in records.blocks_in(file)}
     if not (lost := [step for step in wanted if step not in there]):

@@ -56,7 +56,8 @@ def _from_directory(model: Path, directory: Path) -> str:
     if model.is_absolute():
         return str(model)
     path = os.path.relpath(model, directory)
-    leads_there = (directory / path).exists() and (directory / path).samefile(model)  # a link on the way may not
+    # With a link on the way, `..` may lead elsewhere.
+    leads_there = (directory / path).exists() and (directory / path).samefile(model)
     return path if leads_there else str(model.absolute())
 
 

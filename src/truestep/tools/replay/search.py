@@ -46,7 +46,8 @@ def search(
     found: list[Part] = []
     others: list[Part] = []
     order = itertools.count()
-    waiting: list[tuple[int, float, int, Part]] = []  # the shortest first, of two as long the one with more
+    # A heap: the shortest first, and of equally short ones that with the largest part of the sum.
+    waiting: list[tuple[int, float, int, Part]] = []
     measured = count = 0
 
     def sort(one: Part) -> None:
