@@ -19,8 +19,9 @@ _libc = ctypes.CDLL(None)
 def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
     """Return whether processes take more than `limit` bytes. `private` is their own in-memory file system, if any.
 
-    Shared memory counts once. That costs more to measure, so it is done only if the plain sum exceeds the limit. It
-    raises PermissionError if a process of the private namespaces hides its memory, which no program does by chance.
+    Shared memory counts once. Measuring it costs more, and is done only if the plain sum exceeds the limit. The
+    function raises PermissionError if a process of the private namespaces hides its memory, which no program does by
+    chance.
     """
     outside = _in_descriptors(pids, private is not None) + outside_processes(private)
     if sum(map(_resident, pids)) + outside <= limit:

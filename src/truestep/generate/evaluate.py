@@ -152,8 +152,8 @@ _OF_THE_WHOLE = ("step", "documents_seen", "problems", "seconds", "examples")
 
 
 def _over_sets(metric: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the mean of the sets' means, each of which counts once, with its interval, and the standard deviation with
-    which so many prompts as all sets have would give the same error."""
+    """Return the mean of the sets' means, with equal weights, and its interval. The standard deviation is the one that
+    would give the same error if all prompts were one set."""
     means, spreads = [line[metric] for line in lines], [line[f"{metric}_std"] for line in lines]
     sizes = [line["num_prompts"] for line in lines]
     if None in means:

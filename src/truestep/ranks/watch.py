@@ -244,7 +244,7 @@ class Watch:
 
     @property
     def _next(self) -> str:
-        """What comes after the end, where the run goes on without the rank that is lost."""
+        """The end of a message: what comes next, if the run goes on without the lost rank."""
         if self._agent is None or self.over:
             return ""
         return f"; the next generation begins when the launcher has {self._agent.least} agents or more"
@@ -292,8 +292,8 @@ class Watch:
                 self._exit(reason, code)
 
     def _guard(self, agent: Agent) -> None:
-        """End the process if nobody is left who would, or if the store does not answer. The watch may wait for the
-        store without end: the process or the machine of rank 0 stands still."""
+        """End the process if its launcher has ended, or if the store does not answer. The watch itself may wait for the
+        store for ever, if the process or the machine of rank 0 hangs."""
         answers, waited = 0, 0.0
         while not self._ended.wait(self._beat):
             if answers != self._answers:

@@ -201,7 +201,7 @@ class Made:
 
 def make_again(past: Past, original: Config, changed: Config, output: Path, ranks: Ranks, watch: Watch) -> Made:
     """Make the trainer of the steps `past.steps`, which writes to `output`. `original` are the options of the step, and
-    `changed` those that it is made again with. Every rank calls this."""
+    `changed` those for making it again. Every rank calls this."""
     damage = None if past.checkpoint is None else find_damage_together(past.checkpoint, ranks)
     with blaming(past, damage):
         return replace(_make_again(past, original, changed, output, ranks, watch), damage=damage)

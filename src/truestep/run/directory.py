@@ -121,8 +121,8 @@ class RunDirectory:
             os.fsync(handle)
 
     def check_owner(self) -> None:
-        """Raise if another process has locked the run since. A network disk takes a lock from a machine that it does
-        not hear of: a process that stood still there goes on later, and must not write."""
+        """Raise if another process has locked the run since. A network disk takes the lock from a machine that does not
+        respond. A process that hung there may go on later, and must not write."""
         if self._lock is None:
             return
         content = self._read_lock(self._lock)

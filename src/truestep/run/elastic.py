@@ -329,7 +329,7 @@ class Elastic:
 
 
 def _ids(generations: Path) -> list[Any]:
-    """Return the ids of all generations that have begun. A later one may have an earlier one's: its port."""
+    """Return the ids of all generations that have begun. Two may have the same id, since it is a port."""
     return [line.value.get("id") for line in scan_lines(generations) if line.value is not None]
 
 
@@ -345,7 +345,7 @@ def _own_rank() -> int:
 
 
 def still_stands(key: Key, lines: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether a generation of this run kept a state, and no later one went on from before it."""
+    """Tell whether a generation of this run kept this state, and no later generation went on from an earlier step."""
     generation, began, step = key
     its_own = any(line["generation"] == generation and line["time"] == began for line in lines)
     return its_own and all(line["step"] >= step for line in lines if line["generation"] > generation)

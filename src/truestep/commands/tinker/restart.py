@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 def restart(state: State, journal: Journal, orders: Orders) -> set[str]:
-    """Begin the sessions of the journal again. Requests since the last state of each model are computed again, in
-    their order. What a client was told of a request it is told again. Return all sessions that are not forgotten, also
-    those that wait for the server of another model."""
+    """Begin the sessions of the journal again. Requests since the last state of each model are computed again, in their
+    order. A client that has got a request's result gets the same again. Return all sessions that are not forgotten,
+    also those that wait for the server of another model."""
     names = journal.sessions()
     for name in list(names):
         try:

@@ -119,8 +119,8 @@ def _lost_steps(run: Path) -> str:
 
 
 def _steps_with_records(run: Path) -> list[int]:
-    """Return the steps that the ledger has digests of documents of: those of `documents: all`. Further updates on the
-    documents of the step before have no records of their own."""
+    """Return the steps whose documents have digests in the ledger, as with `documents: all`. A further update on the
+    same documents has no records of its own."""
     steps: dict[int, bool] = {}
     before: Any = None
     with (run / "ledger.jsonl").open("rb") as file:

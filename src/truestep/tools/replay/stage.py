@@ -20,7 +20,7 @@ _MOST = 3  # weights that are named
 
 @dataclass(frozen=True)
 class Where:
-    """The stage of a step in which two makings of it part, and the layer or weights, in words."""
+    """The stage of a step in which two computations of it first differ, and the layer or weights, in words."""
 
     stage: Stage
     text: str
