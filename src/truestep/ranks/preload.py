@@ -43,4 +43,4 @@ with contextlib.suppress(ImportError, AttributeError):
 
     get_checkpoint_conversion_mapping("llama")  # compiles and caches a thousand regular expressions
 with contextlib.suppress(Exception):  # a broken pandas is reported where it is used
-    importlib.import_module("pandas")  # where it is installed, pyarrow imports it for the first array that it makes
+    importlib.import_module("pandas")  # pyarrow imports pandas, if it is installed, with the first array
