@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {  # of each public name
+_HOME = {  # the module that defines each public name
     "Config": "truestep.config.load",
     "ConfigError": "truestep.config.load",
     "load_config": "truestep.config.load",

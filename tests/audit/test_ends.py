@@ -77,7 +77,7 @@ def numbers_of_three_digits() -> list[Sample]:
 def test_ends_that_no_limit_forced_are_not_blamed_on_one(make: Callable[[], list[Sample]]) -> None:
     (found,) = forced_of(make())
     assert found.confidence == "medium"
-    assert "a grammar, a stop string, or a log-prob that was left out" in found.evidence
+    assert "a grammar, a stop string, or a log-prob that was not recorded" in found.evidence
 
 
 def forced_of(samples: list[Sample]) -> list[Finding]:

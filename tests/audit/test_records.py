@@ -81,7 +81,7 @@ def gone(name: str) -> Callable[[dict[str, Any]], None]:
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
-HEAD = "the step at its byte 0 has no head of ours"
+HEAD = "the step at byte 0 has no head that truestep wrote"
 SECOND = "document 2 of step 1 is no"
 HOSTILE = {
     "magic words": (b"RECS" * (1 << 20), "no sample"),

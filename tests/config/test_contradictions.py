@@ -207,7 +207,7 @@ CASES = [
     (
         sampled(schedule="schedule:\n  steps: 3\n  docs_per_step: 6\n"),
         "5, run.yaml:2: schedule.docs_per_step: 6 is not a multiple of data.group_size: 4, so a group would be cut in "
-        "two",
+        "two: set it to 8, for example",
     ),
     (
         sampled(data="data: {group_size: 4, advantages: none}\n"),

@@ -119,7 +119,7 @@ _NOTES = (
     ),
     (r"changes weights while it loads them", "transformers' code for it changes weights while it loads them"),
     (r"could not be loaded: \S+ computes attention", _OWN),
-    (r"no plain linear LM head", "it has no plain linear LM head without a bias"),
+    (r"no LM head that is only a matrix", "it has no LM head that is only a matrix (it has none, or a bias)"),
     (r"has no body without a head", "it has no body without a head (its base_model_prefix names nothing)"),
     (r"no tiny model of it: \w+: (.*)", "no tiny model of it could be made: {1}"),
 )

@@ -98,7 +98,7 @@ def test_a_plan_with_rates_has_the_time_and_what_fits(config: Path, tmp_path: Pa
 def test_a_card_that_is_named_has_its_memory_and_no_time(config: Path, tmp_path: Path) -> None:
     outcome = CliRunner().invoke(main, ["plan", str(config), "--card", "h100", "--gpus", "8"])
     assert outcome.exit_code == 1 and "It does not fit 79 GiB" in outcome.output, outcome.output
-    assert "The time is not planned: the rates of the card among 8 ranks are not known here." in outcome.output
+    assert "The time is not planned: the rates of the card among 8 ranks were not measured." in outcome.output
     (card := tmp_path / "card.json").write_text(json.dumps(dataclasses.asdict(H100) | {"link": 0.0}))
     outcome = CliRunner().invoke(main, ["plan", str(config), "--card", str(card), "--gpus", "8", "--memory", "1000"])
     assert outcome.exit_code == 0 and "not planned" in outcome.output, "their link was not measured"

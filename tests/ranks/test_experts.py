@@ -291,7 +291,7 @@ def refused(directory: str, experts: int, reason: str) -> None:
 def test_models_without_experts_that_ranks_divide_are_refused(
     model: Path, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    dense = "parallel.expert: 2: LlamaForCausalLM has no experts that are known here"
+    dense = "parallel.expert: 2: LlamaForCausalLM has no experts that truestep recognises"
     on_ranks(2, refused, str(tiny_model("llama")), 2, dense)
     on_ranks(3, refused, str(model), 3, "3 ranks do not divide the 4 experts of model.layers.0.mlp.experts")
 

@@ -124,7 +124,7 @@ def test_weights_that_cannot_be_loaded_and_a_server_that_went_away_meanwhile() -
         ask(load, reply("dying", 500), reply("gone", 503))
     with pytest.raises(UnreachableError, match="answered 503"):
         ask(load, reply("busy", 503), reply(""))
-    with pytest.raises(UnreachableError, match="something still holds the cache"):
+    with pytest.raises(UnreachableError, match="requests still use the KV cache"):
         ask(load, reply(""), reply('{"success": false}'))
 
 

@@ -98,7 +98,7 @@ class _Gradient:
     """The gradient of the current step, to which each call of `forward_backward` adds."""
 
     kind: object  # the kind of denominator, which must be the same in all calls
-    counted: Objective | None  # its denominators count all calls; None: they are in the gradient
+    counted: Objective | None  # its denominators count all calls; None: calls divided by their own
     complete: str = ""  # if set, no further call may add to it, for this reason
     totals: StepTotals = field(default_factory=lambda: StepTotals(0, 0, 0))
     metrics: dict[str, Metric] = field(default_factory=dict)

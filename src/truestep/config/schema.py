@@ -357,7 +357,7 @@ def _sampled_groups(config: "Config") -> Iterator[str]:
     if group_size is not None and docs_per_step % group_size:
         yield (
             f"schedule.docs_per_step: {docs_per_step} is not a multiple of data.group_size: {group_size}, so a group "
-            "would be cut in two"
+            f"would be cut in two: set it to {docs_per_step + -docs_per_step % group_size}, for example"
         )
     if config.data.advantages == "none":
         yield "data.advantages: none expects records that carry their advantage; a sampler gives rewards"

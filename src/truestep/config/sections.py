@@ -266,8 +266,8 @@ EnvironmentConfig = create_model(
             list[str] | None,
             Field(
                 None,
-                description="With `command` and run: python FILE or python -m MODULE: modules to import in one process. "
-                "An episode's program is then a fork of it, in place of a new interpreter. `null`: none.",
+                description="With `command` and run: python FILE or python -m MODULE: modules to import in one "
+                "process. An episode's program is then a fork of it, in place of a new interpreter. `null`: none.",
             ),
         ),
         "options": (

@@ -13,9 +13,10 @@ from truestep.text import printable
 _SAVED = ("state.json", "dataset_dict.json")  # one of these is in what save_to_disk writes
 _BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
 _DICTIONARY_BATCH, _BATCH = 2, 3  # types of Arrow IPC messages
-_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a template: two are one of the text, {COLUMN} is a value
+# In a template, a double brace is a brace of the text, and {COLUMN} is a value.
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _COMMAND = re.compile(r"\\[A-Za-z]+$")  # of LaTeX, such as \boxed, whose braces are easily taken for a column's
-_PART = re.compile(r"([^\[\]]+)\[(-?\d*):(-?\d*)\]")  # of a split
+_PART = re.compile(r"([^\[\]]+)\[(-?\d*):(-?\d*)\]")  # a part of a split, such as train[:100]
 
 
 class PromptError(TruestepError):
@@ -51,7 +52,7 @@ def _loaded(given: DatasetPrompts) -> Any:
         else:
             name = str(path) if path.is_dir() else given.dataset
             loaded = datasets.load_dataset(name, given.subset, split=given.split, revision=given.revision)
-    except Exception as error:  # of the network, of damaged files, of names that are unknown
+    except Exception as error:  # errors of the network, damaged files, unknown names
         kind = "cannot be read" if path.exists() else "is no file here, and cannot be loaded from the Hugging Face hub"
         raise PromptError(f"{given.dataset} {kind}: {printable(error)}") from error
     several = given.split is None and isinstance(loaded, datasets.DatasetDict)
@@ -172,7 +173,7 @@ def _rows(loaded: Any, source: str) -> Iterator[tuple[int, Any]]:
     for number in range(1, len(loaded) + 1):
         try:
             row = next(rows)
-        except Exception as error:  # of damaged files, of images that cannot be decoded
+        except Exception as error:  # damaged files, images that cannot be decoded
             raise PromptError(f"{source} cannot be read: {printable(error)}") from error
         yield number, row
 

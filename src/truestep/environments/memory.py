@@ -19,8 +19,9 @@ _libc = ctypes.CDLL(None)
 def takes_more(limit: int, pids: list[int], private: str | None) -> bool:
     """Return whether processes take more than `limit` bytes. `private` is their own in-memory file system, if any.
 
-    Shared memory counts once. That costs more to measure, so it is done only if the plain sum exceeds the limit. It
-    raises PermissionError if a process of the private namespaces hides its memory, which no program does by chance.
+    Shared memory counts once. Measuring it costs more, and is done only if the plain sum exceeds the limit. The
+    function raises PermissionError if a process of the private namespaces hides its memory, which no program does by
+    chance.
     """
     outside = _in_descriptors(pids, private is not None) + outside_processes(private)
     if sum(map(_resident, pids)) + outside <= limit:
@@ -84,7 +85,7 @@ def _descriptors(pid: int) -> Iterator[str]:
         if _SYS_KCMP is not None and _libc.syscall(_SYS_KCMP, pid, thread, _DESCRIPTORS, 0, 0) == 0:
             continue  # the thread uses the process's table
         folder = f"/proc/{pid}/task/{thread}/fd"
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             yield from (f"{folder}/{name}" for name in os.listdir(folder))
 
 

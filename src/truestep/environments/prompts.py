@@ -148,8 +148,8 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
 
 
 def find_prompts(given: str | Path | DatasetPrompts, option: str | None = None) -> Path:
-    """Return the path of the prompts if it exists; of a dataset, its name if it can be read. `option` is the option's
-    name for the error message."""
+    """Return the path of the prompts if it exists, or a dataset's name if the dataset can be read. `option` is the
+    option's name for the error message."""
     if isinstance(given, DatasetPrompts):
         try:
             next(dataset_rows.read(given), None)

@@ -12,7 +12,7 @@ MIB = 2**20
 RECORD = 128 * MIB  # bytes of a line, a message or a row: one record
 TOKEN_FIELD = 96 * MIB  # bytes of a field with numbers per token, such as routed_experts
 SETTINGS = 16 * MIB  # bytes of a JSON file of settings
-# The errors that content raises which is read as ours and is not.
+# The errors that other content can raise if it is read as a file that truestep wrote.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _PIECE = MIB
 _UNCOUNTED = MIB  # shorter JSON is harmless, whatever it contains

@@ -18,7 +18,7 @@ from truestep.metrics.interval import half_width, half_width_of_means
 from truestep.rollouts.source import never
 from truestep.types import Rollout
 
-_EXAMPLES = 8  # of a line
+_EXAMPLES = 8  # most examples in a line
 _EVALUATION_DRAWS = 2  # a random stream of its own, so that evaluation does not change the draws of training
 
 
@@ -30,7 +30,7 @@ class Evaluator:
     options: DrawOptions  # sampling options of the sampled completions
     samples_per_prompt: int
     seed: int
-    stream: tuple[int, ...] = ()  # of random numbers, of one of several sets
+    stream: tuple[int, ...] = ()  # the stream of random numbers of one of several sets
     pass_reward: float | None = None  # least reward of a completion that passes; None: no pass@k
     examples: int = _EXAMPLES
     # Gets the sampled documents and `documents_seen`. Raises an error if their log-probs are not the policy's.
@@ -152,8 +152,8 @@ _OF_THE_WHOLE = ("step", "documents_seen", "problems", "seconds", "examples")
 
 
 def _over_sets(metric: str, lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the mean of the sets' means, each of which counts once, with its interval, and the standard deviation with
-    which so many prompts as all sets have would give the same error."""
+    """Return the mean of the sets' means, with equal weights, and its interval. The standard deviation is the one that
+    would give the same error if all prompts were one set."""
     means, spreads = [line[metric] for line in lines], [line[f"{metric}_std"] for line in lines]
     sizes = [line["num_prompts"] for line in lines]
     if None in means:

@@ -48,7 +48,7 @@ class PromptOrder:
         self._rests, self._lag = options.curriculum is not None, lag
         self._number = 0  # the number of the next group
         self._begun: dict[int, Place] = {}  # groups of steps that `told` has not received yet
-        self._restored: deque[int] = deque()  # those among them that were open in the checkpoint; they are given first
+        self._restored: deque[int] = deque()  # groups of `_begun` that the checkpoint had; they are given first
         # Steps that do not count yet because of the lag: the end of each, and the mean rewards of its groups.
         self._waiting: deque[tuple[int, list[tuple[Place, float]]]] = deque()
         self.measured: dict[str, float] = {}  # metrics of the last step that `told` received

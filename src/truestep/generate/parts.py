@@ -48,7 +48,7 @@ def working_on(part: Part) -> Iterator[None]:
 def part_of_work() -> Iterator[None]:
     """Do one of several things that are done at once. Inside the block, it is a nested part of the current part."""
     whole = _current.get()
-    if whole is None:  # not in the work of `map`
+    if whole is None:  # the caller is not part of the work of `map`
         yield
         return
     part = whole.part()

@@ -29,7 +29,7 @@ class Episode:
     prompt: Prompt
     draw: DrawOptions
     seed: tuple[int, ...]  # the seed of the draws of its first turn
-    name: str | None = None  # the name of its session: its turns go to where their past is in the cache
+    name: str | None = None  # the name of its session: its requests go to one cache, which has its tokens
 
     @property
     def reward_seed(self) -> str:
@@ -80,7 +80,7 @@ class Played:
         return any(completion.aborted for completion in self.completions)
 
     def document(self, name: str, prompt: Prompt, temperature: float) -> Rollout:
-        """Make a document of it, of one sequence or of several."""
+        """Make a document of the episode. It has one sequence or several."""
         rating = None if isinstance(self.rating, RewardError) else self.rating
         named = {"prompt_id": prompt.id, "source": prompt.source} if prompt.source else {"prompt_id": prompt.id}
         metadata = {**named, **self.metadata, **_of_completions(self.completions)}

@@ -28,7 +28,7 @@ class Curriculum:
 
 
 class Pool:
-    """Gives the prompts of one source, pass after pass. Each pass has its own seeded order, without those that rest."""
+    """Gives the prompts of one source, pass after pass. Each pass has its own seeded order, without resting prompts."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, number: int, curriculum: Curriculum | None):
         """`number`: the number of the source among those of the run."""

@@ -26,7 +26,7 @@ def compile_candidates_in_threads() -> None:
         return list(self.to_compile)
 
     def bench(self: Any, *args: Any, config: Any, **meta: Any) -> Any:
-        candidates, self.to_compile = self.to_compile, []  # the first call is for all of them
+        candidates, self.to_compile = self.to_compile, []  # the first call compiles all of them
         if len(candidates) > 1:
             _compile(self.fn, args, meta, candidates)
         return time_one(self, *args, config=config, **meta)
@@ -35,7 +35,7 @@ def compile_candidates_in_threads() -> None:
 
 
 def _compile(kernel: Any, args: Sequence[Any], meta: Mapping[str, Any], candidates: Sequence[Any]) -> None:
-    """Compile a kernel with each candidate. Errors are met again, and handled, when the candidate is timed."""
+    """Compile a kernel with each candidate. An error is ignored: Triton meets it again when it times the candidate."""
     import triton
 
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(candidates))
@@ -45,5 +45,5 @@ def _compile(kernel: Any, args: Sequence[Any], meta: Mapping[str, Any], candidat
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
         for candidate in candidates:
-            if candidate.pre_hook is None:  # which changes the arguments
+            if candidate.pre_hook is None:  # a hook would change the arguments
                 kernel.run(*args, **{**meta, **candidate.all_kwargs(), "warmup": True})

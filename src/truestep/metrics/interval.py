@@ -17,7 +17,8 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def half_width_of_means(half_widths: Sequence[float | None]) -> float | None:
-    """Return half of the width of the interval of a mean of independent means, from theirs. None if one is unknown."""
+    """Return the half-width of the interval of a mean of independent means, from their half-widths. None if one is
+    unknown."""
     known = [width for width in half_widths if width is not None]
     return math.hypot(*known) / len(known) if known and len(known) == len(half_widths) else None
 

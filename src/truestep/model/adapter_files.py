@@ -98,7 +98,10 @@ def _settings(directory: Path) -> dict[str, Any]:
         raise _refusal(directory, f"is of peft_type {printable(kind)}; only LORA is supported")
     wrong_rank = isinstance(rank, bool) or not isinstance(rank, int) or rank < 1
     if wrong_rank or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        raise _refusal(directory, f"has r: {printable(rank)} and lora_alpha: {printable(alpha)}")
+        raise _refusal(
+            directory,
+            f"has r: {printable(rank)} and lora_alpha: {printable(alpha)}: expected numbers above 0, r a whole one",
+        )
     for name, plain in _OTHERWISE.items():
         if settings.get(name) not in plain:
             raise _refusal(directory, f"has {name}: {printable(settings[name])}, which is not supported")

@@ -61,7 +61,7 @@ class Hosts:
     """The hosts of a run: their GPUs, and the bytes a second that a rank sends to ranks of other hosts."""
 
     count: int
-    gpus: int  # of each
+    gpus: int  # GPUs of each host
     network: float | None  # None: not known
     measured: bool = False  # the rate of the network; else it was given
 

@@ -115,13 +115,13 @@ class PlanReport:
         step = self.time
         if self.hosts is not None and self.hosts.network is None:
             return [
-                "The time is not planned: the rate between hosts is not known here. --network GB/s gives it; a run on "
+                "The time is not planned: the rate between hosts was not measured. --network GB/s gives it; a run on "
                 "several hosts measures it, and keeps it in ~/.cache/truestep/rates."
             ]
         if step is None or self.rates is None:
             among = f" among {self.ranks} ranks" if self.ranks > 1 else ""
             return [
-                f"The time is not planned: the rates of the card{among} are not known here.",
+                f"The time is not planned: the rates of the card{among} were not measured.",
                 "A run there measures them, and keeps them in ~/.cache/truestep/rates: --card FILE reads them.",
             ]
         width = max(map(len, step.parts))

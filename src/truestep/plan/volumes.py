@@ -19,9 +19,9 @@ _FLOAT32 = 4
 class Gathered:
     """Numbers of a rank's weights before sharding, by how often a micro-batch gathers them."""
 
-    twice: float  # again for the backward pass, with `reshard_after_forward`
+    twice: float  # gathered again for the backward pass with `reshard_after_forward`
     once: float  # the head, or a tied embedding
-    experts: float  # of its expert rank
+    experts: float  # weights of the rank's own experts
 
     @staticmethod
     def of(group: WeightGroup, divided: WeightGroup, expert: int, tied: bool) -> "Gathered":
@@ -92,7 +92,7 @@ def volumes(config: Config, shape: ModelShape, rank: RankShare) -> list[Volume]:
     layers = (8 * again * rank.layers + 3 / stages) * of_tokens + 2 * of_labels
     heads = 2 * again * size * rank.sent * rank.tokens * rank.layers + 2 * of_labels
     travels = copies_of_a_token(shape.config, sizes["expert"]) * (1 - 1 / sizes["expert"])  # copies to other ranks
-    sends = 2 * config.parallel.stages_per_rank - (stages == 2)  # of two stages, each has an end
+    sends = 2 * config.parallel.stages_per_rank - (stages == 2)  # with two stages, each is an end of the pipeline
     found = [
         Volume("weights gathered", spread, weights, hidden=True),
         Volume("gradients reduced", spread, gradients, hidden=True),

@@ -45,4 +45,4 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.enable()  # and no freeze: what is frozen when a process ends is told of as a leak, by Triton's bindings
+        gc.enable()  # no freeze: Triton's bindings report objects that are frozen at a process's end as leaks

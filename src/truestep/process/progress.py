@@ -26,7 +26,7 @@ class Work:
     """Work that this process is doing."""
 
     name: str  # such as "sampling"
-    kind: str  # the kind of `made` that counts it
+    kind: str  # the kind of progress that counts it, as given to `made`
     total: float | None  # amount to do; None: unknown
     before: float  # the process's amount of that kind when the work began
     since: float  # `time.monotonic` when the work began
@@ -103,8 +103,8 @@ def waits(thread: int | None = None) -> list[str]:
 
 @contextmanager
 def working(name: str, kind: str, total: float | None = None) -> Iterator[None]:
-    """Give the block's work a name. `kind` is the kind of `made` that counts it, and `total` the amount of work; None:
-    unknown."""
+    """Give the block's work a name. `kind`: the kind of progress that counts it, as given to `made`. `total`: the
+    amount of work; None: unknown."""
     with _lock:
         main = threading.current_thread() is threading.main_thread()
         work = Work(name, kind, total, _amounts.get(kind, 0), time.monotonic(), main, _amounts.get("tokens", 0))

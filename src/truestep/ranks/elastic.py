@@ -20,7 +20,7 @@ from pathlib import Path
 from truestep.ranks.axes import RankError
 
 _REACHES = 10.0  # seconds for a connection to the rendezvous
-_ATTEMPTS, _BETWEEN = 2, 5.0  # at such a connection, and seconds between them
+_ATTEMPTS, _BETWEEN = 2, 5.0  # attempts to connect, and seconds between them
 SECONDS_TO_LEAVE = _ATTEMPTS * _REACHES + (_ATTEMPTS - 1) * _BETWEEN  # most that `leave_if_cut_off` takes
 _NO_WAY = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 _RENDEZVOUS_PORT = 29400  # torch's, where none is given
@@ -49,10 +49,10 @@ class Agent:
     most: int
     processes: int = 1  # worker processes of an agent
     local_rank: int = 0
-    last_start: bool = False  # after another failure it would close the run for all
-    restarts: int = MAX_RESTARTS  # that the agent may make
+    last_start: bool = False  # True: one more failure of this agent would close the run for all agents
+    restarts: int = MAX_RESTARTS  # restarts that the agent may make
     rendezvous: str = ""  # host:port where agents find one another; "" if unknown
-    addresses: tuple[tuple[str, int], ...] = ()  # of it
+    addresses: tuple[tuple[str, int], ...] = ()  # of the rendezvous
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class Agent:
         if self.addresses and _is_silent(self.addresses):
             print(f"error: {self.name} ends: it does not reach the rendezvous {self.rendezvous}", file=sys.stderr)
             sys.stderr.flush()
-            self.end(signal.SIGKILL)  # it may be inside a call that never returns
+            self.end(signal.SIGKILL)  # the agent may be inside a call that never returns
 
     def end(self, kind: signal.Signals = signal.SIGTERM) -> None:
         """End the agent by a signal, so that it leaves the run to the others. Of the workers of an agent one does it:

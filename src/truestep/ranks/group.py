@@ -196,7 +196,7 @@ class Ranks:
         """Call `make` on rank 0 and broadcast the result. An error is raised on every rank."""
         if self.size == 1:
             return make()
-        result: list[Any] = [None, None]  # and the error
+        result: list[Any] = [None, None]  # the result and the error
         if self.first:
             try:
                 result[0] = make()

@@ -242,7 +242,7 @@ class _Keeper:
                 os.close(handle)
         if what in ("end", "forget"):
             if message["generation"] < self._generation:
-                raise _Refused("it is of a generation that has ended")
+                raise _Refused("this rank is of a generation that has ended")
             if what == "end":
                 os._exit(0)
             with self._lock:
@@ -253,7 +253,7 @@ class _Keeper:
     def _hello(self, connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             if message["generation"] < self._generation:
-                raise _Refused("it is of a generation that has ended")
+                raise _Refused("this rank is of a generation that has ended")
             for process in (user_of(connection)[0], *message["processes"]):
                 self._processes[process] = started(process)
             self._processes = {process: began for process, began in self._processes.items() if began}
@@ -286,7 +286,7 @@ class _Keeper:
         size = os.fstat(handles[0]).st_size if handles else int(message["size"])
         with self._lock:
             if key[0] < self._generation:
-                raise _Refused("it is of a generation that has ended")
+                raise _Refused("the set is of a generation that has ended")
             if key not in self._sets:
                 standing = message.get("standing")
                 self._forget(lambda other, _: standing is None or other != tuple(standing))
@@ -336,7 +336,7 @@ class _Keeper:
         try:
             return self._sets[_key(message)].handles[message["name"]]
         except KeyError:
-            raise _Refused("it is not held") from None
+            raise _Refused("the set has no such file") from None
 
     def _forget(self, which: Callable[[Key, _Set], bool]) -> None:
         for key in [key for key, held in self._sets.items() if which(key, held)]:
@@ -362,7 +362,7 @@ def _key(message: dict[str, Any]) -> Key:
 
 def main(name: str, limit: str, *processes: str) -> int:
     reads, writes = os.pipe()
-    if os.fork():  # who started it need not wait for its end
+    if os.fork():  # the process that started it need not wait for its end
         os.close(writes)
         return 0 if os.read(reads, 1) else 1
     os.close(reads)

@@ -114,12 +114,13 @@ class Connection:
         return reply, given
 
     def put(self, key: Key, name: str, content: Any, handle: int | None = None, standing: Key | None = None) -> None:
-        """Hand a file over: its memory, or to another machine its bytes. `standing`: the set that is not forgotten."""
+        """Hand a file over: its memory, or its bytes to another machine. `standing`: the set that the keeper must
+        keep."""
         stands = None if standing is None else list(standing)
         if handle is not None and self.socket.family == socket.AF_UNIX:
             self.ask("put", handle=handle, set=list(key), name=name, standing=stands)
         else:
-            self.ask("put", size=len(content), set=list(key), name=name, standing=stands)  # it has room
+            self.ask("put", size=len(content), set=list(key), name=name, standing=stands)  # raises if it has no room
             rest = memoryview(content)
             while rest:
                 self.socket.sendall(rest[: keeper.PIECE])

@@ -42,5 +42,5 @@ with contextlib.suppress(ImportError, AttributeError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")  # compiles and caches a thousand regular expressions
-with contextlib.suppress(Exception):  # one that is broken is reported where it is used
-    importlib.import_module("pandas")  # where it is installed, pyarrow imports it for the first array that it makes
+with contextlib.suppress(Exception):  # a broken pandas is reported where it is used
+    importlib.import_module("pandas")  # pyarrow imports pandas, if it is installed, with the first array

@@ -17,7 +17,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _COMPUTES = 0.2
 _LEAST_SECONDS = 0.01
 _STARVES = 0.5  # a main thread that waits for a CPU for this fraction of the time is not the cause of a stall
-_BYTES_A_SECOND = 65536  # logs and the watch's own reads are less
+_BYTES_A_SECOND = 65536  # a process that moves more than this is at work; logs and the watch's own reads are less
 _EXITING = 0x4  # flag PF_EXITING of a process: exiting may take seconds on a busy machine
 
 

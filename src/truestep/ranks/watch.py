@@ -39,8 +39,8 @@ _OF_AN_END = ("closed", "reset by peer", "broken pipe", "remote worker")
 _CAUSE_SHOWS = 20.0
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _MOST_READ = 64  # most entries that a rank reads in a second; each rank reads those of all others
-# In a run whose ranks come and go: seconds without a word of a rank of another machine, or of the store of rank 0. A
-# call that holds the GIL makes a rank silent.
+# In a run whose ranks come and go: seconds without an entry of a rank of another machine, or an answer of rank 0's
+# store. A call that holds the GIL makes a rank silent.
 _SILENCE = 60.0
 _HOLDS_STORE = 30.0  # most seconds that the first rank waits for the others to end before it
 ENDED_BY_ANOTHER = 3  # exit code of a rank that ends because of another
@@ -207,7 +207,7 @@ class Watch:
                 timeout=timedelta(seconds=10),
             )
             with contextlib.suppress(Exception):  # the watch finds what is wrong with the store
-                self._report(self._own())  # at once: of a rank that is lost without a word nobody knows
+                self._report(self._own())  # at once: without a report, the others would not know of this rank
         self._thread.start()
         if self._agent is not None:
             threading.Thread(target=self._guard, args=(self._agent,), daemon=True, name="guard").start()
@@ -244,7 +244,7 @@ class Watch:
 
     @property
     def _next(self) -> str:
-        """What comes after the end, where the run goes on without the rank that is lost."""
+        """The end of a message: what comes next, if the run goes on without the lost rank."""
         if self._agent is None or self.over:
             return ""
         return f"; the next generation begins when the launcher has {self._agent.least} agents or more"
@@ -292,8 +292,8 @@ class Watch:
                 self._exit(reason, code)
 
     def _guard(self, agent: Agent) -> None:
-        """End the process if nobody is left who would, or if the store does not answer. The watch may wait for the
-        store without end: the process or the machine of rank 0 stands still."""
+        """End the process if its launcher has ended, or if the store does not answer. The watch itself may wait for the
+        store for ever, if the process or the machine of rank 0 hangs."""
         answers, waited = 0, 0.0
         while not self._ended.wait(self._beat):
             if answers != self._answers:
@@ -447,6 +447,6 @@ def ends_run(error: BaseException) -> bool:
 def raised_between_ranks(error: BaseException) -> bool:
     """Return True if a call of torch.distributed raised the error, or one of its messages in flight failed."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    # An error of an asynchronous message has no frame in torch.distributed: only its words tell.
+    # An error of an asynchronous message has no frame in torch.distributed: its text is searched.
     inside = any(file.startswith(_DISTRIBUTED) for file in files)
     return isinstance(error, RuntimeError) and (inside or any(word in str(error).lower() for word in _OF_MESSAGES))

@@ -68,7 +68,7 @@ class Payload:
         rows = np.flatnonzero(np.isin(run.metrics.steps, steps))
         for axis in self.axes:
             at = self._axes[0][axis][rows]
-            start = [0] if 0.0 in steps else []  # it began again from the beginning
+            start = [0] if 0.0 in steps else []  # the run began again from the first step
             found[axis] = [*start, *(_short(place, 12) for place in at.tolist() if place == place)]
         return found
 

@@ -98,7 +98,7 @@ def _differences(rewards: np.ndarray, baseline: str, num_labels: Sequence[int] |
         return deviations * (count / (count - 1))
     if baseline == "length_weighted":
         if num_labels is None or len(num_labels) != count:
-            raise ValueError("length_weighted needs the number of labels of each record")
+            raise ValueError("length_weighted needs the number of labels of each record, as num_labels")
         labels = np.asarray(num_labels, dtype=np.float64)
         # If no document has labels, the weights are all 0 and nothing is trained.
         return deviations - math.fsum(deviations * labels) / max(labels.sum(), 1.0)

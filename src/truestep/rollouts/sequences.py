@@ -94,7 +94,7 @@ class Joiner:
         if name is None or (name not in self.open and self.closed(name)):
             return None
         if name in self.open and error.id in self.open[name].bad:
-            return None  # it was sent again
+            return None  # the same bad record was sent again
         document = self._of(name, error.num_sequences, error.group_id, clock)
         if error.id is not None:
             document.bad.add(error.id)

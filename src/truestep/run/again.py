@@ -134,7 +134,9 @@ class Past:
         lines = [line for line in read_json_lines(directory.ledger) if line.get("documents")]
         ledger = {line["step"]: line for line in lines}
         if not ledger:
-            raise ReplayError(f"{run} is not the directory of a run that made steps: it has no ledger.jsonl with one")
+            raise ReplayError(
+                f"{run} is not the directory of a run that made steps: it has no ledger.jsonl with a step"
+            )
         if step not in ledger:
             raise ReplayError(f"{run} has no step {step}: its ledger has steps {min(ledger)} to {max(ledger)}")
         found = [path for path in CheckpointStore(directory.checkpoints, 1).complete() if step_of(path) < step]
@@ -193,13 +195,13 @@ class Made:
 
     trainer: Trainer
     digests: Mapping[str, int]  # of the weights before the first of these steps
-    digests_of: str  # which they are of, as `made_by` says it
-    damage: str | None = None  # of the checkpoint's files: what its checksums show
+    digests_of: str  # "weights", or "copies" of weights that are kept on the host
+    damage: str | None = None  # what checksums show about the checkpoint's files; None: no damage
 
 
 def make_again(past: Past, original: Config, changed: Config, output: Path, ranks: Ranks, watch: Watch) -> Made:
     """Make the trainer of the steps `past.steps`, which writes to `output`. `original` are the options of the step, and
-    `changed` those that it is made again with. Every rank calls this."""
+    `changed` those for making it again. Every rank calls this."""
     damage = None if past.checkpoint is None else find_damage_together(past.checkpoint, ranks)
     with blaming(past, damage):
         return replace(_make_again(past, original, changed, output, ranks, watch), damage=damage)
@@ -317,6 +319,6 @@ def _rate(past: Past, original: Config, config: Config, callbacks: Callbacks) ->
     recorded = {step: lines[step]["learning_rate"] for step in past.steps if "learning_rate" in lines.get(step, {})}
     if planned != make_learning_rate(original) or len(recorded) < len(past.steps):
         return planned
-    callbacks.run.learning_rate_factor = callbacks.applied_factor = 1.0  # the noted rates have it
+    callbacks.run.learning_rate_factor = callbacks.applied_factor = 1.0  # recorded learning rates include it
     options = (planned.peak, planned.schedule, planned.warmup_steps, planned.minimum, planned.steps)
     return RecordedRates(*options, recorded)

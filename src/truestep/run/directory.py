@@ -121,8 +121,8 @@ class RunDirectory:
             os.fsync(handle)
 
     def check_owner(self) -> None:
-        """Raise if another process has locked the run since. A network disk takes a lock from a machine that it does
-        not hear of: a process that stood still there goes on later, and must not write."""
+        """Raise if another process has locked the run since. A network disk takes the lock from a machine that does not
+        respond. A process that hung there may go on later, and must not write."""
         if self._lock is None:
             return
         content = self._read_lock(self._lock)
@@ -165,7 +165,10 @@ class RunDirectory:
                 "damage it. If you see to it that only one does, set checkpoint.lock: false"
             )
         handle.seek(0)
-        return f"{self.path} is being written by another process ({_owner(handle.read(200))})"
+        owner = _owner(handle.read(200))
+        return (
+            f"{self.path} is being written by another process ({owner}): wait until it ends, or name another directory"
+        )
 
     def unlock(self) -> None:
         if self._lock is not None:

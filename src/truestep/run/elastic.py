@@ -42,8 +42,8 @@ _NOTE = ".generation-ended-"  # why a generation ended: written by the first ran
 _MOST_FAILURES = 2  # of an agent's ranks after the same checkpoint
 _LEAST_RESTARTS = 10
 _FROM = {"memory": "memory", "disk": "the disk"}
-# Seconds between looks for a note, while ranks connect. Torch's agents need some to find one another: those that leave
-# a round before others have read it end the run.
+# Seconds between looks for a note, while ranks connect. Torch's agents need time to find one another: an agent that
+# leaves a round before others have read it ends the run.
 _LOOKS = 15.0
 _NOTE_TAKES = 10.0  # most seconds to write a note: without a network, a network disk may hold up a write for ever
 JOIN_PATIENCE = 180.0  # seconds in which all ranks must be connected
@@ -110,7 +110,7 @@ class Elastic:
     watch: Watch | None = None
     directory: RunDirectory | None = None  # locked by the first rank
     asked_at: Callable[[], float] = lambda: math.inf  # `time.monotonic` when this rank was first asked to stop
-    keeps: bool = False  # the last state in memory
+    keeps: bool = False  # True: the last state is kept in memory
     limit: int | None = None  # the most bytes that a keeper holds
     memory: Memory | None = None
     recalled: Recalled | None = None  # what the generation goes on from, if it is in memory
@@ -303,7 +303,7 @@ class Elastic:
         def write() -> None:
             with contextlib.suppress(OSError):
                 self.path.mkdir(parents=True, exist_ok=True)  # the run may be about to start
-                if generation_id() in _ids(self.path / GENERATIONS)[self._earlier : -1]:  # a later one has begun
+                if generation_id() in _ids(self.path / GENERATIONS)[self._earlier : -1]:  # a later generation has begun
                     return
                 with file.open("x", encoding="utf-8") as opened:
                     json.dump({"reason": printable(reason, 500), "failed": failed}, opened)
@@ -329,7 +329,7 @@ class Elastic:
 
 
 def _ids(generations: Path) -> list[Any]:
-    """Return the ids of all generations that have begun. A later one may have an earlier one's: its port."""
+    """Return the ids of all generations that have begun. Two may have the same id, since it is a port."""
     return [line.value.get("id") for line in scan_lines(generations) if line.value is not None]
 
 
@@ -345,7 +345,7 @@ def _own_rank() -> int:
 
 
 def still_stands(key: Key, lines: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether a generation of this run kept a state, and no later one went on from before it."""
+    """Tell whether a generation of this run kept this state, and no later generation went on from an earlier step."""
     generation, began, step = key
     its_own = any(line["generation"] == generation and line["time"] == began for line in lines)
     return its_own and all(line["step"] >= step for line in lines if line["generation"] > generation)

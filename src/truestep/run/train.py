@@ -91,7 +91,7 @@ def train(
         trainer = _train(config, console, title, callbacks, sinks, elastic)
     if elastic is not None:
         elastic.ended(trainer.stopped_by is not None, trainer.notice)
-        if trainer.stopped_by is not None:  # a launcher whose processes end well ends the run
+        if trainer.stopped_by is not None:  # a launcher ends the run if its processes end without an error
             leave()
             raise SystemExit(128 + trainer.stopped_by)
     return trainer
@@ -196,7 +196,7 @@ def make_trainer(
             raise error if elastic is None or elastic.recalled is None else elastic.unreadable(error) from error
         if config.schedule.preemption_file is not None:
             trainer.notice = Path(config.schedule.preemption_file)
-        opened.pop_all()  # from here on they end with the run
+        opened.pop_all()  # from here on, the trainer closes what is in `opened`
     if elastic is not None and elastic.recalled is not None:
         elastic.recalled.close()
     return trainer
@@ -356,7 +356,7 @@ def _check(config: Config, ranks: Ranks, elastic: Elastic | None, opened: ExitSt
     check_inputs(config, ranks)
     check_custom_code(config)
     assert config.checkpoint.directory is not None
-    if elastic is not None and elastic.directory is not None:  # which is locked already
+    if elastic is not None and elastic.directory is not None:  # this directory is locked already
         return elastic.directory
     directory = RunDirectory(Path(config.checkpoint.directory), writes=ranks.first, locks=config.checkpoint.lock)
     ranks.share(directory.check)

@@ -303,7 +303,7 @@ class Trainer:
             **gpu_metrics(self.policy, plan, spent),
             **self.marks,
         }
-        self.marks.pop("lost_seconds", None)  # it is a number of the first step
+        self.marks.pop("lost_seconds", None)  # only the first step's line has it
         self.observers.step(line)
 
     def _digests(self, plan: StepPlan) -> list[str] | None:

@@ -99,7 +99,10 @@ def _finite(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Raise `ExportError` if tensors in their final dtype are not finite: the largest float16 number is 65,504."""
     if odd := not_finite(tensors.items()):
         dtype = str(tensors[odd[0]].dtype).removeprefix("torch.")
-        raise ExportError(f"nothing is exported: {some(odd)} would have values that are not finite, in {dtype}")
+        raise ExportError(
+            f"nothing is exported: {some(odd)} would have values that are not finite, in {dtype}. "
+            "Name a wider --dtype, or another checkpoint"
+        )
     return tensors
 
 

@@ -54,7 +54,7 @@ OUTCOMES: dict[str, float | str] = {
     "returns_nan_in_a_message": r"^the environment's step returned what JSON cannot hold: Out of range float",
     "returns_nan_in_turn_rewards": r"^the environment's step returned turn_rewards with nan, which is not a finite",
     "returns_too_many_turn_rewards": r"^the environment's step returned 2 turn_rewards after 1 turns of the policy$",
-    "returns_20_megabytes": r"^the environment's step returned 20000012 bytes; at most 16711680 can be said$",
+    "returns_20_megabytes": r"^the environment's step returned 20000012 bytes; at most 16711680 are allowed$",
     "returns_nothing": r"^the environment's step returned None, which is neither messages, text, tokens, an End nor",
     "returns_bytes": r"^the environment's step returned b'no', which is neither messages, text, tokens, an End nor",
     "returns_a_message": r"^the environment's step returned a message, which belongs in a list: \[message\]$",
@@ -445,6 +445,6 @@ def test_first_episodes_that_all_fail_alike_end_the_run() -> None:
 def test_a_row_that_is_no_json_is_an_episodes_error() -> None:
     with (
         serving("Hostile") as service,
-        pytest.raises(EpisodeError, match="start is called with does not fit into JSON"),
+        pytest.raises(EpisodeError, match="start is called with cannot be written as JSON"),
     ):
         service.begin({"prompt": object()}, "0").result(PATIENCE)

@@ -54,7 +54,7 @@ class Saved:
     hidden: bool = False  # saved for a sampler without a name; it is not listed
     checkpoint: str = ""  # name of the subdirectory that `Session.save` wrote
     size: int = field(default=0)
-    request: str = ""  # the id of the request that it was saved by
+    request: str = ""  # the id of the request that saved it
 
     @property
     def path(self) -> str:
@@ -110,7 +110,7 @@ class Checkpoints:
         for run in old.iterdir():
             if not (new / run.name).exists():
                 run.rename(new / run.name)
-        with suppress(OSError):  # runs that are in both stay
+        with suppress(OSError):  # runs that both directories have stay in the old one
             old.rmdir()
 
     def place(self, tenant: str, run: str, kind: str, name: str) -> Path:
@@ -126,11 +126,11 @@ class Checkpoints:
         room: Callable[[], None] = lambda: None,
     ) -> Saved:
         """Write a checkpoint. `save` writes it into a given directory, and returns its path there. `room` raises if
-        there is none."""
+        there is no room for it."""
         place = self.place(tenant, saved.run, saved.kind, saved.name)
         there = self.find_here(place)
         if there is not None and there.request and there.request == saved.request:
-            return there  # by the same request, before the server was started again
+            return there  # the same request wrote it, before the server was restarted
         if there is not None and not overwrite:
             raise JobError(f"{saved.path} exists already: give another name, or overwrite it")
         room()
@@ -149,7 +149,8 @@ class Checkpoints:
         return saved
 
     def check_room(self, tenant: str, most: int, live: int) -> None:
-        """Raise if a tenant has as many bytes as it may keep: of checkpoints, of samplers without names, and `live`."""
+        """Raise if a tenant has used its quota of `most` bytes: for checkpoints, for samplers without names, and for
+        the `live` bytes of its models in the journal."""
         own = self._of(tenant)
         hidden = [saved for run in (own.iterdir() if own.is_dir() else ()) for saved in self._all(run, hidden=True)]
         there = [sum(saved.size for saved in some) for some in (self.of_tenant(tenant), hidden)]
@@ -158,8 +159,8 @@ class Checkpoints:
             raise JobError(f"your checkpoints have {parts}, and {most} is your quota: remove some, or finish sessions")
 
     def recover(self, sessions: Collection[str] = ()) -> None:
-        """Clean up after a process that was killed: remove incomplete checkpoints, and those of samplers without names
-        but of `sessions`, which go on. A complete checkpoint that was not yet renamed is renamed."""
+        """Clean up after a process that was killed: remove incomplete checkpoints, and checkpoints of samplers without
+        names, except those of `sessions`, which continue. Rename a complete checkpoint that was not yet renamed."""
         for kind in self._kinds():
             for partial in sorted(kind.glob(".*")):
                 saved = self.find_here(partial)

@@ -47,8 +47,8 @@ _SUM = StepTotals(num_documents=1, num_labels=1, num_tokens=1)
 _MOST_SAMPLERS = 8  # most sessions for samplers whose weights are not those of a live model
 _MOST_HIDDEN = 16  # most samplers without names that are kept for each model
 _NO_TOP = -99999.0  # the client's log-prob for an entry without a token
-_STATE_SECONDS = 60.0  # after so many seconds of computing for a model its state is written anew
-_STATE_BYTES = 2**28  # or after so many bytes of its requests, or as many as its state has
+_STATE_SECONDS = 60.0  # a model's state is written after so many seconds of computing for it
+_STATE_BYTES = 2**28  # it is also written after requests of so many bytes, or of the state's own size
 
 
 GRADIENT, UPDATE = "gradient", "update"  # the parts of a step
@@ -68,7 +68,7 @@ class Create:
     model: Model
     checkpoint: str | None = None  # tinker path of a checkpoint to start from
     optimizer: bool = False
-    kept: Path | None = None  # its last state, where it goes on after a restart
+    kept: Path | None = None  # the model's last state, from which it goes on after a restart
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Jobs:
         self._checkpoints, self._state = checkpoints, state
         self._sessions: dict[str, Session] = {}  # sessions of models, by model id
         self._samplers: OrderedDict[str, Session] = OrderedDict()  # sessions of samplers, by tenant and checkpoint path
-        self._cached = threading.Lock()  # of `_samplers`
+        self._cached = threading.Lock()  # guards `_samplers`
         self._open: set[str] = set()  # ids of models with a gradient, or with a part of one that failed
         self._linear: tuple[str, ...] | None = None
         self._spent: defaultdict[str, float] = defaultdict(
@@ -171,7 +171,7 @@ class Jobs:
             start = time.monotonic()
             with torch.enable_grad():
                 result = do[type(work)](work)
-            if getattr(work, "part", None) is not None:  # what changes nothing is not computed again
+            if getattr(work, "part", None) is not None:  # a restart computes only these again
                 self._spent[work.model.id] += time.monotonic() - start
             if isinstance(work, ForwardBackwardJob | OptimStep):
                 tokens = work.tokens if isinstance(work, ForwardBackwardJob) else 0
@@ -269,7 +269,8 @@ class Jobs:
             return False
         if journal is None or model.id in self._open or model.lost or session is None or not session.has_weights:
             return False
-        most = min(max(_STATE_BYTES, journal.size(model.id)), states.MOST_GROWN // 2)  # before passes are refused
+        # The server refuses passes at `MOST_GROWN`.
+        most = min(max(_STATE_BYTES, journal.size(model.id)), states.MOST_GROWN // 2)
         grown = journal.grown(model.id) >= most
         if not (loaded or grown or self._spent[model.id] >= _STATE_SECONDS):
             return False
@@ -285,7 +286,7 @@ class Jobs:
             with state.writing_weights(model.tenant):
                 switch = journal.keep(model.id, job.seq + 1, model.version, session.write)
             switch(lambda seq: state.carries(state.known(model.tenant, f"{model.id}:{seq}")))
-        except Exception:  # the requests since the last state are there
+        except Exception:  # the journal still has all requests since the last state
             if model.id in state.models:
                 log.exception("the state of %s was not written", model.id)
         finally:
@@ -423,7 +424,7 @@ class Jobs:
             if (most := self._state.quota(model.tenant).bytes) is not None:
                 self._checkpoints.check_room(model.tenant, most, self._state.live_bytes(model.tenant))
 
-        with self._state.writing_weights(model.tenant):  # so that the next one's check of room counts this one
+        with self._state.writing_weights(model.tenant):  # so that the next save's quota check counts this one
             saved = self._checkpoints.write(model.tenant, saved, write, overwrite=work.overwrite, room=room)
         self._drop_sampler(model.tenant, saved.path)
         if work.sampler is None:
@@ -436,7 +437,7 @@ class Jobs:
         owner = self._state.sessions.get(model.session)
 
         def add() -> None:
-            ended = owner is None or owner.finished  # meanwhile
+            ended = owner is None or owner.finished  # the session may have ended meanwhile
             self._forget_hidden(model.tenant, model.id, keep=0 if ended else _MOST_HIDDEN)
             self._state.add_sampler(sampler)
 
@@ -527,10 +528,10 @@ class Jobs:
 
 
 def _told(error: Exception) -> Exception:
-    """Return an error as a client is told of it."""
+    """Return the error that a client gets."""
     if isinstance(error, TruestepError | JobError | ApiError):
         return JobError(str(error))
-    if not isinstance(error, ServerError):  # which was logged where it was met
+    if not isinstance(error, ServerError):  # a ServerError was logged where it occurred
         log.error("a job failed", exc_info=error)
         return ServerError(type(error).__name__)
     return error

@@ -52,7 +52,7 @@ class Kept:
 
     next_seq: int
     version: int
-    checkpoint: Path | None  # None: as it was made
+    checkpoint: Path | None  # None: the model as it was created
 
 
 class Journal:
@@ -104,8 +104,8 @@ class Journal:
             place.rename(self._directory / f"{_GONE}{session}")
 
     def clean(self, session: str) -> None:
-        """Remove the files of a forgotten session. Where a state of it was written meanwhile, its directory was made
-        again: then call this again when that has ended."""
+        """Remove the files of a forgotten session. A state that is being written makes its directory again: then
+        call this again when the write has ended."""
         shutil.rmtree(self._directory / f"{_GONE}{session}", ignore_errors=True)
         if not (self._directory / session / _SESSION).exists():
             shutil.rmtree(self._directory / session, ignore_errors=True)

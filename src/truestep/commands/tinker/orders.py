@@ -49,7 +49,8 @@ class Orders:
         return Job(name, model.tenant, model.session, work, model=model.id, size=size, tokens=tokens, **order)
 
     def job_again(self, model: Model, seq: int, path: str, body: bytes, told: Outcome | None) -> Job:
-        """Return the job of a request of the journal. `told`: what its client was told, and is told again."""
+        """Return the job of a request of the journal. `told`: the outcome that its client has got, and gets
+        again."""
         if path == _REFUSED:
             given = json.loads(body)
             error = JobError(given["error"]) if given["own"] else ServerError(given["error"])

@@ -14,20 +14,20 @@ log = logging.getLogger(__name__)
 
 
 def restart(state: State, journal: Journal, orders: Orders) -> set[str]:
-    """Begin the sessions of the journal again. Requests since the last state of each model are computed again, in
-    their order. What a client was told of a request it is told again. Return all sessions that are not forgotten, also
-    those that wait for the server of another model."""
+    """Begin the sessions of the journal again. Requests since the last state of each model are computed again, in their
+    order. A client that has got a request's result gets the same again. Return all sessions that are not forgotten,
+    also those that wait for the server of another model."""
     names = journal.sessions()
     for name in list(names):
         try:
             events = journal.events(name)
-            if not events or events[0]["kind"] != "session":  # its client was never told of it
+            if not events or events[0]["kind"] != "session":  # the client never got the session's id
                 journal.forget(name)
                 journal.clean(name)
                 names.remove(name)
             elif _is_for(state, journal, name, events[0]):
                 _begin(state, journal, orders, name, events)
-        except Exception:  # others go on
+        except Exception:  # the other sessions go on
             state.leave(name)
             log.exception("session %s cannot be read: it is not gone on with. Its files stay", journal.place(name))
     return set(names)
@@ -86,6 +86,6 @@ def _go_on(state: State, journal: Journal, orders: Orders, model: Model, how: Ma
             state.submit(
                 orders.job_again(model, record.seq, record.head["path"], record.body, outcome), model, again=True
             )
-    for seq, outcome in told.items():  # of requests before the state
+    for seq, outcome in told.items():  # these requests came before the state
         name = f"{model.id}:{seq}"
         state.ended_before(Job(name, model.tenant, model.session, None, model=model.id, seq=seq, told=outcome))

@@ -65,7 +65,7 @@ class Job:
     reads: str | None = None  # the path of a checkpoint that it may read
     size: int = 0  # approximate bytes of the request
     cost: int = 0  # most tokens that it may draw
-    tokens: int = 0  # that it trains on, or reads as a prompt
+    tokens: int = 0  # tokens that it trains on, or reads as a prompt
     drawn: int = 0  # tokens
     charged: int = 0  # tokens that it may draw and that are taken from the budget
     seq: int = 0  # its place among the requests of its model; 0: it has none
@@ -76,7 +76,7 @@ class Job:
     future: "Future[Result]" = field(default_factory=Future)
     running: bool = False
     retrieved: bool = False
-    carried: bool = False  # its result was retrieved, and is in the journal nevertheless
+    carried: bool = False  # the journal has its result, although the client has retrieved it
 
     def fail(self, error: Exception) -> None:
         """End without a result, if the job has not ended already."""
@@ -116,8 +116,8 @@ class Model:
     last_request: float = field(default_factory=time.time)
     version: int = 0  # the number of the request that changed its weights last, or may have
     spoiled: bool = False  # a part of the current training step failed
-    lost: str = ""  # why its weights are not what its client was told
-    held: bool = False  # it is being written, and none of its jobs is computed meanwhile
+    lost: str = ""  # why its weights differ from what its client expects
+    held: bool = False  # True while its state is written: none of its jobs is computed
     order: Order = field(default_factory=Order)
 
 

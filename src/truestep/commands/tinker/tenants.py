@@ -13,7 +13,7 @@ from truestep.errors import TruestepError
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<key>\S{1,512})(?P<quotas>(\s+\S+)*)")
 _QUOTA = re.compile(r"(?P<name>[^=]+)=(?P<number>[0-9][0-9_]{0,19})")
 _FEWEST = 16  # fewest characters of a key
-METRICS = "metrics"  # whose key reads /metrics, and nothing else
+METRICS = "metrics"  # the name of the tenant whose key reads only /metrics
 
 
 class TenantsError(TruestepError):

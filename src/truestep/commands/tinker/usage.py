@@ -11,7 +11,7 @@ import torch
 
 _MOST_SHOWN = 1000  # most tenants with metrics of their own
 _MINUTE = 60.0
-_MOST_MINUTES = 4  # whose tokens one request may use; clients repeat a refused one for five
+_MOST_MINUTES = 4  # a request may use the tokens of this time; clients send a refused one again for five minutes
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Quota:
     """What a tenant may use. None: as much as the server's own limits allow."""
 
     tokens_per_minute: int | None = None  # trained on, read as prompts, and sampled
-    requests: int | None = None  # that wait or are computed at a time
+    requests: int | None = None  # requests that wait or are computed at one time
     models: int | None = None
-    bytes: int | None = None  # of checkpoints
+    bytes: int | None = None  # bytes of checkpoints
 
 
 @dataclass

@@ -19,8 +19,8 @@ class Stopped(BaseException):
 
 
 class Order:
-    """Work that is done in the order of the calls. A thread does it, and ends when there is no more. The end of the
-    process does not wait for it, as a disk may stand still."""
+    """Work that is done in the order of the calls. A thread does it, and ends when there is no more. The process does
+    not wait for it at its end, as a disk may hang."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Writes:
         self._stopped = False
 
     def do(self, order: Order, work: Callable[[], T]) -> "Future[T]":
-        """Do work after what was given to the same order before. The device is that of the calling thread."""
+        """Do work after all earlier work of this order, with the calling thread's device."""
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         future: Future[T] = Future()
 

@@ -39,7 +39,7 @@ def said_of(value: Any, what: str) -> dict[str, Any]:
     except BaseException:  # a user's object may raise anything
         raise RewardError(f"{what} returned an object that cannot be read") from None
     if size > _LARGEST:
-        raise RewardError(f"{what} returned {size} bytes; at most {_LARGEST} can be said")
+        raise RewardError(f"{what} returned {size} bytes; at most {_LARGEST} are allowed")
     return said
 
 

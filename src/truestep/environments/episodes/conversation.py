@@ -289,7 +289,7 @@ class Conversation:
     @property
     def _current(self) -> Sequence:
         if not self._sequences:
-            raise ConversationError("the conversation has not begun")
+            raise ConversationError("the conversation has not begun: call begin first")
         return self._sequences[-1]
 
     def _ends_in_thought(self, ids: AnySequence[int]) -> bool:

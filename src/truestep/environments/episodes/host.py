@@ -60,14 +60,14 @@ class Episode:
     turns: int = 0  # the number of the policy's turns
     # Seconds of the last step's tool calls, by tool, measured by the episode's process.
     tool_seconds: dict[str, float] = field(default_factory=dict)
-    over: str | None = None  # why the episode accepts no more calls; None: it does
+    over: str | None = None  # why the episode accepts no more calls; None: it accepts calls
     host: "Host | None" = field(default=None, repr=False)
 
 
 @dataclass(eq=False)
 class Call:
     episode: Episode
-    method: str  # start, step or cut; or rows, several times
+    method: str  # start, step, cut or rows; an episode may have several calls of rows
     body: Mapping[str, Any]
     future: "Future[Any]" = field(default_factory=Future)
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -77,14 +77,14 @@ class Call:
     is_forked: bool = False
 
     def encode(self) -> None:
-        """Set the frame. Raises EpisodeError if it is too long or JSON cannot hold it."""
+        """Set the frame. Raises EpisodeError if it is too long, or if the body cannot be written as JSON."""
         what = f"what the environment's {self.method} is called with"
         try:
             frame = frames.encode({**self.body, "nonce": self.nonce, "call": self.method}, frames.LARGEST_REQUEST // 2)
         except frames.FrameError as error:
             raise EpisodeError(f"{what} is too long: {error}") from None
         except (TypeError, ValueError, RecursionError) as error:
-            raise EpisodeError(f"{what} does not fit into JSON: {printable(error)}") from None
+            raise EpisodeError(f"{what} cannot be written as JSON: {printable(error)}") from None
         kind = wire.BEGIN if self.begins else wire.CALL
         self.frame = wire.tagged(kind, self.episode.number, frame[frames.HEADER :])
 

@@ -27,7 +27,7 @@ def load_environment(name: str, given: Mapping[str, Any]) -> tuple[Kind, dict[st
         kind = kind.func
     if isinstance(kind, Environment):
         if options:
-            raise UnusableError(f"environment {name!r}: it is an object that is made already, and takes no options")
+            raise UnusableError(f"environment {name!r}: it is an object, not a class, and takes no options")
         return kind, options
     if not inspect.isclass(kind) or not issubclass(kind, Environment):
         raise UnusableError(f"environment {name!r}: it is not a subclass of truestep's Environment")

@@ -115,7 +115,7 @@ class _Forks:
             if kind == wire.BEGIN:
                 self._fork(number, rest)
             elif one is None:
-                continue  # it has ended, and the run is told so
+                continue  # the episode has ended; the run gets a message about that
             elif kind == wire.CALL and one.why is None:
                 self._ask(one, rest)
             elif kind == wire.CLOSE:
@@ -197,7 +197,7 @@ class _Forks:
                 one.unsent = one.unsent[one.connection.send(one.unsent) :]
         except BlockingIOError:
             pass
-        except OSError:  # it has exited; its last bytes are still read
+        except OSError:  # the episode's process has exited; its last bytes are still read
             one.unsent = memoryview(b"")
         if before:
             self._poll.modify(one.connection, select.POLLIN | (select.POLLOUT if one.unsent else 0))
@@ -211,7 +211,7 @@ class _Forks:
             return
         except OSError:
             portion = b""
-        if not portion:  # it has exited, or has closed its connection
+        if not portion:  # the episode's process has exited, or has closed its connection
             self._kill(one, None)
             return
         one.answer += portion

@@ -257,7 +257,7 @@ class Session:
     def step(self) -> list[tuple[int, Completion]]:
         """Launch a step. Return the completions that are now known to have ended, with their numbers."""
         plan = self._scheduler.plan()
-        ended, self._ended = self._ended, []  # in the previous step; their routes have been copied since
+        ended, self._ended = self._ended, []  # these ended in the previous step: their routes are copied by now
         if plan:
             self._flying.append(self._launch(plan))
             self.counts.steps += 1
@@ -281,7 +281,7 @@ class Session:
     def close(self) -> None:
         """Free the KV cache."""
         routes = [result for state in self._open.values() for result, _ in state.routes]
-        for result in (*(result for _, result in self._flying), *routes):  # their copies still write to pinned memory
+        for result in (*(result for _, result in self._flying), *routes):  # copies may still be in flight
             result.wait()
         self._flying.clear()
         self.cache = self._hidden = None
@@ -302,7 +302,7 @@ class Session:
         if plan.rows:
             drawn.append(self._decode_rows(plan.rows))
         drawing: list[Start | Row] = [*plan.starts, *plan.rows]
-        last = [one for one in drawing if one.job.drawn == one.job.most]  # their pages are free from the next step on
+        last = [one for one in drawing if one.job.drawn == one.job.most]  # from the next step on, their pages are free
         self._fetch_routes([(self._open.get(one.job.number), one.pages, one.job.length) for one in last])
         numbers = [start.job.number for start in plan.starts] + [row.job.number for row in plan.rows]
         if not drawn:

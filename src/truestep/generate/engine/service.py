@@ -286,7 +286,7 @@ class _Mapping:
         self._dispatch.ended(key)
         if self._waves is not None:
             self._waves.ended(key)
-            self._changed.set()  # so that this rank reports again whether its work waits, now that it knows of this
+            self._changed.set()  # this rank then reports again whether its work waits
 
     def _hand_over(self) -> None:
         if self._waves is not None:

@@ -108,7 +108,7 @@ async def find_routes(
         request = Request(prompts[0].input_ids[:_FEW], DrawOptions(1.0, 1, frozenset()))
         try:
             (choice,) = await complete(server, request, 1, vocabulary_size, 0)
-        except ServerError:  # it knows no such request, or it refuses one for experts
+        except ServerError:  # the server knows no such request, or refuses to return experts
             choice = None
         if choice is not None and choice.routes is not None:
             server.routes = wanted

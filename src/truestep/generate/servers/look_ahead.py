@@ -103,8 +103,8 @@ class LookAhead:
                 await self._wait(start)
 
     def _next_step(self, groups: Iterable[Group], wanted: int) -> tuple[list[Group], list[Group]]:
-        """Take the next step's groups from `groups`, and those that it replaces. A group that is not complete yet
-        counts as one that is not replaced."""
+        """Take the next step's groups from `groups`, and the groups that the step replaces. An incomplete group counts
+        as not replaced."""
         kept, replaced = list[Group](), list[Group]()
         for group in groups:
             if self._complete.get(group.number, False) and len(replaced) < self._replace_limit:

@@ -224,7 +224,7 @@ class Vllm(HttpServer):
         answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
         if isinstance(answer, dict) and answer.get("success") is False:
             raise UnreachableError(
-                "/reset_prefix_cache did not succeed: something still holds the cache of the old weights"
+                "/reset_prefix_cache did not succeed: requests still use the KV cache of the old weights"
             )
 
     async def _load_adapter(self, weights: Path) -> None:

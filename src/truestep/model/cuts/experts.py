@@ -19,7 +19,7 @@ def check_division(model: Any, ranks: int) -> None:
     """Refuse a model whose experts cannot be divided over ranks. Its weights may be unread."""
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     if not found:
-        raise _refusal(ranks, f"{type(model).__name__} has no experts that are known here")
+        raise _refusal(ranks, f"{type(model).__name__} has no experts that truestep recognises")
     for name, module in found.items():
         if module.num_experts % ranks:
             raise _refusal(ranks, f"{ranks} ranks do not divide the {module.num_experts} experts of {name}")

@@ -178,7 +178,10 @@ def keep_own(model: Any, stages: Stages, rank: int, pieces: Mapping[str, WeightS
     for module, ranks in homes.items():
         for parameter in module.parameters():
             if holders.setdefault(parameter, ranks) != ranks and not (tied and module is head):
-                raise ModelError(f"{type(model).__name__} shares a weight between layers: it cannot be cut into stages")
+                raise ModelError(
+                    f"{type(model).__name__} shares a weight between layers: it cannot be cut into stages. Leave out "
+                    "parallel.pipeline"
+                )
     placed = {name: replace(pieces[name], stages=holders[weight]) for name, weight in model.named_parameters()}
     names = {module: name for name, module in model.named_modules()}
     for module, ranks in homes.items():
@@ -211,7 +214,7 @@ def _behind_the_layers(model: Any, layers: Sequence[torch.nn.Module], run: Calla
     if elsewhere:
         raise ModelError(
             f"{type(model).__name__} uses {', '.join(elsewhere)} elsewhere than behind its layers: it cannot be cut "
-            "into stages"
+            "into stages. Leave out parallel.pipeline"
         )
     return tuple(others[module] for module in behind if module in others)
 

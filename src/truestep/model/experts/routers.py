@@ -97,7 +97,7 @@ def freeze_routers(model: Any) -> None:
 
 
 def no_routers(model: Any, option: str) -> ModelError:
-    return ModelError(f"model.experts.{option}: {type(model).__name__} has no router that is known here")
+    return ModelError(f"model.experts.{option}: {type(model).__name__} has no router that truestep recognises")
 
 
 @torch.no_grad()
@@ -155,7 +155,7 @@ def _can_be_given(run: Callable[[torch.Tensor | None], _Result], kind: str) -> b
     again = run(own[2])
     if not (torch.equal(again[1], own[1]) and torch.equal(again[2], own[2])):
         return False
-    others = own[0].topk(own[2].shape[1], largest=False)[1].to(own[2].dtype)  # maybe of unchosen groups
+    others = own[0].topk(own[2].shape[1], largest=False)[1].to(own[2].dtype)  # may be in groups not chosen
     found = run(others)
     return torch.equal(found[2], others) and _kind_of(found) == kind
 

@@ -102,5 +102,5 @@ def _same_rows(embedding: torch.nn.Embedding, make: Callable[[torch.Tensor], tor
     tokens = torch.arange(embedding.num_embeddings, device=embedding.weight.device).flip(0)[None]
     try:
         return all(torch.equal(make(embedding.weight[ids]), embedding(ids)) for ids in tokens.split(_AT_A_TIME, 1))
-    except Exception:  # its code needs more than a weight
+    except Exception:  # the module's code needs more than a weight
         return False

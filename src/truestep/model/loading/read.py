@@ -118,11 +118,11 @@ def plain_head(model: Any) -> None:
     """Refuse a model without a separate body, or whose head is not a plain matrix."""
     output = model.get_output_embeddings()
     if output is None or getattr(output, "bias", None) is not None:
-        raise ModelError(f"{type(model).__name__} has no plain linear LM head without a bias")
+        raise ModelError(f"{type(model).__name__} has no LM head that is only a matrix: it has none, or a bias")
     if model.base_model is model:
         raise ModelError(
-            f"{type(model).__name__} has no body without a head: it calls the body {model.base_model_prefix!r} "
-            "(base_model_prefix) and has nothing of that name"
+            f"{type(model).__name__} has no body without a head: its base_model_prefix is {model.base_model_prefix!r}, "
+            "and it has no module of that name"
         )
 
 

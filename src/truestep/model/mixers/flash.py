@@ -21,7 +21,7 @@ from truestep.model.mixers.paths import Paths, make_paths, sum_paths
 PACKAGE = "flash-attn-4"
 _MODULE = "flash_attn.cute"
 _LENGTHS = (1, 190, 64, 700, 129, 2)  # document lengths in the comparison with torch
-_PARENTS = (-1, -1, 1, 1, 3, 1)  # each one's parent when they are segments with shared prefixes
+_PARENTS = (-1, -1, 1, 1, 3, 1)  # each segment's parent in the comparison of shared prefixes
 _FACTOR = 1.5  # allowed error, as a multiple of plain torch's rounding error in the same type
 
 

@@ -5,8 +5,8 @@ A file begins with a step's number in its name and has the following steps, one 
     RECS | size of the head, 4 bytes | checksum of the head, 4 bytes | head | documents
 
 The head is JSON: the step, and of each document its size as written, its size, and its checksum. A document is
-compressed by itself, so that damage is told of the document that has it. A step is appended whole; what a kill left of
-one is not read, and is cut off when the run goes on.
+compressed by itself, so that damage is reported for the document that has it. A step is appended whole. An incomplete
+step, left by a kill, is not read, and is cut off when the run goes on.
 """
 
 import json
@@ -28,12 +28,12 @@ from truestep.types import Rollout
 FOLDER = "records"
 _MAGIC = b"RECS"
 _BEGIN = re.compile(rb'RECS.{8}\{"step":', re.DOTALL)
-_LONGEST_BEGIN = 19  # bytes of one that the next piece may end
+_LONGEST_BEGIN = 19  # most bytes of a `_BEGIN` that the end of a piece may cut off
 _PIECE = 1 << 20
 _LARGEST = 64 << 20  # bytes of a file, from which the next step begins another
 _LARGEST_HEAD = 64 << 20  # bytes of a head that is read; one of a million documents takes half of this
-_MOST_DAMAGED = 100  # heads of a file: each may take a pass over `_LARGEST_HEAD` bytes
-BAD_CONTENT = (*bounded.MALFORMED, MemoryError, OSError)  # of a block that anybody may have made
+_MOST_DAMAGED = 100  # damaged heads in a file; reading past each may take `_LARGEST_HEAD` bytes
+BAD_CONTENT = (*bounded.MALFORMED, MemoryError, OSError)  # errors of a block with any content
 
 
 class RecordsError(TruestepError):
@@ -156,7 +156,9 @@ def _block_at(handle: BinaryIO, file: Path, start: int, size: int) -> Block | No
         first = start + 12 + length
         end = first + sum(written for written, _, _ in sizes)
     except BAD_CONTENT as error:
-        raise RecordsError(f"{file}: the step at its byte {start:,} has no head of ours: {describe(error)}") from error
+        raise RecordsError(
+            f"{file}: the step at byte {start:,} has no head that truestep wrote: {describe(error)}"
+        ) from error
     return Block(step, file, start, first, end, sizes) if end <= size else None
 
 
@@ -185,7 +187,7 @@ class RecordFiles:
 
     folder: Path
     most_bytes: float
-    removed: Callable[[int], None] = lambda step: None  # told of the last step whose records had to go
+    removed: Callable[[int], None] = lambda step: None  # called with the last step whose records were removed
     _file: Path | None = None
     _unsynced: set[Path] = field(default_factory=set)
     _total: int | None = None

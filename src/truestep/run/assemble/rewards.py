@@ -143,7 +143,8 @@ def _arguments(environment: Any) -> dict[str, Any]:
 
 def made_rows(config: Config, ranks: Ranks, raters: Raters, evaluates: bool = False) -> list[dict[str, Any]] | None:
     """Return the records of prompts that the environment makes itself, for sampling or for an evaluation: rank 0 has
-    them made, and all ranks get them. An evaluation has none that is sampled from. None: prompts are in a file."""
+    them made, and all ranks get them. An evaluation leaves out those that are sampled from. None: prompts are in a
+    file."""
     sampler = config.sampler
     makes = makes_held_out_prompts(config) if evaluates else sampler is not None and sampler.prompts is None
     if not makes:

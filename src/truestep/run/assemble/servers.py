@@ -85,7 +85,7 @@ def engine_to_start(config: Config, model: str | None = None) -> tuple[Engine, l
 
 
 def _longest(config: Config) -> int:
-    """Return the tokens that the longest document may have: more than a micro-batch has cannot be trained on."""
+    """Return the most tokens that a document may have: never more than a micro-batch has."""
     longest = config.data.tokens_per_microbatch
     allowed = getattr(AutoConfig.from_pretrained(config.model.path).get_text_config(), "max_position_embeddings", None)
     return min(longest, allowed) if isinstance(allowed, int) and allowed > 0 else longest

@@ -48,8 +48,8 @@ from truestep.weights.protocol import Weights
 
 # In nats, a mean over likely tokens. In float32 two engines differ by rounding only; bfloat16 has three digits.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-# Of a layer with shared prefixes, forward and backward, by whether layers are compiled. Where they are not, it is
-# measured with SmolLM2 on an H200 (4.5 ms without sharing); where they are, it is an estimate.
+# Seconds to launch a layer with shared prefixes, forward and backward. False: layers are not compiled, measured with
+# SmolLM2 on an H200 (4.5 ms without sharing). True: layers are compiled, an estimate.
 _LAUNCH_SECONDS = {False: 6.5e-3, True: 2e-3}
 _PRODUCTS_A_SECOND = 4e14  # of a large GPU
 FROM_RECORDS = "records"  # the value of loss.kl_reference.path for the reference_logprobs of the records
@@ -242,8 +242,9 @@ def _share_mode(config: Config, policy: Policy) -> ShareMode:
     unable = [] if mode == "off" else named_by_all(policy.weights.ranks, cannot_share(policy.model))
     if unable and mode == "always":
         raise ModelError(
-            f"data.share_prefixes: always is not possible with {type(policy.model).__name__}: its operation "
-            f"{unable[0]} does not say in `tokens` which of its arguments have a dimension of tokens"
+            f"data.share_prefixes: always is not possible with {type(policy.model).__name__}: the recurrence "
+            f"registered for {unable[0]} does not name in `tokens` its arguments with a dimension of tokens. Set it to "
+            "auto"
         )
     return "off" if unable else mode
 

@@ -1,9 +1,10 @@
 """Compares a checkpoint with its checksums, by all ranks together.
 
-The checksums are of long stretches of files, of which a sharded rank loads some rows of each tensor. So each rank
-computes the CRC-32 of the bytes that it reads. A checksum is linear: moved by the number of bytes after them, the
-spans' checksums of a stretch add up (XOR) to the stretch's own. One rank compares each byte, but all compare manifest
-and index: rows of tensors as FSDP shards them, all other bytes in equal parts.
+Each checksum covers a long stretch of a file, and a sharded rank loads only some rows of each tensor, which are spans
+of a stretch. So each rank computes the CRC-32 of the spans that it reads. CRC-32 is linear: if the checksum of each
+span is shifted by the number of bytes after the span, they add up (XOR) to the checksum of the stretch. Every rank
+reads the manifest and the index. Each other byte is read by one rank: rows of tensors as FSDP shards them, the rest in
+equal parts.
 """
 
 import math
@@ -67,8 +68,8 @@ def _seen_by_all(checkpoint: Path, ranks: Ranks) -> "Comparison":
 
 
 def shares_of(ranks: Ranks) -> Shares:
-    """Return which rows of tensors a rank compares: less than twice its part. A rank whose weights are only sharded
-    loads these rows; replicas divide them. Those of tensor parallelism, of a pipeline or of experts load others."""
+    """Return which rows of tensors a rank compares: less than twice an equal share. If weights are only sharded, a rank
+    loads the same rows; replicas divide them. With tensor, pipeline or expert parallelism it loads other rows."""
     layout, others = ranks.layout, ("pipeline", "data_replicate")
     copies = layout.number(ranks.rank, others), layout.count(others)
     return (ranks.place_on("tensor"), ranks.tensor), (ranks.shard, ranks.shards), copies
@@ -78,8 +79,8 @@ def shares_of(ranks: Ranks) -> Shares:
 class Told:
     """What a rank found in the bytes that it read."""
 
-    seen: int | None  # the checksum of the manifest by which it went; None: it read none
-    sums: Mapping[int, int] = field(default_factory=dict)  # of its spans of each stretch, by the stretch's number
+    seen: int | None  # the checksum of the manifest that the rank read; None: it found none
+    sums: Mapping[int, int] = field(default_factory=dict)  # of the spans of a stretch, by the stretch's number
     problems: Mapping[str, str] = field(default_factory=dict)  # by file
 
 
@@ -91,7 +92,7 @@ class Piece:
     stretch: int  # the number of the stretch among those of all files
     start: int
     stop: int
-    after: int  # the bytes of the stretch after it
+    after: int  # the number of bytes of the stretch after this piece
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class _File:
     name: str
     bytes: int
     checksums: Sequence[int]  # of its stretches
-    first: int  # the number of the first
+    first: int  # the number of its first stretch
 
 
 class Comparison:
@@ -128,12 +129,12 @@ class Comparison:
     def _list(self, content: dict[str, Any], only: Collection[str] | None) -> None:
         length, files, stretches = content["bytes_per_checksum"], {}, 0
         if content.keys() != {"bytes_per_checksum", "files"} or type(length) is not int or length < READ:
-            raise ValueError("it lacks its fields, or has others")
+            raise ValueError("its fields are not bytes_per_checksum and files")
         for name, facts in content["files"].items():
             size, checksums = facts["bytes"], facts["crc32"]
             if type(size) is not int or not 0 <= size <= sys.maxsize or len(checksums) != -(-size // length):
                 raise ValueError(f"the size of {name} or its number of checksums is malformed")
-            if b"\0" in os.fsencode(name):  # which raises for what no name can have
+            if b"\0" in os.fsencode(name):  # `fsencode` raises for other characters that no name can have
                 raise ValueError(f"{name!r} is no name of a file")
             if only is None or name in only:
                 files[name] = _File(name, size, checksums, stretches)
@@ -141,7 +142,7 @@ class Comparison:
         self._files, self._length = files, length
 
     def _read_index(self) -> None:
-        """Read where the rows of tensors are. It decides what each rank reads, so each rank checks it first."""
+        """Read where the rows of tensors are. The index decides what each rank reads, so each rank checks it first."""
         file, size = self._files[_INDEX], self._size(_INDEX)
         if isinstance(size, str):
             self._problems[_INDEX] = size
@@ -163,7 +164,7 @@ class Comparison:
         return Told(self.seen, told.sums, {**problems, **told.problems})
 
     def _size(self, name: str) -> int | str:
-        """Return a file's size; a sentence if it is another one than was written."""
+        """Return a file's size, or a sentence if it is not the size that was written."""
         try:
             there, written = (self._checkpoint / name).stat().st_size, self._files[name].bytes
         except FileNotFoundError:
@@ -206,7 +207,7 @@ class Comparison:
     def _pieces(self, file: _File, spans: Iterable[tuple[int, int]]) -> list[Piece]:
         found = []
         for start, stop in joined(spans):
-            while start < min(stop, file.bytes):  # an index of other files may tell of more
+            while start < min(stop, file.bytes):  # an index that belongs to other files may name more
                 number = start // self._length
                 end = min((number + 1) * self._length, file.bytes)
                 until = min(stop, end)
@@ -231,7 +232,7 @@ class Comparison:
         return Told(self.seen, sums, problems)
 
     def _sum(self, pieces: Sequence[Piece]) -> int | str:
-        """Return the part of these pieces in the checksum of their stretch; a sentence if they cannot be read."""
+        """Return what pieces of one stretch add to its checksum, or a sentence if they cannot be read."""
         total = 0
         try:
             with (self._checkpoint / pieces[0].name).open("rb", buffering=0) as file:
@@ -242,14 +243,14 @@ class Comparison:
         return total
 
     def damages(self, told: Sequence[Told], files: Iterable[_File] | None = None) -> dict[str, str]:
-        """Return a sentence for each damaged file, by its name, from what ranks found who together read all bytes.
-        `files`: those that they read, if not all."""
+        """Return a sentence for each damaged file, by its name. `told`: what the ranks found, which together read all
+        bytes of `files`; None: of all files."""
         found: dict[str, str] = {}
         for each in told:
             found |= {name: problem for name, problem in each.problems.items() if name not in found}
         if len({each.seen for each in told}) > 1:
             found.setdefault(MANIFEST, f"{MANIFEST} is not the same for all ranks")
-        if MANIFEST in found or _INDEX in found:  # the ranks' parts may not be those of one whole
+        if MANIFEST in found or _INDEX in found:  # the ranks may have divided other bytes than these
             return dict(sorted(found.items(), key=lambda item: item[0] not in (MANIFEST, _INDEX)))
         sums: dict[int, int] = {}
         for each in told:

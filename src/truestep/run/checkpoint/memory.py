@@ -1,9 +1,9 @@
 """Checkpoints in host memory, for ranks that are started again.
 
-Such a checkpoint has the files of one on the disk. Each rank hands its part over to two keepers: those of its machine
-and of the next one, or both keepers of the only machine, which then hold the same memory. When all parts are handed
-over, the first rank hands over the other files, and tells all keepers that the set is complete; they forget the one
-before it when the next set comes. After a loss the ranks ask the keepers that are left.
+Such a checkpoint, here called a set, has the same files as a checkpoint on the disk. Each rank hands its part over to
+two keepers: one on its machine and one on the next machine, or both keepers of the only machine, which then share the
+memory. When all parts are handed over, the first rank hands over the other files, and tells all keepers that the set is
+complete. They forget the set before it when the next set arrives. After a loss the ranks ask the remaining keepers.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class MemoryStore:
 
     def __init__(self, memory: "Memory", staging: SharedStaging, last: Callable[[], Path | None]):
         self._memory, self._staging = memory, staging
-        self.latest = last  # on the disk, for messages
+        self.latest = last  # the last checkpoint on the disk, for messages
         self._said: set[str] = set()
 
     def final(self, step: int) -> Path:
@@ -77,7 +77,7 @@ class MemoryStore:
             self._memory.say(f"warning: a copy in memory is missing: {problem}")
 
     def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
-        """Hand the other files over, and let the set be the one that counts."""
+        """Hand the other files over, and tell the keepers that the set is complete."""
         try:
             return self._write_rest(progress, model, parts)
         except (OSError, MemoryError) as error:
@@ -102,14 +102,14 @@ class MemoryStore:
         self._memory.stands(step)
 
     def not_written(self, error: Exception) -> Written:
-        """The run goes on without a copy."""
+        """Describe why a copy is missing. The run goes on without it."""
         problem = f"{type(error).__name__}: {printable(error)}"
         return Written({}, b"", problem, missing=True)
 
 
 @dataclass
 class Recalled:
-    """A checkpoint in memory, as a directory whose files are links to what this process has open."""
+    """A checkpoint in memory, as a directory of links to files that this process holds open."""
 
     path: Path
     step: int
@@ -124,7 +124,7 @@ class Recalled:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the keepers of a rank's machine have said."""
+    """The answer of the keepers on a rank's machine: their addresses, and the sets that they hold."""
 
     place: str
     host: str
@@ -134,7 +134,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Held:
-    """The files of a set, and where they are: machines, and on this one the numbers of keepers."""
+    """Where the files of a set are: the machines that hold each file, and on this machine the number of its keeper."""
 
     key: Key
     places: Mapping[str, Sequence[str]]
@@ -159,8 +159,8 @@ class Memory:
     _silent: set[Keeper] = field(default_factory=set)
     _ports: dict[int, int] = field(default_factory=dict)
     _address: str = ""
-    _several: bool = False  # machines
-    _standing: Key | None = None  # the set that counts
+    _several: bool = False  # True: the run has several machines
+    _standing: Key | None = None  # the last complete set
 
     @staticmethod
     def open(ranks: Ranks, run: Path, agent: Agent, limit: int | None, generation: int) -> "Memory":
@@ -190,7 +190,7 @@ class Memory:
 
     def _own_address(self, first: str) -> str:
         """Return the address of this machine by which other machines reach it, "" if there is none. The first machine
-        may know itself by a name that means the machine itself: then it takes the address that others know."""
+        may know itself only as localhost: then it takes the address by which others reach it."""
         own, meeting = _addresses()
         others = [there for where, there in self.ranks.gather((machine_key(), meeting)) if where != first]
         if machine_key() == first and _only_here(own):
@@ -233,8 +233,8 @@ class Memory:
             self._end(number)
 
     def begin(self, began: float) -> None:
-        """Begin to keep sets of this generation, which began at this time. If it does not go on from a state in memory,
-        all are forgotten: a later one must not."""
+        """Begin to keep sets of this generation, which began at the time `began`. If the generation does not go on from
+        a state in memory, all older sets are forgotten, so that no later generation goes on from one."""
         self._began = began
         if self._standing is None:
             self.forget()
@@ -249,7 +249,7 @@ class Memory:
     def stands(self, step: int) -> None:
         """Take note that a set is complete. Called on every rank."""
         if self._several and (self._standing is None or self._standing[:2] != self._key(step)[:2]):
-            self._end(1)  # the second keeper of a machine that was the only one
+            self._end(1)  # the second keeper, from when this machine was the only one
         self._standing = self._key(step)
 
     def _key(self, step: int) -> Key:
@@ -258,11 +258,11 @@ class Memory:
     def hand_over(
         self, step: int, small: Mapping[str, bytes], large: Mapping[str, tuple[memoryview, int]]
     ) -> list[str]:
-        """Hand files over to the keepers of this rank; `large` are in memory that a keeper here can hold as it is.
-        Return a sentence for each keeper that did not take all."""
+        """Hand files over to the keepers of this rank; `large`: files in memory that a keeper on this
+        machine can share. Return a sentence for each keeper that did not take all."""
 
         def put(keeper: Keeper) -> None:
-            if isinstance(keeper, LocalKeeper):  # it may have been lost
+            if isinstance(keeper, LocalKeeper):  # start it again if it was lost
                 self._hello(int(keeper.name.rpartition("-")[2]))
             with keeper.connected() as connection:
                 for name, content in small.items():
@@ -288,7 +288,7 @@ class Memory:
                 process_progress.made("parts handed over to keepers")
                 do(keeper)
             except KeeperError as error:
-                if isinstance(error.__cause__, TimeoutError):  # it would hold up each step
+                if isinstance(error.__cause__, TimeoutError):  # waiting for it again would delay each step
                     self._silent.add(keeper)
                 problems.append(str(error))
         return problems
@@ -357,7 +357,7 @@ class Memory:
         return problem if isinstance(problem, str) else None
 
     def _try(self, do: Callable[[], Any]) -> Any:
-        """Return a result; on all ranks the sentence of a rank that has failed, if one has."""
+        """Return the result of `do`. If it failed on any rank, return that rank's error as a sentence on all ranks."""
         try:
             result, problem = do(), None
         except (KeeperError, LineError, OSError, KeyError, TypeError, AttributeError) as error:
@@ -385,11 +385,11 @@ class Memory:
             for one in sets:
                 if _key_of(one) == key and name in one["files"]:
                     return RemoteKeeper(answer.host, answer.ports[number], self.secret), one["files"][name]
-        raise KeeperError(f"{name} is not held")
+        raise KeeperError(f"no keeper of that machine has {name}")
 
     def _bad(self, names: Sequence[str], held: _Held, recalled: Recalled) -> dict[tuple[str, str], str]:
-        """Link the files that are held here, and compare them with their checksums: the ranks of a machine each read a
-        part. Return a sentence for each damaged file, by machine and name."""
+        """Link the files that this machine's keepers hold, and compare them with their checksums: each rank of the
+        machine reads a part. Return a sentence for each damaged file, by machine and name."""
         lacking = self._link(names, held, recalled)
         comparison = Comparison(recalled.path, set(names))
         beside = [rank for rank, answer in enumerate(self._answers) if answer.place == machine_key()]
@@ -400,7 +400,7 @@ class Memory:
         return {(where, name): damage for where, damages in found for name, damage in damages.items()}
 
     def _link(self, names: Sequence[str], held: _Held, recalled: Recalled) -> dict[str, str]:
-        """Link files that are held here; return a sentence for each that cannot be."""
+        """Link files that this machine's keepers hold; return a sentence for each that cannot be linked."""
         lacking: dict[str, str] = {}
         for name in names:
             try:
@@ -446,7 +446,7 @@ def _new_directory(folder: Path, step: int) -> Recalled:
 
 
 def _addresses() -> tuple[str, str]:
-    """Return the address of this machine on the way to where the ranks meet, and the address of that place."""
+    """Return this machine's address as the rendezvous of the ranks (MASTER_ADDR) sees it, and the rendezvous's own."""
     with contextlib.suppress(OSError):
         meeting = os.environ.get("MASTER_ADDR", "localhost")
         family, _, _, _, there = socket.getaddrinfo(meeting, 9, type=socket.SOCK_DGRAM)[0]

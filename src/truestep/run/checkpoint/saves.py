@@ -1,7 +1,7 @@
 """Saves by all ranks: each rank writes its part in the background, and the first rank completes the checkpoint.
 
-The ranks exchange their progress between steps, in the main thread: so every rank learns of a complete checkpoint after
-the same step, and no two threads communicate at once. One save is under way at a time.
+The ranks exchange their progress between steps, in the main thread. So every rank learns of a complete checkpoint after
+the same step, and no two threads communicate at once. Only one save is under way at a time.
 """
 
 import time
@@ -89,7 +89,7 @@ class Store(Protocol):
         ...
 
     def write_rest(self, progress: Progress, model: ModelFiles, parts: Sequence[Written]) -> Path | None:
-        """Complete the checkpoint; return None if it could not be."""
+        """Complete the checkpoint; return None if that failed."""
         ...
 
     def stands(self, step: int) -> None:
@@ -97,7 +97,7 @@ class Store(Protocol):
         ...
 
     def not_written(self, error: Exception) -> Written:
-        """Raise an error of a part that was not written, or return what is missing if the run can go on without."""
+        """Handle a part that was not written: raise its error, or return a `Written` if the run can go on without."""
         ...
 
 

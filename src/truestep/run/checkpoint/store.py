@@ -144,7 +144,8 @@ class CheckpointStore:
         return sorted(path for path in found if step_by_name(path) is not None and _is_complete(path))
 
     def newest(self) -> list[Path]:
-        """List the newest complete checkpoints, as many as the run keeps. Older ones are there only as the best."""
+        """List the newest complete checkpoints, as many as the run keeps. An older one exists only if it is the
+        best."""
         return self.complete()[-self._keep :]
 
     def before(self, checkpoint: Path) -> Path | None:

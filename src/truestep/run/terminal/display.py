@@ -31,7 +31,7 @@ _PLAIN_WIDTH = 160  # columns of a line in a file
 _PATIENCE = 2.0  # seconds to wait at the end for a terminal that blocks
 
 _FIRST = 0.5  # seconds after which a file gets its first line: a command that ends at once does not need one
-_NEW = 2.0  # seconds after which a file gets a line about a kind of work that it was not told of before
+_NEW = 2.0  # seconds after which a file gets a line about a kind of work that has no line yet
 _QUIET = 10.0  # seconds of silence after which a file gets a line that says what the run does
 _LONGEST_QUIET = 600.0
 
@@ -102,7 +102,8 @@ class Display:
         self.console = console
         self._clock = clock
         self._silence = _Silence(clock())
-        # Kinds of work that a file has a line about. A display that begins later does not repeat an earlier one's line.
+        # Kinds of work that already have a line in the file. The current work counts if it began long before this
+        # display: an earlier display has printed its line.
         self._said = {self._kind()} if self._seconds() > _NEW else set()
         self.lines: Lines = _no_lines  # the run's lines: the first is drawn above the line of the phase, the rest below
         self.asked_to_stop: Callable[[], int | None] = lambda: None  # returns the number of the stop signal
@@ -207,7 +208,7 @@ class Display:
         again = how if number == signal.SIGINT else "signal"
         text = (
             f"stopping ({how}): the work in hand ends first{self._ends_in()}, then the run is saved. A second {again} "
-            "ends it at once, and what is not saved is made again"
+            "ends the run at once, and steps that are not saved are computed again"
         )
         message = Text(text, style="bold yellow")
         if self._live:
@@ -216,10 +217,10 @@ class Display:
             self._print(message)
 
     def _ends_in(self) -> str:
-        """Say how long the step that is being computed takes, if earlier steps tell it."""
+        """Return the time left of the step that is being computed, estimated from earlier steps; "" if unknown."""
         takes = self.computing_takes()
         if takes is None or not progress.current_phase()[0].startswith("computing step"):
-            return ""  # sampling and evaluations are interrupted
+            return ""  # a stop interrupts sampling and evaluations at once
         left = takes - (self._clock() - progress.current_phase()[1])
         return f" (about {duration(left + 0.5)} by the last steps)" if left > 0 else ""
 
@@ -243,7 +244,7 @@ class Display:
         return doing_in_words(phase, works, waits, self._seconds(), self._token_rate(), width)
 
     def _seconds(self) -> float:
-        """Return the seconds that the current work takes so far."""
+        """Return the seconds that the current work has taken so far."""
         return self._clock() - max([progress.current_phase()[1], *(work.since for work in progress.works()[-1:])])
 
     def _token_rate(self) -> float:

@@ -59,8 +59,8 @@ _GAP = "  "
 _KEPT_LINES = 50  # the most lines of steps that stay above a terminal's changing lines
 _CURVE = "▁▂▃▄▅▆▇█"
 _MEANS = 80  # the most means that are kept for a curve
-_HUGE = 1e200  # values beyond it are drawn as it: sums and differences of them stay finite
-_PARTS = "rewards/"  # of the names of metrics of the reward's parts
+_HUGE = 1e200  # larger values are drawn as this one, so that sums and differences stay finite
+_PARTS = "rewards/"  # prefix of the metrics of the reward's parts
 
 
 def live_line(line: Mapping[str, Any], width: int | None = None) -> str:
@@ -85,8 +85,8 @@ class Trend:
     def __init__(self) -> None:
         self.first = self.last = math.nan
         self._means: list[float] = []
-        self._each = 1  # values of a mean
-        self._sum, self._count = 0.0, 0  # of the values that no mean has yet
+        self._each = 1  # number of values in a mean
+        self._sum, self._count = 0.0, 0  # of the values that are in no mean yet
 
     def add(self, value: float | None) -> None:
         if value is None or not math.isfinite(value):
@@ -103,7 +103,7 @@ class Trend:
             self._each *= 2
 
     def curve(self, columns: int) -> str:
-        """Draw the values as blocks, each the mean of about as many as another. Draw nothing of a single value."""
+        """Draw the values as blocks, each the mean of about equally many values. A single value has no curve."""
         values = [*self._means, self._sum / self._count] if self._count else self._means
         if len(values) < 2 or columns < 2:
             return ""
@@ -169,7 +169,7 @@ class ConsoleSink:
         ratio = line.get("ratio_new_old")
         if line["step"] == 1 and ratio is not None and not abs(ratio - 1) <= _RATIO_TOLERANCE:
             warning = Text("warning:", style="bold yellow").append(
-                f" ratio_new_old is {ratio:.4f} at step 1, where the policy is still the sampler's: they do not give "
+                f" ratio_new_old is {ratio:.4f} at step 1, before any update: policy and sampler do not give "
                 "the same probabilities (temperature, head precision, other weights, or rollouts of an older policy)",
                 style="not bold default",
             )
@@ -184,7 +184,7 @@ class ConsoleSink:
 
     def _is_kept(self, step: int) -> bool:
         """Tell whether a step's line stays in a terminal: every n-th, so that a run has at most `_KEPT_LINES`. A run
-        whose length is not known has 1 to 9, 10 to 90, 100 to 900 and so on."""
+        of unknown length keeps steps 1, 2, ... 9, then 10, 20, ... 90, then 100, 200, ... 900 and so on."""
         if self._steps is None:
             return bool(step % 10 ** (len(str(step)) - 1) == 0)
         rounds = (n * 10**power for power in range(20) for n in (1, 2, 5))
@@ -245,7 +245,7 @@ class ConsoleSink:
 
 
 def _rewards(line: Mapping[str, Any], prefix: str) -> str:
-    """Format the held-out rewards of a set, or with an empty prefix of the whole, and pass@k of its largest k."""
+    """Format the held-out rewards of a set of prompts, and its pass@k for the largest k. `prefix`: "" for all sets."""
     passed = [key for key in line if re.fullmatch(rf"{re.escape(prefix)}pass@\d+", key)]
     asked = {"greedy": f"{prefix}greedy_reward", "sampled": f"{prefix}sampled_reward"}
     asked |= {key.removeprefix(prefix): key for key in passed[-1:]}
@@ -253,7 +253,7 @@ def _rewards(line: Mapping[str, Any], prefix: str) -> str:
 
 
 def _with_error(line: Mapping[str, Any], key: str) -> str:
-    """Format a mean with its 95% interval. That of pass@k is cut to [0, 1], and then shown by its ends."""
+    """Format a mean with its 95% interval. An interval of pass@k that leaves [0, 1] is cut and shown as two ends."""
     value, half_width = line[key], line.get(f"{key}_ci")
     if value is None:
         return "none could be rated"

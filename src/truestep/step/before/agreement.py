@@ -30,7 +30,7 @@ _RATES = np.array([rate for _, rate in LEVELS])
 
 @dataclass(frozen=True)
 class Fault:
-    """A sampler whose log-probs are not the policy's, or whose tokens were not drawn by them."""
+    """What is wrong with a sampler: its log-probs are not the policy's, or it did not draw its tokens with them."""
 
     server: str
     places: tuple[int, ...]  # indices of its documents in the plan, in order of decreasing evidence
@@ -119,8 +119,8 @@ class Judge:
             count, size = row[COLUMN[f"beyond_{level:g}"]], level * self.tolerance
             return f"{count:.0f} of {standing:.0f} tokens are off by more than {size:g} nats"
         if _BETS[strongest - len(LEVELS)] == "older_up":
-            return f"{row[COLUMN['older']]:.0f} tokens of older weights are much likelier than it says"
-        return f"over {standing:.0f} tokens, the policy's probabilities over its own do not average to 1"
+            return f"{row[COLUMN['older']]:.0f} tokens of older weights are much likelier than the sampler says"
+        return f"over {standing:.0f} tokens, the policy's probabilities divided by the sampler's do not average to 1"
 
     def _draws_evidence(self, row: Sequence[float]) -> float:
         """Compute the evidence that tokens were drawn with too high probabilities, by Freedman's inequality.
@@ -153,8 +153,8 @@ class Judge:
             likeliest = max([own[place] for place in places])
             if (1 - len(places)) * likeliest <= bound or _too_often(len(places), drawn, likeliest) <= bound:
                 continue
-            # The weights that drew older tokens no longer exist. If their sampler's log-prob is higher than the
-            # policy's, it counts.
+            # The weights that drew older tokens no longer exist. If the sampler's log-prob is higher than
+            # the policy's, the sampler's is used.
             older = [documents[place] for place in places if table[place, COLUMN["older"]]]
             likeliest = max([likeliest, *(float(at_labels(document, "logprobs").sum()) for document in older)])
             if _too_often(len(places), drawn, likeliest) > bound:

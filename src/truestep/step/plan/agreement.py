@@ -1,7 +1,7 @@
 """What ranks compare of a plan before they compute it, so that no rank works on other data than the rest.
 
-Every rank digests the documents' ids, lengths and numbers of labels, and their packing. Advantages are as many numbers
-as tokens: of a large step, a rank digests those of the documents that it computes, and those of another rank.
+Every rank computes a digest of the documents' ids, lengths and numbers of labels, and of their packing. There are as
+many advantages as tokens: in a large step, a rank digests only those of its own documents and of another rank's.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from truestep.ranks.group import Ranks
 from truestep.rollouts.digests import digests_of
 from truestep.types import Rollout, StepPlan
 
-_MOST_NUMBERS = 1 << 22  # tokens of a step of which every rank digests all advantages
+_MOST_NUMBERS = 1 << 22  # in a step of at most so many tokens, every rank digests all advantages
 _ALL = -1
 
-Digests = Mapping[int, str]  # of the plan (`_ALL`), and of the advantages of data ranks
+Digests = Mapping[int, str]  # of the plan under `_ALL`, and of the advantages of data ranks
 
 
 def digests_of_plan(plan: StepPlan, rank: int) -> Digests:
-    """Return what a data rank digests of a plan."""
+    """Return the digests of a plan that a data rank computes."""
     content = _content(plan)
     if plan.totals.num_tokens <= _MOST_NUMBERS or plan.ranks == 1:
         _add_advantages(content, plan, range(len(plan.documents)))
@@ -47,8 +47,8 @@ def documents_of_rank(plan: StepPlan, rank: int) -> list[int]:
 
 
 def disagreement(told: Sequence[Any]) -> str | None:
-    """Say which ranks digested different things; None if none did. `told`: the digests of each rank, None where the
-    rank's data has ended, and any other value where the rank is at another exchange, as its data is another."""
+    """Say which ranks digested different things; None if none did. `told`: the digests of each rank; None if
+    its data has ended; any other value if it takes part in another exchange, because it has other data."""
     digests = [each if isinstance(each, dict) else {_ALL: type(each).__name__} for each in told]
     for part in sorted({part for each in digests for part in each}):
         alike: dict[str, list[int]] = {}
@@ -91,7 +91,7 @@ def _content(plan: StepPlan) -> "hashlib._Hash":
 
 
 def _add_advantages(content: "hashlib._Hash", plan: StepPlan, indices: Sequence[int]) -> None:
-    """A user's own function of advantages may give other numbers on each rank."""
+    """Add the documents' advantages: a user's own function of advantages may give other numbers on each rank."""
     for index in indices:
         advantages = plan.documents[index].advantages
         content.update(b"-" if advantages is None else advantages.tobytes())

@@ -67,6 +67,6 @@ class PlansAhead:
             return
         documents_seen = self._queue.documents_seen if plan is None else plan.documents_seen
         raise RankError(
-            f"after document {documents_seen} {found}: they do not see the same data or configuration; nothing of it "
-            "was computed"
+            f"after document {documents_seen} {found}: they do not see the same data or configuration. The step was "
+            "not computed"
         )

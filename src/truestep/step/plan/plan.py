@@ -124,7 +124,7 @@ def _packed(
         tries.append(alone)
     best, least = tries[0], math.inf
     for each in tries:
-        if each.least_cost(rule.ranks) >= least:  # it cannot be better
+        if each.least_cost(rule.ranks) >= least:  # it cannot cost less than the best
             continue
         packed, cost = _balanced(sequences, each, rule)
         if cost < least:

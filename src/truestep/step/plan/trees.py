@@ -122,7 +122,7 @@ class _Found:
     items: list[Packables]  # for each limit
 
 
-_SPREAD = 1 << 15  # sequences of a step whose prefixes are found by all ranks together
+_SPREAD = 1 << 15  # in a step of at least so many sequences, all ranks find prefixes together
 
 
 def find_items(
@@ -150,12 +150,12 @@ def find_items_together(
     own = find_items(sequences[part.start : part.stop], alike, least, limits, even_length)
     mine = _Found(_digest(sequences), [each.moved(part.start) for each in own])
     gathered = spread.gather(mine)
-    # A rank with other data may have got another value here, or be at another exchange.
+    # A rank with other data may have sent another value, or may take part in another exchange.
     others = [rank for rank, found in enumerate(gathered) if not isinstance(found, _Found) or found.seen != mine.seen]
     if others:
         raise RankError(
             f"data rank{'s' * (len(others) > 1)} {_numbers(others)} and data rank {spread.rank} plan different steps: "
-            "they do not see the same data or configuration; nothing of it was computed"
+            "they do not see the same data or configuration. The step was not computed"
         )
     return [Packables.joined([found.items[number] for found in gathered]) for number in range(len(limits))]
 

@@ -110,7 +110,7 @@ def _lost_steps(run: Path) -> str:
     if not (run / records.FOLDER).is_dir():
         return ""
     begins = [int(found[1]) for file in whole if (found := re.fullmatch(r"from-(\d{1,18})", file.stem))]
-    first = min(begins, default=0)  # the steps before have had to go
+    first = min(begins, default=0)  # records of earlier steps were removed
     wanted = [step for step in _steps_with_records(run) if step >= first]
     there = {block.step for file in whole for block in records.blocks_in(file)}
     if not (lost := [step for step in wanted if step not in there]):
@@ -119,8 +119,8 @@ def _lost_steps(run: Path) -> str:
 
 
 def _steps_with_records(run: Path) -> list[int]:
-    """Return the steps that the ledger has digests of documents of: those of `documents: all`. Further updates on the
-    documents of the step before have no records of their own."""
+    """Return the steps whose documents have digests in the ledger, as with `documents: all`. A further update on the
+    same documents has no records of its own."""
     steps: dict[int, bool] = {}
     before: Any = None
     with (run / "ledger.jsonl").open("rb") as file:

@@ -93,7 +93,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix of a file; of a compressed one with that before it."""
+    """Return a file's suffix, or the last two suffixes of a compressed file, such as .jsonl.gz."""
     end = path.suffix.lower()
     return f"{path.with_suffix('').suffix.lower()}{end}" if end == ".gz" else end
 

@@ -42,7 +42,7 @@ class Sample:
     completion: str | None = None
     answer: str | None = None  # the expected answer, if the reward compares the completion with one
     mean_entropy: float | None = None  # mean over the labels, if there is no entropy per token
-    document: str | None = None  # of what a run of ours has kept: the document's id
+    document: str | None = None  # the document's id, in what a truestep run has kept
     conversation: str | None = None  # the same for all turns of a conversation, which are in order
     lengths: tuple[int, int] | None = None  # lengths of prompt and completion, if there are no tokens
     # for each list of a wrong length: its name, its length, and the expected length
@@ -251,7 +251,7 @@ def at_ends(where: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return True for the last labels of each sample, as far as `where` [labels] is true. A sample where it is true at
     all labels has none. `counts`: how many labels each sample has."""
     owner, place = np.repeat(np.arange(len(counts)), counts), np.arange(len(where))
-    before = np.full(len(counts), len(where))  # the last label of each sample at which it is false
+    before = np.full(len(counts), len(where))  # each sample's last label at which `where` is false
     others, at = np.unique(owner[~where][::-1], return_index=True)
     before[others] = place[~where][::-1][at]
     found: np.ndarray = place > before[owner]

@@ -52,11 +52,12 @@ def _check_model(model: Path, task: Task, template: str) -> None:
 
 
 def _from_directory(model: Path, directory: Path) -> str:
-    """Return the model's path as it was typed, but from the task's directory, in which runs are started."""
+    """Return the model's path relative to the task's directory, in which runs are started; absolute if typed so."""
     if model.is_absolute():
         return str(model)
     path = os.path.relpath(model, directory)
-    leads_there = (directory / path).exists() and (directory / path).samefile(model)  # a link on the way may not
+    # With a link on the way, `..` may lead elsewhere.
+    leads_there = (directory / path).exists() and (directory / path).samefile(model)
     return path if leads_there else str(model.absolute())
 
 

@@ -26,8 +26,8 @@ from truestep.tools.replay.stage import Stage, find_stage
 Cause = Literal["nothing", "order", "data", "option", "numerics"]
 _MOST = 3  # documents or weights that are named
 _ENOUGH = 3  # steps that differ by rounding, from which others are compared with them
-_FAR = 30.0  # times the largest of these differences: then a step differs by more than rounding
-_NOISE = 3.0  # times the same: up to there a difference is rounding
+_FAR = 30.0  # a difference of more than this times the largest of these is no rounding
+_NOISE = 3.0  # a difference of up to this times the largest of these is rounding
 # Metrics that one label or document changes by far more than rounding: extremes, and shares of labels or documents.
 _OF_FEW = re.compile(
     r"max_|min_|ratio_new_old_squared|ended_by/|source_|.*(fraction|disagreement)|.*_(completions?|groups|prompts|tokens"
@@ -195,7 +195,7 @@ class _Numbers:
             why = f"documents and options are the same: {why}"
         before_same = _same_weights(first.weights.get(step - 1), second.weights.get(step - 1))
         bound = BOUND.get(str(options.get("model.dtype")), HALF_BOUND)
-        # The optimizer's states, which have no digests, carry rounding to an update from equal weights too.
+        # Equal weights do not rule out rounding: the optimizer's states, which have no digests, may differ by it.
         rounding |= carried and not (before_same and metrics)
         rounding &= cause == "numerics"
         return _Numbers(step, cause, [*lines, why], metrics, made, before_same, size, bound, rounding)

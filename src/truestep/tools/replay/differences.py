@@ -19,7 +19,7 @@ _NOT_OF_A_STEP = frozenset(
     {"num_micro_batches", "computed_tokens", "recomputed_prefix_tokens", "num_rejected", "num_put_aside"}
 )
 # The largest difference that another order of sums makes in the first step from the same weights (docs/contract.md,
-# section 2); in half precision, of what rounding to 8 bits does to a mean.
+# section 2). In half precision, the largest difference that rounding to 8 bits makes in a mean.
 BOUND = {"float32": 1e-5}
 HALF_BOUND = 2e-2
 _LAYER = re.compile(r"(.*?\blayers\.\d+)\.")

@@ -65,7 +65,8 @@ class RunFiles:
         return {block.step: block for block in blocks_of(self.directory.records)}
 
     def reads_a_file(self, step: int) -> bool:
-        """Tell whether a step's documents come from files that were there before the run, and from no policy of it."""
+        """Tell whether a step's documents come from files that were there before the run, and were not sampled by
+        it."""
         return self.options(step).get("data.path") is not None
 
     def options(self, step: int) -> dict[str, Any]:

@@ -243,7 +243,7 @@ def _where(config: Config, document: Rollout) -> str | None:
     wanted = (str(asked),) if asked is not None else (document.id, *document.record_ids)
     for file in _files(config, prompts=asked is not None):
         if f"{file.name}:" in wanted[0] and wanted[0].rpartition(":")[2].isdigit():
-            return f"{file}:{wanted[0].rpartition(':')[2]}"  # the id of a prompt that has none of its own
+            return f"{file}:{wanted[0].rpartition(':')[2]}"  # a prompt without an id has FILE:LINE as its id
         if (line := _line_of(file, wanted)) is not None:
             return f"{file}:{line}"
     return None if asked is None else f"prompt {printable(asked, 60)}"

@@ -228,9 +228,9 @@ def left_out(known: Mapping[int, Metric]) -> dict[int, Metric]:
 
 
 def far_together(known: Mapping[int, Metric], usual: float, value: float) -> list[int]:
-    """Return the fewest documents without which a metric of a user's own type is at most half as far from the usual
-    value. They are chosen by their own values, those farthest in the direction of the jump first. None if it takes
-    more than two and more than a tenth of all."""
+    """Return the fewest documents to leave out, so that a metric of a user's own type is at most half as far from its
+    usual value. Documents are left out by their own values, the farthest in the direction of the jump first. The list
+    is empty if that takes more than two documents and more than a tenth of all."""
     own = {number: found for number, one in known.items() if (found := one.value()) is not None}
     up = 1.0 if value > usual else -1.0
     ranked = sorted(own, key=lambda number: -up * own[number])

@@ -123,7 +123,7 @@ def _folder(output: Path | None, ranks: Ranks) -> Iterator[Path]:
     ranks.share(lambda: output.mkdir(parents=True, exist_ok=True))
     try:
         yield output
-    except BaseException:  # what an error leaves half done is removed, so that the directory can be named again
+    except BaseException:  # remove incomplete output, so that the same directory can be given again
         if ranks.first:
             for path in output.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

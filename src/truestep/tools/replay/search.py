@@ -46,7 +46,8 @@ def search(
     found: list[Part] = []
     others: list[Part] = []
     order = itertools.count()
-    waiting: list[tuple[int, float, int, Part]] = []  # the shortest first, of two as long the one with more
+    # A heap: the shortest first, and of equally short ones that with the largest part of the sum.
+    waiting: list[tuple[int, float, int, Part]] = []
     measured = count = 0
 
     def sort(one: Part) -> None:
@@ -76,8 +77,8 @@ def search(
 def search_extreme(
     members: Sequence[int], measure: Callable[[Sequence[int]], float], least: float, *, most: int
 ) -> list[Part]:
-    """Find the members whose own value is at least `least`, where that of several is their largest. None if they are
-    so many that `most` measurements do not find them all."""
+    """Find the members whose own value is at least `least`, if the value of several is the largest of theirs. None if
+    they are so many that `most` measurements do not find them all."""
     found, waiting, measured = list[Part](), [members], 0
     while waiting:
         some = waiting.pop()

@@ -14,13 +14,13 @@ from truestep.tools.replay.differences import Difference, by_layer
 
 Stage = Literal["forward", "gradient", "update"]
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
-_CLEAR = 3.0  # times the next largest difference: then one layer is named
+_CLEAR = 3.0  # a layer is named if its difference is this many times the next largest
 _MOST = 3  # weights that are named
 
 
 @dataclass(frozen=True)
 class Where:
-    """The stage of a step in which two makings of it part, and the layer or weights, in words."""
+    """The stage of a step in which two computations of it first differ, and the layer or weights, in words."""
 
     stage: Stage
     text: str

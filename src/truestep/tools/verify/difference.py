@@ -14,7 +14,7 @@ class Difference:
 
     step: int
     kind: str
-    name: str  # what is compared, and if it is wrong, how
+    name: str  # what is compared; if it is wrong, also in which way
     value: float
     bound: float = BOUND
 

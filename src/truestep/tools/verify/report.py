@@ -31,8 +31,8 @@ def table(results: Sequence[LayoutResult]) -> Table:
 
 
 def _column(kind: str) -> str:
-    """Return the kind with which a kind is shown: of what is not computed for a step's line, that is the update."""
-    if kind in _KINDS or kind == "half precision":  # the latter is no difference
+    """Return the kind under which a kind is shown. Kinds that a step's line does not have are shown as updates."""
+    if kind in _KINDS or kind == "half precision":  # `half precision` is a ratio of errors, not a difference
         return kind
     return "metric" if kind in _WITH_METRICS else "update"
 

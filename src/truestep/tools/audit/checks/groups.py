@@ -52,8 +52,8 @@ def copies(dump: Dump) -> Iterator[Evidence]:
 
 
 def _all_twice(dump: Dump) -> Iterator[Evidence]:
-    """Find dumps of texts in which each completion of a prompt is there twice, as where two ranks write one batch.
-    Short completions are equal by chance."""
+    """Find dumps of texts in which each completion of a prompt is there twice, as if two ranks had written one batch.
+    Short completions are left out: they may be equal by chance."""
     if any(one.group is not None or one.ids is not None for one in dump.samples):
         return
     groups, found = 0, list[int]()
@@ -82,7 +82,7 @@ def no_numbers(dump: Dump) -> Iterator[Evidence]:
 
 
 def _no_advantage(sample: Sample) -> int | None:
-    """Return the place of a sample's first label whose advantage is no number; 0 if it has one for all labels."""
+    """Return the place of a sample's first label whose advantage is no number; 0 if all labels share one advantage."""
     if sample.advantages is None:
         return None
     bad = ~np.isfinite(sample.advantages)
@@ -228,8 +228,8 @@ def advantages(dump: Dump) -> Iterator[Evidence]:
         if not fits.all():
             index = int((~fits).argmax())
             text = (
-                f"an advantage of {a[index]:.4g} where {name} makes {rules[name][index]:.4g} of the rewards; "
-                f"{int((~fits).sum()):,} of {len(a):,} samples, the others follow that rule"
+                f"an advantage is {a[index]:.4g} where the rule {name} gives {rules[name][index]:.4g}; "
+                f"{int((~fits).sum()):,} of {len(a):,} samples differ from the rule, the others follow it"
             )
             yield Evidence(int(chosen[index]), text, int((~fits).sum()), _first_label(dump, int(chosen[index])))
         return
@@ -249,7 +249,7 @@ def _elsewhere(
     if telling.sum() < 8:
         return
     own = _blocks(r, g, s, none)
-    if _best(own, a, telling)[2] >= 0.9:  # those that are not 0 follow; the others were left out on purpose
+    if _best(own, a, telling)[2] >= 0.9:  # the others were set to 0 on purpose
         return
     for by in [*range(1, 2 * usual + 1), *range(-2 * usual, 0)]:
         moved = {name: np.roll(values, by) for name, values in own.items()}
@@ -257,7 +257,7 @@ def _elsewhere(
             name, _, share = _best(rules, a, telling)
             if share >= 0.9:
                 side = "before" if by > 0 else "behind"
-                text = f"they follow ({name}) with the {what} of the samples {abs(by)} places {side}"
+                text = f"advantages follow ({name}) with the {what} of the samples {abs(by)} places {side}"
                 yield Evidence(index, text, len(a), position, name="rewards-mispaired")
                 return
     for size in sorted({usual, *(k for k in range(2, 65) if len(a) % k == 0)}):

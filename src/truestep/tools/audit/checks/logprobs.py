@@ -13,10 +13,9 @@ SIGMAS = 6.0  # standard errors; a larger deviation of a mean is by chance in on
 CLOSE, FAR = 0.02, 0.1
 # fewest samples for a comparison of their ends without a trainer's log-probs; log-probs above -NEAR are almost certain
 FEW_ENDS, NEAR = 16, 1e-3
-FEW_LABELS = 8  # limits of lengths are larger; grammars for such short answers are frequent
+FEW_LABELS = 8  # samples of at most so many labels were not cut by a length limit; a grammar may have ended them
 _REASONS = (
-    "A limit that cut the samples, a grammar, a stop string, or a log-prob that was left out where it was recorded may "
-    "be why"
+    "Possible reasons: a limit that cut the samples, a grammar, a stop string, or a log-prob that was not recorded"
 )
 RATIO = 0.05  # allowed difference of the mean importance ratio from 1
 SURPRISE = 0.1  # allowed difference between mean surprisal and mean entropy, relative to the entropy
@@ -90,14 +89,14 @@ def truncated(dump: Dump) -> Iterator[Evidence]:
         index, position = dump.place(token)
         text = (
             f"the trainer's log-prob is below the sampler's at {below.mean():.0%} of {len(found):,} labels (by up to "
-            f"{-found.min():.2f}) and above it at {above.mean():.1%}: what was drawn from kept less than all mass"
+            f"{-found.min():.2f}) and above it at {above.mean():.1%}: the sampler drew from a truncated distribution"
         )
         yield Evidence(index, text, len(set(dump.owner[dump.labels[known]].tolist())), position)
 
 
 def _but_ends(dump: Dump) -> np.ndarray:
-    """Return the labels without forced ends, whose log-probs of 0 say nothing about truncation: if a dump has forced
-    ends, or ends with a log-prob of 0 at its largest length alone, without all that have one."""
+    """Return the labels for the test of truncation. Without truncation, a forced end has a log-prob of 0 too. So ends
+    with a log-prob of 0 are left out if the dump has forced ends, or if only its longest samples have such ends."""
     rows = np.flatnonzero(dump.label_counts > 1)
     shorter = rows[dump.label_counts[rows] < dump.label_counts.max()]
     at_limit = len(shorter) >= FEW_ENDS and not dump.zero_ends[dump.last_labels[shorter]].any()
@@ -138,8 +137,8 @@ def _cut_by_a_limit(dump: Dump, rows: np.ndarray, end: int) -> bool:
 
 def _certain_at_the_limit(dump: Dump) -> Iterator[Evidence]:
     """Find samples of the largest length that end with a log-prob of exactly 0, if shorter ones with the same last
-    token do not. A policy that is certain of its end has log-probs near 0 too, and is so at other lengths. Rounded
-    log-probs do not tell certain ends from others, and very short answers may have a grammar."""
+    token do not. A policy that is certain of an end has log-probs near 0 too, but at other lengths as well. Rounded
+    log-probs are not tested, since they hide that difference, nor very short answers, which a grammar may end."""
     rows = np.flatnonzero(dump.label_counts > 1)
     known = dump.logprobs[dump.labels]
     small = known[(known > -NEAR) & (known < 0)]
@@ -198,7 +197,7 @@ def beside_trainer(dump: Dump) -> Iterator[Evidence]:
     explained = min(_explained(base, d), _explained(base, base - d))
     text = (
         f"the trainer's log-probs are {size:.2g} from the sampler's in the mean; the mean ratio is {ratio.mean():.3f} "
-        f"+- {error:.3f}; the trainer's explains {explained:.0%} of it"
+        f"+- {error:.3f}; the trainer's log-prob of a label explains {explained:.0%} of the gap's variance"
     )
     confidence = sure(wrong or divergence > FAR)
     name = "logprob-temperature" if explained > 0.6 else "logprob-weights"

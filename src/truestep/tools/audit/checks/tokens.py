@@ -11,7 +11,7 @@ from truestep.tools.audit.samples import Dump, Sample, span
 
 # if at most this share of samples has lists of other lengths, the tokens were probably encoded again from text
 FEW = 0.5
-STOPS = 0.1  # a last token of so many finished samples is a way to end: one of several end tokens or stop strings
+STOPS = 0.1  # a token that ends this share of finished samples is an end token, or the end of a stop string
 RUN = 8  # fewest consecutive labels without a log-prob that are reported
 
 
@@ -31,7 +31,7 @@ def lengths(dump: Dump) -> Iterator[Evidence]:
         for one in dump.samples[i].misfits
     )
     if again and len(bad) <= FEW * compared and float(np.median(apart)) < 0.25:
-        text += f"; so it is in {len(bad):,} of {compared:,} samples, as where a text has other tokens than were drawn"
+        text += f"; so it is in {len(bad):,} of {compared:,} samples, as if the text had been encoded again"
         yield Evidence(bad[0], text, len(bad), name="retokenised")
     else:
         yield Evidence(bad[0], text, len(bad))

@@ -60,7 +60,7 @@ def read_document(record: Record, default_temperature: float, declared: dict[str
 
     old_logprobs = on_labels(record.get("logprobs"), positions, len(input_ids))
     if not all(math.isfinite(value) and value <= 0.0 for value in old_logprobs or []):
-        raise ValueError(f"{record.get('id')}: a log-prob of a label is not finite or positive")
+        raise ValueError(f"{record.get('id')}: a label's log-prob is above 0 or not finite")
 
     temperature = record.get("temperature")
     return Document(

@@ -4,7 +4,7 @@ from truestep import Answer, Environment, tool
 
 
 class Boxes(Environment):
-    """The reward is 1 for the right number as the last turn, after a call of the tool; less for a part of the way."""
+    """The reward adds up three parts: for a call of the tool, for a number as the last turn, and for the right one."""
 
     def start(self, row):
         self.opened = False
