@@ -45,7 +45,7 @@ class Replay:
     changed: tuple[str, ...]
     """The options that were changed, which make it a "what if"."""
     exact: bool
-    """True if weights, gradient norm and metrics are the original's, bit for bit."""
+    """True if the weights are the original's, bit for bit, and all metrics that the run kept."""
     lawful: bool
     """True if the first step that was made again differs from the original by rounding alone."""
     metrics: dict[str, Any]
@@ -178,7 +178,7 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
     first = past.begins + 1
     metrics, compared = compare_metrics(was.metrics.get(past.step, {}), now.metrics[past.step])
     weights = compare_weights(was.weights.get(past.step), now.weights.get(past.step))
-    exact = not metrics and compared > 0 and weights is not None and not weights.weights
+    exact = not metrics and weights is not None and weights.same
     bound = BOUND.get(config.model.dtype, HALF_BOUND)
     beyond = _beyond(past, was, now, bound)
     lines = _at_the_beginning(past, made, was, config)
@@ -194,8 +194,9 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
         lines.append(f"what if: {_what_if(changed)}")
         lines.append(f"step {past.step}: {len(metrics)} of {compared} metrics differ" + _weights_said(weights))
     elif exact and weights is not None:
-        bits = f"{compared} metrics, and the bits of {weights.compared} weights"
-        lines.append(f"step {past.step} is what it was, bit for bit: {bits}")
+        bits = f"the bits of {weights.compared} weights"
+        known = f"{compared} metrics, and {bits}" if compared else f"{bits}; the run kept no metrics (logging.jsonl)"
+        lines.append(f"step {past.step} is what it was, bit for bit: {known}")
     else:
         made_by = [dict(line.made_by) if (line := run.weights.get(past.step)) else {} for run in (was, now)]
         lines += _not_exact(past, beyond, bound, compared, metrics, _weights_said(weights))
@@ -205,7 +206,7 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
         past.begins,
         tuple(changed.of_numbers),
         exact,
-        not beyond[1] and not damaged and compared > 0,
+        not beyond[1] and not damaged and (exact or compared > 0),
         dict(now.metrics[past.step]),
         tuple(lines),
         tuple(table([*metrics, *([] if weights is None else weights.norms)], ("original", "replay"))),
@@ -272,6 +273,8 @@ def _beside_the_step_before(step: int, made: RunFiles, was: RunFiles) -> list[st
 def _weights_said(weights: Any) -> str:
     if weights is None:
         return "; the run noted no digests of its weights"
+    if not weights.compared:
+        return "; no bits of weights were compared"
     return f"; the bits of {named_weights(weights)} differ" if weights.weights else "; no weight differs"
 
 
