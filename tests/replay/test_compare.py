@@ -158,7 +158,7 @@ def test_damaged_files_of_a_run_end_in_words(file: str, run: Callable[..., Path]
     outcomes = {compare(first, tmp_path / "b").text}
     (path,) = first.glob(file)
     whole = path.read_bytes()
-    for number in range(60):
+    for number in range(36):
         content, place = bytearray(whole), draw.randrange(len(whole))
         if number % 3:
             content[place] = content[place] ^ 1 << draw.randrange(8) if number % 3 == 1 else draw.choice(b'[]{}"0a,-.')

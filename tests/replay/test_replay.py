@@ -222,6 +222,19 @@ def test_what_is_missing_is_said(of_files: Callable[..., Path], tmp_path: Path) 
         replay(tmp_path, 3)
 
 
+def test_nothing_but_the_same_bits_is_the_same_step_where_nothing_rounds_otherwise(
+    of_files: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of the optimizer that were lost: all metrics of the step are the same, and its weights are not."""
+    run = of_files()
+    monkeypatch.setattr("truestep.run.train.restore_optimizer", lambda *_: None)
+    found = replay(run, 3)
+    assert not found.exact and not found.lawful, found.text
+    assert "step 3 is not what it was, bit for bit: 0 of" in found.text and "Something else" in found.text
+    other = replay(run, 3, overrides=["--data.tokens_per_microbatch", "24"])
+    assert "layout or machine round otherwise" in other.text
+
+
 def test_a_step_that_the_ledger_has_no_line_of_is_named(of_files: Callable[..., Path]) -> None:
     run = of_files()
     lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)

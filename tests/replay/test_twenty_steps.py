@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
 from ranks.cases import on_ranks
@@ -37,11 +38,15 @@ from small_runs import (
 from stream.redis_server import RedisServer, needs_redis
 from stream.test_train import put, redis_config, sent_config, tiny_records
 from tool_models import STOPS, tool_model
+from truestep.config.load import load_config
 from truestep.config.schema import Config
 from truestep.files.tensors import tensor_places
 from truestep.rollouts.kept.records import RecordsError, blocks_of
+from truestep.run.directory import RunDirectory
 from truestep.run.train import train
+from truestep.run.weight_lines import read_weight_lines
 from truestep.step.compute.runner import StepRunner
+from truestep.tools.replay.differences import BOUND, HALF_BOUND, compare_weights
 from truestep.tools.replay.replay import replay
 from truestep.types import StepPlan
 
@@ -184,14 +189,14 @@ def each_again(run: str) -> None:
         assert found.begins == (step - 1) // 3 * 3
 
 
-def flips_are_named(run: Path) -> None:
+def flips_are_named(run: Path, *overrides: str) -> None:
     """One bit of one document of step 11, and one of one weight of the checkpoint that it begins from."""
     block = next(block for block in reversed(blocks_of(run / "records")) if block.step <= 11)  # of its first update
     number = len(block.sizes) - 1
     place = block.documents + sum(size for size, *_ in block.sizes[:number]) + block.sizes[number][0] // 2
     flip(block.file, place)
     with pytest.raises(RecordsError, match=f"the record of document {number + 1} of step {block.step} is damaged"):
-        replay(run, 11)
+        replay(run, 11, overrides=overrides)
     flip(block.file, place)
     checkpoint = run / "checkpoints" / "step-00000009"
     adapter = checkpoint / "adapter_model.safetensors"
@@ -199,7 +204,7 @@ def flips_are_named(run: Path) -> None:
     places = {name: place for name, (_, place, _) in tensor_places(file).items()}
     name = next(name for name in places if file == adapter or name.startswith("weight/"))
     flip(file, places[name] + 2)
-    said = replay(run, 11).text
+    said = replay(run, 11, overrides=overrides).text
     flip(file, places[name] + 2)
     weight = name.removeprefix("weight/").removeprefix("base_model.model.")
     assert f"step-00000009 are not those that step 9 left: the bits of {weight} differ" in said, said
@@ -207,10 +212,18 @@ def flips_are_named(run: Path) -> None:
 
 
 def by_the_law(run: str, step: int, overrides: tuple[str, ...]) -> bool:
-    """Make a step again at another layout; return whether it was the same bit for bit all the same."""
-    found = replay(Path(run), step, overrides=overrides)
+    """Make a step again at another layout; return whether it was the same bit for bit all the same. The norms of each
+    layer's gradient, and of its weights after the update, are judged too."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    again = Path(run).parent / "again" / f"{ranks} {' '.join(overrides)}" / str(step)
+    found = replay(Path(run), step, again, overrides)
     assert found.lawful and not found.changed and found.begins == step - 1, found.text
     assert found.exact or "but for rounding" in found.text, found.text
+    lines = [read_weight_lines(RunDirectory(folder))[step] for folder in (Path(run), again)]
+    weights = compare_weights(*lines)
+    assert weights is not None
+    bound = BOUND.get(load_config(again / "config.yaml").model.dtype, HALF_BOUND)
+    assert all(one.size <= bound for one in weights.norms), weights.norms
     return found.exact
 
 
@@ -241,7 +254,7 @@ def test_each_of_twenty_steps_of_several_ranks(tiny_model: Callable[[str], Path]
     on_ranks(2, on_these_ranks, run, ("--parallel.tensor", "2") if ranks == 2 else whole)
     keep_each_third(tmp_path / "run")
     on_ranks(ranks, each_again, run)
-    flips_are_named(tmp_path / "run")
+    flips_are_named(tmp_path / "run", *whole)
 
 
 @pytest.mark.release
