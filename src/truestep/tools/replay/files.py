@@ -53,7 +53,7 @@ class RunFiles:
         return {step: line for step, line in lines_by_step(self.directory.ledger).items() if line.get("documents")}
 
     @cached_property
-    def metrics(self) -> dict[int, Mapping[str, Any]]:
+    def metrics(self) -> Mapping[int, Mapping[str, Any]]:
         return lines_by_step(self.directory.metrics)
 
     @cached_property
