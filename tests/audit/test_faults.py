@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def test_a_planted_fault_is_named(fault: Fault, tmp_path: Path) -> None:
     assert first.line > 0
     assert first.evidence
     assert first.advice == BY_NAME[fault.finding].advice
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_rewards_gathered_from_ranks_in_turns_are_named(seed: int, tmp_path: Path) -> None:
+    """Whatever was drawn: not by completions that happen to be equal alone."""
+    (fault,) = (one for one in PLANTED if one.what == "rewards gathered from two ranks in turns")
+    (finding,) = audit(replace(fault, world=replace(fault.world, seed=seed, groups=32)).write(tmp_path)).findings
+    assert finding.name == "rewards-mispaired" and "gathered from 2 ranks in turns" in finding.evidence
 
 
 @pytest.mark.parametrize(("source", "world"), itertools.product(WRITERS, WORLDS), ids=lambda one: str(one)[:24])

@@ -83,6 +83,7 @@ def test_a_tensor_that_repeats_a_number_without_end_is_refused() -> None:
         ("dump.jsonl", b'{"input_ids": [1', "line 1 is no JSON"),
         ("dump.jsonl", b"[1, 2]\n", "no object"),
         ("dump.jsonl", b'{"text": "a"}\n', "fields"),
+        ("config.json", b'{"text": "a"}', "Name dumps, or directories of dumps alone"),
         ("dump.jsonl", b"", "no sample"),
         ("dump.jsonl", b'{"input_ids": ["a"], "prompt_length": 1}\n', "type str"),
         ("dump.jsonl", b'{"input_ids": [[1], [2]], "prompt_length": 1}\n', "type list"),

@@ -245,6 +245,17 @@ def test_a_record_that_claims_to_be_huge_is_not_decompressed(whole_records: Path
         audit([file])
 
 
+def test_runs_are_audited_one_by_one(run: Path, whole_records: Path, tmp_path: Path) -> None:
+    """Their steps and groups have the same names."""
+    with pytest.raises(UnreadableError, match="several runs are named: audit each by itself"):
+        audit([run, whole_records])
+    assert audit([run, run.parent / "run"]).samples == 64
+    for name in ("a", "b"):
+        shutil.copytree(run, tmp_path / "runs" / name)
+    with pytest.raises(UnreadableError, match=r"runs holds the directories of 2 runs: name one, such as .*/runs/a"):
+        audit([tmp_path / "runs"])
+
+
 def test_a_run_that_kept_nothing_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_bytes((run / "ledger.jsonl").read_bytes())
     with pytest.raises(UnreadableError, match=r"has kept no rollouts: logging\.rollouts says which"):

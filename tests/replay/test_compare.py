@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -147,6 +148,37 @@ def test_a_weight_that_an_update_left_otherwise_is_the_only_one_named(run: Calla
     found = compare(run("a"), run("b", flip))
     assert (found.step, found.cause) == (2, "numerics")
     assert "the bits of model.layers.0.mlp.down_proj.weight, while all metrics are the same" in found.text
+
+
+@pytest.mark.parametrize("file", ["ledger.jsonl", "metrics.jsonl", "weights.jsonl", "weight_names-*.json"])
+def test_damaged_files_of_a_run_end_in_words(file: str, run: Callable[..., Path], tmp_path: Path) -> None:
+    """A bit or a character of a file changed at chance, or the rest of it lost: no error but our own."""
+    first, draw = run("a"), random.Random(5)
+    shutil.copytree(first, tmp_path / "b")
+    outcomes = {compare(first, tmp_path / "b").text}
+    (path,) = first.glob(file)
+    whole = path.read_bytes()
+    for number in range(36):
+        content, place = bytearray(whole), draw.randrange(len(whole))
+        if number % 3:
+            content[place] = content[place] ^ 1 << draw.randrange(8) if number % 3 == 1 else draw.choice(b'[]{}"0a,-.')
+        path.write_bytes(content if number % 3 else content[:place])
+        try:
+            outcomes.add(compare(first, tmp_path / "b").text)
+        except TruestepError as error:
+            outcomes.add(str(error))
+    assert len(outcomes) > 1 and all(outcomes)
+
+
+def test_options_that_cannot_be_read_are_no_difference(run: Callable[..., Path]) -> None:
+    first, second = run("a"), run("b", loss={"epsilon_high": 0.01})
+    (second / "config.yaml").unlink()
+    found = compare(first, second)
+    assert (found.step, found.cause) == (1, "numerics")
+    assert f"{second / 'config.yaml'} cannot be read, so options were not compared" in found.text
+    assert "options are the same" not in found.text and "epsilon" not in found.text
+    (second / "metrics.jsonl").unlink()
+    assert "all metrics are the same" not in compare(first, second).text
 
 
 def test_the_commands(run: Callable[..., Path], tmp_path: Path) -> None:

@@ -222,6 +222,47 @@ def test_what_is_missing_is_said(of_files: Callable[..., Path], tmp_path: Path) 
         replay(tmp_path, 3)
 
 
+def test_nothing_but_the_same_bits_is_the_same_step_where_nothing_rounds_otherwise(
+    of_files: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of the optimizer that were lost: all metrics of the step are the same, and its weights are not."""
+    run = of_files()
+    monkeypatch.setattr("truestep.run.train.restore_optimizer", lambda *_: None)
+    found = replay(run, 3)
+    assert not found.exact and not found.lawful, found.text
+    assert "step 3 is not what it was, bit for bit: 0 of" in found.text and "Something else" in found.text
+    other = replay(run, 3, overrides=["--data.tokens_per_microbatch", "24"])
+    assert "layout or machine round otherwise" in other.text
+
+
+def test_a_step_that_the_ledger_has_no_line_of_is_named(of_files: Callable[..., Path]) -> None:
+    run = of_files()
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join([*lines[:2], "x" + lines[2], *lines[3:]]))
+    with pytest.raises(ReplayError, match=r"ledger.jsonl has no whole line of step 3, .* made again from step 3 on"):
+        replay(run, 4)
+    exactly(replay(run, 5))
+
+
+def test_weights_alone_show_that_a_step_is_the_same(of_files: Callable[..., Path]) -> None:
+    run = of_files()
+    (run / "metrics.jsonl").unlink()
+    found = replay(run, 4)
+    exactly(found)
+    assert "the bits of 21 weights; the run kept no metrics (logging.jsonl)" in found.text
+    assert "Something else made the difference" not in found.text
+    (run / "weights.jsonl").unlink()
+    found = replay(run, 4)
+    assert not found.exact and not found.lawful and "kept no metrics to compare it with" in found.text
+
+
+def test_metrics_alone_do_not_show_that_the_bits_are_the_same(of_files: Callable[..., Path]) -> None:
+    """Of weights that are kept in host memory the copies have digests, and otherwise the weights themselves."""
+    found = replay(of_files(optimizer={"offload": "all"}), 1, overrides=["--optimizer.offload", "none"])
+    assert found.lawful and not found.exact and "no bits of weights were compared" in found.text, found.text
+    assert "no weight differs" not in found.text
+
+
 def test_what_if(of_files: Callable[..., Path]) -> None:
     """Another loss on the same documents: its numbers are beside those of the original, and judged by none."""
     run = of_files()

@@ -1,20 +1,24 @@
-"""Every one of twenty steps of each kind of run, made again bit for bit at its layout, and by the law at two others."""
+"""Each of twenty steps of each kind of run, made again bit for bit at its layout, and by the law at two others; and a
+bit that flipped in what the run kept, which is named."""
 
 from __future__ import annotations
 
 import io
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
 from ranks.cases import on_ranks
 from replay.made_again import exactly
 from replay.test_kinds import SlowSglang, kept
+from replay.test_replay import flip
 from selection import in_tiers
 from server.models import make_model
 from server.runs import label_versions, server_config
@@ -34,17 +38,23 @@ from small_runs import (
 from stream.redis_server import RedisServer, needs_redis
 from stream.test_train import put, redis_config, sent_config, tiny_records
 from tool_models import STOPS, tool_model
+from truestep.config.load import load_config
 from truestep.config.schema import Config
+from truestep.files.tensors import tensor_places
+from truestep.rollouts.kept.records import RecordsError, blocks_of
+from truestep.run.directory import RunDirectory
 from truestep.run.train import train
+from truestep.run.weight_lines import read_weight_lines
 from truestep.step.compute.runner import StepRunner
+from truestep.tools.replay.differences import BOUND, HALF_BOUND, compare_weights
 from truestep.tools.replay.replay import replay
 from truestep.types import StepPlan
 
 STEPS, DOCUMENTS = 20, 5
-JUDGED = (1, 10, 19)  # the first steps after a beginning or a checkpoint
+EACH = range(1, STEPS + 1)
 WHOLE: dict[str, Any] = {
     "logging": {"rollouts": {"documents": "all"}},
-    "checkpoint": {"every": 3, "keep": 99},
+    "checkpoint": {"every": 1, "keep": 99},  # the first step after a checkpoint is the one that is judged by the law
     "deterministic": True,
     "optimizer": {"learning_rate": 1e-3},
 }
@@ -157,34 +167,74 @@ KINDS = {
 def test_each_of_twenty_steps(tiny_model: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     how, run = KINDS[kind], tmp_path / "run"
     how.make(tmp_path, tiny_model("llama"), merged(WHOLE, how.sections))
-    each_again(run)
-    on_these_ranks(str(run), JUDGED, how.other)
-    on_ranks(2, on_these_ranks, str(run), JUDGED, ())
+    on_these_ranks(str(run), how.other)
+    on_ranks(2, on_these_ranks, str(run), ())
+    keep_each_third(run)
+    each_again(str(run))
+    flips_are_named(run)
 
 
-def each_again(run: Path) -> None:
-    made = [line["step"] for line in read_lines(run / "ledger.jsonl")]
-    assert made == list(range(1, STEPS + 1))
-    for step in made:
-        exactly(replay(run, step))
+def keep_each_third(run: Path) -> None:
+    """Remove the other checkpoints, so that a replay makes one step to three."""
+    for step in EACH:
+        if step % 3:
+            shutil.rmtree(run / "checkpoints" / f"step-{step:08}")
+
+
+def each_again(run: str) -> None:
+    assert [line["step"] for line in read_lines(Path(run) / "ledger.jsonl")] == list(EACH)
+    for step in EACH:
+        found = replay(Path(run), step)
+        exactly(found)
+        assert found.begins == (step - 1) // 3 * 3
+
+
+def flips_are_named(run: Path, *overrides: str) -> None:
+    """One bit of one document of step 11, and one of one weight of the checkpoint that it begins from."""
+    block = next(block for block in reversed(blocks_of(run / "records")) if block.step <= 11)  # of its first update
+    number = len(block.sizes) - 1
+    place = block.documents + sum(size for size, *_ in block.sizes[:number]) + block.sizes[number][0] // 2
+    flip(block.file, place)
+    with pytest.raises(RecordsError, match=f"the record of document {number + 1} of step {block.step} is damaged"):
+        replay(run, 11, overrides=overrides)
+    flip(block.file, place)
+    checkpoint = run / "checkpoints" / "step-00000009"
+    adapter = checkpoint / "adapter_model.safetensors"
+    file = adapter if adapter.is_file() else next((checkpoint / "truestep").glob("part-*.safetensors"))
+    places = {name: place for name, (_, place, _) in tensor_places(file).items()}
+    name = next(name for name in places if file == adapter or name.startswith("weight/"))
+    flip(file, places[name] + 2)
+    said = replay(run, 11, overrides=overrides).text
+    flip(file, places[name] + 2)
+    weight = name.removeprefix("weight/").removeprefix("base_model.model.")
+    assert f"step-00000009 are not those that step 9 left: the bits of {weight} differ" in said, said
+    assert f"step-00000009 is damaged: {file.relative_to(checkpoint)} is damaged" in said, said
 
 
 def by_the_law(run: str, step: int, overrides: tuple[str, ...]) -> bool:
-    """Make a step again at another layout; return whether it was the same bit for bit all the same."""
-    found = replay(Path(run), step, overrides=overrides)
-    assert found.lawful and not found.changed, found.text
+    """Make a step again at another layout; return whether it was the same bit for bit all the same. The norms of each
+    layer's gradient, and of its weights after the update, are judged too."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    again = Path(run).parent / "again" / f"{ranks} {' '.join(overrides)}" / str(step)
+    found = replay(Path(run), step, again, overrides)
+    assert found.lawful and not found.changed and found.begins == step - 1, found.text
     assert found.exact or "but for rounding" in found.text, found.text
+    lines = [read_weight_lines(RunDirectory(folder))[step] for folder in (Path(run), again)]
+    weights = compare_weights(*lines)
+    assert weights is not None
+    bound = BOUND.get(load_config(again / "config.yaml").model.dtype, HALF_BOUND)
+    assert all(one.size <= bound for one in weights.norms), weights.norms
     return found.exact
 
 
-def on_these_ranks(run: str, steps: tuple[int, ...], overrides: tuple[str, ...]) -> None:
-    same = [by_the_law(run, step, overrides) for step in steps]
+def on_these_ranks(run: str, overrides: tuple[str, ...]) -> None:
+    same = [by_the_law(run, step, overrides) for step in EACH]
     assert not all(same), "another layout rounds otherwise"
 
 
 def train_here(config: dict[str, Any]) -> None:
-    """On every rank: a run of these ranks, and each of its steps again."""
-    each_again(train(Config.model_validate(config), Console(file=io.StringIO())).directory.path)
+    """On every rank: a run of these ranks."""
+    train(Config.model_validate(config), Console(file=io.StringIO()))
 
 
 @pytest.mark.release
@@ -200,11 +250,11 @@ def test_each_of_twenty_steps_of_several_ranks(tiny_model: Callable[[str], Path]
         config = file_config(tiny_model("llama"), tmp_path / "r.jsonl", tmp_path / "run", **cut)
     on_ranks(ranks, train_here, config.model_dump())
     whole = ("--parallel.tensor", "1")
-    on_these_ranks(run, JUDGED, whole)
-    if ranks == 2:
-        on_ranks(2, on_these_ranks, run, JUDGED, ("--parallel.tensor", "2"))
-    else:
-        on_ranks(2, on_these_ranks, run, JUDGED, whole)
+    on_these_ranks(run, whole)
+    on_ranks(2, on_these_ranks, run, ("--parallel.tensor", "2") if ranks == 2 else whole)
+    keep_each_third(tmp_path / "run")
+    on_ranks(ranks, each_again, run)
+    flips_are_named(tmp_path / "run", *whole)
 
 
 @pytest.mark.release
@@ -218,7 +268,7 @@ def test_each_of_twenty_steps_that_are_not_deterministic(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(StepRunner, "accumulate", in_any_order)
     in_process(tmp_path, tmp_path, merged(WHOLE, {"deterministic": False}))
-    same = [by_the_law(str(tmp_path / "run"), step, ()) for step in range(1, STEPS + 1)]
+    same = [by_the_law(str(tmp_path / "run"), step, ()) for step in EACH]
     assert not all(same)
     found = replay(tmp_path / "run", 10)
     assert "without deterministic: true" in found.text or found.exact, found.text

@@ -277,6 +277,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def lines_by_step(path: Path) -> dict[int, dict[str, Any]]:
+    """Read all valid lines that have a step, by their step."""
+    return {line["step"]: line for line in read_json_lines(path) if type(line.get("step")) is int}
+
+
 def read_exact_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield all lines of a file. Raise `LineError` at the first damaged line."""
     for line in scan_lines(path):

@@ -11,7 +11,7 @@ import torch
 from truestep.config.load import dump_config
 from truestep.config.schema import Config
 from truestep.errors import TruestepError
-from truestep.files.whole import read_json_lines, write_json_lines
+from truestep.files.whole import lines_by_step, write_json_lines
 from truestep.metrics.observers import Observer, Observers
 from truestep.metrics.sinks import JsonLines, Sinks
 from truestep.model.policy import Policy
@@ -131,11 +131,11 @@ class Past:
     @staticmethod
     def of(run: Path, step: int) -> "Past":
         directory = RunDirectory(run, writes=False)
-        lines = [line for line in read_json_lines(directory.ledger) if line.get("documents")]
-        ledger = {line["step"]: line for line in lines}
+        ledger = {step: line for step, line in lines_by_step(directory.ledger).items() if line.get("documents")}
         if not ledger:
             raise ReplayError(
-                f"{run} is not the directory of a run that made steps: it has no ledger.jsonl with a step"
+                f"{run} is not the directory of a run that made steps: it has no ledger.jsonl with a step. Name the "
+                "run's checkpoint.directory"
             )
         if step not in ledger:
             raise ReplayError(f"{run} has no step {step}: its ledger has steps {min(ledger)} to {max(ledger)}")
@@ -161,6 +161,11 @@ class Past:
         missing = [step for step in needed if step not in blocks]
         if missing:
             raise ReplayError(self._missing(missing, bool(blocks)))
+        if unknown := [step for step in needed if step not in self.ledger]:
+            raise ReplayError(
+                f"{self.directory.ledger} has no whole line of step {unknown[0]}, which names its documents. Step "
+                f"{self.step} is made again from step {first} on; steps after a later checkpoint do without it"
+            )
         return [self._checked(blocks[step], computes_reference(original)) for step in needed]
 
     def _missing(self, steps: Sequence[int], some: bool) -> str:
@@ -315,7 +320,7 @@ def _annotators(config: Config, runner: StepRunner, past: Past, keeps_reference:
 def _rate(past: Past, original: Config, config: Config, callbacks: Callbacks) -> LearningRate:
     """Return the rates that the run noted, or those of the options if these are changed or the run noted none."""
     planned = make_learning_rate(config)
-    lines = {line["step"]: line for line in read_json_lines(past.directory.metrics)}
+    lines = lines_by_step(past.directory.metrics)
     recorded = {step: lines[step]["learning_rate"] for step in past.steps if "learning_rate" in lines.get(step, {})}
     if planned != make_learning_rate(original) or len(recorded) < len(past.steps):
         return planned

@@ -8,6 +8,7 @@ norm. `made_by` says where the step was made.
 
 import base64
 import json
+import logging
 import platform
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,13 @@ import torch
 
 from truestep import __version__
 from truestep.config.schema import Config
-from truestep.files.whole import read_json_lines, write_json
+from truestep.files.whole import lines_by_step, write_json
 from truestep.metrics.observers import Observer
 from truestep.model.policy import Policy
 from truestep.run.directory import RunDirectory
 from truestep.weights.digests import Answer, Measured, Trace
+
+log = logging.getLogger(__name__)
 
 
 def _names_file(directory: RunDirectory, key: str) -> Path:
@@ -104,17 +107,36 @@ class WeightLine:
 
 
 def read_weight_lines(directory: RunDirectory) -> dict[int, WeightLine]:
-    """Read the lines of weights.jsonl by step; none if the run has none."""
+    """Read the lines of weights.jsonl by step; none if the run has none. Damaged lines are left out with a warning."""
     names: dict[str, list[str]] = {}
-    found = {}
-    for line in read_json_lines(directory.weights):
+    found, damaged = {}, []
+    for step, line in lines_by_step(directory.weights).items():
         key = str(line.get("names"))
         if key not in names:
-            file = _names_file(directory, key)
-            names[key] = json.loads(file.read_text(encoding="utf-8")) if key.isalnum() and file.is_file() else []
+            names[key] = _read_names(directory, key)
         if names[key]:
-            found[line["step"]] = _read(line, names[key])
+            try:
+                found[step] = _read(line, names[key])
+            except (ValueError, TypeError, KeyError):  # binascii.Error is a ValueError
+                damaged.append(step)
+    if damaged:
+        log.warning("%s: the lines of steps %s are damaged; left out", directory.weights, damaged)
     return found
+
+
+def _read_names(directory: RunDirectory, key: str) -> list[str]:
+    """Return the names of weights whose checksum is `key`; none if their file is gone, or damaged."""
+    file = _names_file(directory, key)
+    if not (key.isalnum() and file.is_file()):
+        return []
+    try:
+        names = json.loads(file.read_bytes())
+    except ValueError:
+        names = []
+    if _key(names) != key:
+        log.warning("%s is damaged; digests and norms of weights are left out", file)
+        return []
+    return list(names)
 
 
 def _read(line: Mapping[str, Any], names: Sequence[str]) -> WeightLine:

@@ -13,12 +13,12 @@ from truestep.files import bounded
 from truestep.rollouts.kept import files, records
 from truestep.tools.audit.samples import Sample
 
-RECORDS = ".records"
+RECORDS, LEDGER = ".records", "ledger.jsonl"
 _MOST_RANGES = 8  # ranges of missing steps that are named
 
 
 def is_run(path: Path) -> bool:
-    return (path / "ledger.jsonl").is_file()
+    return (path / LEDGER).is_file()
 
 
 def files_of(run: Path) -> list[Path]:
@@ -123,7 +123,7 @@ def _steps_with_records(run: Path) -> list[int]:
     same documents has no records of its own."""
     steps: dict[int, bool] = {}
     before: Any = None
-    with (run / "ledger.jsonl").open("rb") as file:
+    with (run / LEDGER).open("rb") as file:
         for content, _ in bounded.read_lines(file):
             try:
                 line = bounded.load_json(content or b"", scale=4)

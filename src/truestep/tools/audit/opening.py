@@ -24,7 +24,7 @@ from truestep.rollouts.files import line_content
 from truestep.rollouts.kept.records import BAD_CONTENT, RecordsError, blocks_in, describe
 from truestep.rollouts.pages import batches, checked_groups
 from truestep.text import printable
-from truestep.tools.audit.kept import files_of, is_run
+from truestep.tools.audit.kept import LEDGER, files_of, is_run
 from truestep.types import ROUTES, Rollout
 
 _MOST_FILES = 10_000
@@ -42,6 +42,8 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """Return the files of the paths. For a directory, these are the files with a known suffix, ordered by the numbers
     in their names; for the directory of a run, those of the documents that it has kept."""
     found: dict[str, Path] = {}
+    if len({os.path.realpath(path) for path in paths if is_run(path)}) > 1:
+        raise UnreadableError("several runs are named: audit each by itself, as a run's steps and groups are compared")
     for path in paths:
         if path.is_dir():
             files = sorted(_files_in(path), key=lambda file: _by_numbers(str(file)))
@@ -62,6 +64,9 @@ def _files_in(folder: Path) -> list[Path]:
                 f"the run {folder} has kept no rollouts: logging.rollouts says which ones a run keeps"
             )
         return files
+    runs = sorted(file.parent for file in folder.rglob(LEDGER))
+    if runs:
+        raise UnreadableError(f"{folder} holds the directories of {len(runs)} runs: name one, such as {runs[0]}")
     files = [file for file in folder.rglob("*") if _suffix(file) in READERS and file.is_file()]
     if not files:
         raise UnreadableError(f"{folder} holds no file that ends with {', '.join(READERS)}")

@@ -169,7 +169,7 @@ TABLE: tuple[Check, ...] = (
     Check(
         "rewards-mispaired", "Rewards or advantages are those of other samples",
         "advantages with the rules applied to rewards some places away; rewards with whether the completion has the "
-        "answer, here and away; rewards of equal completions",
+        "answer, here, away, and as 2, 4 or 8 ranks in turns would give it; rewards of equal completions",
         "a rule fits 90% of advantages away and not here; a correlation above 0.8, 0.3 above that here, at 4.5 "
         "standard errors; 3 (and 30%) equal completions with different rewards",
         "join rewards to samples by an id, not by their order of arrival", groups.mispaired, ("advantages",),

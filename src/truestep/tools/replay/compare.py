@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,14 +58,20 @@ def compare(first: Path, second: Path) -> Comparison:
     runs = RunFiles(first), RunFiles(second)
     for run in runs:
         run.check()
-    mine, theirs = runs
+    found = _first_difference(*runs)
+    unread = [run.directory.config for run in runs if not run.options(max(run.ledger))]
+    said = [f"{file} cannot be read, so options were not compared" for file in unread]
+    return replace(found, lines=(*found.lines, *said))
+
+
+def _first_difference(mine: RunFiles, theirs: RunFiles) -> Comparison:
     steps = sorted(mine.ledger.keys() & theirs.ledger.keys())
     if not steps:
-        raise TruestepError(f"{first} and {second} have no step in common")
+        raise TruestepError(f"{mine.path} and {theirs.path} have no step in common")
     rounded: list[_Numbers] = []  # steps that differ by rounding
     for step in steps:
         if (documents := _of_documents(mine, theirs, step)) is not None:
-            if rounded and not all(run.reads_a_file(step) for run in runs):
+            if rounded and not (mine.reads_a_file(step) and theirs.reads_a_file(step)):
                 return rounded[0].said([])  # a policy that rounds otherwise draws other documents
             cause, lines = documents
             return Comparison(
@@ -95,7 +101,8 @@ def _what_is_compared(first: RunFiles, second: RunFiles, step: int) -> str:
         ("the bits of the weights", all(step in run.weights for run in (first, second))),
     ]
     has, lacks = ([what for what, known in there if known is wanted] for wanted in (True, False))
-    return f"{', '.join(has)}{f' (not noted by both: {chr(44).join(lacks)})' if lacks else ''}"
+    not_noted = f" (not noted by both: {', '.join(lacks)})" if lacks else ""
+    return f"{', '.join(has)}{not_noted}"
 
 
 def _of_documents(first: RunFiles, second: RunFiles, step: int) -> tuple[Cause, list[str]] | None:
@@ -172,14 +179,14 @@ class _Numbers:
     @staticmethod
     def of(first: RunFiles, second: RunFiles, step: int, carried: bool) -> "_Numbers | None":
         """`carried`: steps before this one differ by rounding, which later steps take on with the weights."""
-        metrics, _ = compare_metrics(first.metrics.get(step, {}), second.metrics.get(step, {}))
+        metrics, compared = compare_metrics(first.metrics.get(step, {}), second.metrics.get(step, {}))
         weights = compare_weights(first.weights.get(step), second.weights.get(step))
         if not metrics and (weights is None or not (weights.weights or weights.norms)):
             return None
-        options = first.options(step)
-        changed = Changed.of(options, second.options(step))
+        options, others = first.options(step), second.options(step)
+        changed = Changed.of(options, others)
         differences = [*metrics, *_norms(weights)]
-        lines = [_what_differs(metrics, weights), *table(differences, ("first", "second"))]
+        lines = [_what_differs(metrics, compared, weights), *table(differences, ("first", "second"))]
         size = max((one.size for one in _steady(differences)), default=0.0)
         made = first.weights.get(step), second.weights.get(step)
         made_by = [dict(line.made_by) if line else {} for line in made]
@@ -192,7 +199,7 @@ class _Numbers:
         elif changed.of_numbers:
             cause, why = "option", f"the documents are the same, and options differ: {changed.said(changed.of_numbers)}"
         else:
-            why = f"documents and options are the same: {why}"
+            why = f"documents{' and options' if options and others else ''} are the same: {why}"
         before_same = _same_weights(first.weights.get(step - 1), second.weights.get(step - 1))
         bound = BOUND.get(str(options.get("model.dtype")), HALF_BOUND)
         # Equal weights do not rule out rounding: the optimizer's states, which have no digests, may differ by it.
@@ -256,20 +263,23 @@ def _same_weights(first: WeightLine | None, second: WeightLine | None) -> bool:
     found = compare_weights(first, second)
     if found is None or first is None or first.made_by.get("digests_of") == "copies":
         return False
-    return found.compared > 0 and not found.weights
+    return found.same
 
 
 def _norms(weights: WeightDifferences | None) -> list[Difference]:
     return [] if weights is None else list(weights.norms)
 
 
-def _what_differs(metrics: list[Difference], weights: WeightDifferences | None) -> str:
+def _what_differs(metrics: list[Difference], compared: int, weights: WeightDifferences | None) -> str:
     parts = []
     if metrics:
         parts.append(f"{len(metrics)} metrics, by at most {metrics[0].size:.1e} ({metrics[0].name})")
     if weights is not None and weights.weights:
         parts.append(f"the bits of {named_weights(weights)}")
-    return " and ".join(parts) + ("" if metrics else ", while all metrics are the same")
+    if metrics:
+        return " and ".join(parts)
+    beside = "while all metrics are the same" if compared else "and no metrics were noted by both"
+    return f"{parts[0] if parts else 'norms of layers'}, {beside}"
 
 
 def named_weights(weights: WeightDifferences) -> str:

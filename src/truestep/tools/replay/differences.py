@@ -69,6 +69,11 @@ class WeightDifferences:
     compared: int
     norms: Sequence[Difference]  # norms that differ, by layer, the largest difference first
 
+    @property
+    def same(self) -> bool:
+        """True if weights were compared, and all bits are the same."""
+        return self.compared > 0 and not self.weights
+
 
 def compare_weights(first: WeightLine | None, second: WeightLine | None) -> WeightDifferences | None:
     """Compare the weights after a step; None if one of the runs did not record them."""

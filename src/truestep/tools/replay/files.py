@@ -8,7 +8,7 @@ from typing import Any
 
 from truestep.config.load import ConfigError, load_config
 from truestep.errors import TruestepError
-from truestep.files.whole import read_json_lines
+from truestep.files.whole import lines_by_step
 from truestep.rollouts.kept.records import Block, blocks_of
 from truestep.run.directory import RunDirectory
 from truestep.run.weight_lines import WeightLine, read_weight_lines
@@ -50,11 +50,11 @@ class RunFiles:
 
     @cached_property
     def ledger(self) -> dict[int, Mapping[str, Any]]:
-        return {line["step"]: line for line in read_json_lines(self.directory.ledger) if line.get("documents")}
+        return {step: line for step, line in lines_by_step(self.directory.ledger).items() if line.get("documents")}
 
     @cached_property
-    def metrics(self) -> dict[int, Mapping[str, Any]]:
-        return {line["step"]: line for line in read_json_lines(self.directory.metrics)}
+    def metrics(self) -> Mapping[int, Mapping[str, Any]]:
+        return lines_by_step(self.directory.metrics)
 
     @cached_property
     def weights(self) -> dict[int, WeightLine]:
@@ -93,6 +93,9 @@ class Changed:
 
     @staticmethod
     def of(first: Mapping[str, Any], second: Mapping[str, Any]) -> "Changed":
+        """Compare the options of two steps. Options that could not be read, which are empty, differ from none."""
+        if not first or not second:
+            return Changed({})
         names = [*first, *(name for name in second if name not in first)]
         return Changed(
             {

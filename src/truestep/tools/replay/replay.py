@@ -15,7 +15,7 @@ from truestep.ranks.group import Ranks
 from truestep.ranks.watch import Watch
 from truestep.run.again import Made, Past, ReplayError, blaming, make_again
 from truestep.run.assemble.policy import join_ranks
-from truestep.tools.replay.compare import named_weights, numerics
+from truestep.tools.replay.compare import named_weights, numerics, rounds
 from truestep.tools.replay.differences import (
     BOUND,
     HALF_BOUND,
@@ -45,9 +45,10 @@ class Replay:
     changed: tuple[str, ...]
     """The options that were changed, which make it a "what if"."""
     exact: bool
-    """True if weights, gradient norm and metrics are the original's, bit for bit."""
+    """True if the weights are the original's, bit for bit, and all metrics that the run kept."""
     lawful: bool
-    """True if the first step that was made again differs from the original by rounding alone."""
+    """True if the first step that was made again differs from the original by rounding alone; where nothing is known
+    that rounds otherwise (layout, machine, versions, no `deterministic: true`), if the step is exact."""
     metrics: dict[str, Any]
     """The step's line of metrics, made again."""
     said: tuple[str, ...]
@@ -178,7 +179,9 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
     first = past.begins + 1
     metrics, compared = compare_metrics(was.metrics.get(past.step, {}), now.metrics[past.step])
     weights = compare_weights(was.weights.get(past.step), now.weights.get(past.step))
-    exact = not metrics and compared > 0 and weights is not None and not weights.weights
+    exact = not metrics and weights is not None and weights.same
+    made_by = [dict(line.made_by) if (line := run.weights.get(past.step)) else {} for run in (was, now)]
+    unexplained = not (exact or rounds(changed, *made_by) or changed.of_numbers)
     bound = BOUND.get(config.model.dtype, HALF_BOUND)
     beyond = _beyond(past, was, now, bound)
     lines = _at_the_beginning(past, made, was, config)
@@ -194,18 +197,18 @@ def _judge(past: Past, made: Made, original: Config, config: Config, folder: Pat
         lines.append(f"what if: {_what_if(changed)}")
         lines.append(f"step {past.step}: {len(metrics)} of {compared} metrics differ" + _weights_said(weights))
     elif exact and weights is not None:
-        bits = f"{compared} metrics, and the bits of {weights.compared} weights"
-        lines.append(f"step {past.step} is what it was, bit for bit: {bits}")
+        bits = f"the bits of {weights.compared} weights"
+        known = f"{compared} metrics, and {bits}" if compared else f"{bits}; the run kept no metrics (logging.jsonl)"
+        lines.append(f"step {past.step} is what it was, bit for bit: {known}")
     else:
-        made_by = [dict(line.made_by) if (line := run.weights.get(past.step)) else {} for run in (was, now)]
-        lines += _not_exact(past, beyond, bound, compared, metrics, _weights_said(weights))
+        lines += _not_exact(past, beyond, bound, compared, metrics, _weights_said(weights), unexplained)
         lines.append(numerics(changed, *made_by))
     return Replay(
         past.step,
         past.begins,
         tuple(changed.of_numbers),
         exact,
-        not beyond[1] and not damaged and compared > 0,
+        not (beyond[1] or damaged or unexplained) and (exact or compared > 0),
         dict(now.metrics[past.step]),
         tuple(lines),
         tuple(table([*metrics, *([] if weights is None else weights.norms)], ("original", "replay"))),
@@ -272,6 +275,8 @@ def _beside_the_step_before(step: int, made: RunFiles, was: RunFiles) -> list[st
 def _weights_said(weights: Any) -> str:
     if weights is None:
         return "; the run noted no digests of its weights"
+    if not weights.compared:
+        return "; no bits of weights were compared"
     return f"; the bits of {named_weights(weights)} differ" if weights.weights else "; no weight differs"
 
 
@@ -282,6 +287,7 @@ def _not_exact(
     compared: int,
     metrics: list[Difference],
     weights: str,
+    unexplained: bool,
 ) -> list[str]:
     if not compared:
         return [f"step {past.step} was made again; the run kept no metrics to compare it with (logging.jsonl){weights}"]
@@ -294,6 +300,8 @@ def _not_exact(
             f"step {past.step} is not what it was: in {where} {beyond[0].name} differs by {beyond[0].size:.1e}, more "
             f"than rounding makes ({bound:g}). {differs}"
         ]
+    if unexplained:
+        return [f"step {past.step} is not what it was, bit for bit: {differs}."]
     if step == past.step or not metrics or metrics[0].size <= bound:
         return [f"step {past.step} is what it was, but for rounding: {differs}."]
     return [

@@ -301,8 +301,8 @@ def reward_parts(dump: Dump) -> Iterator[Evidence]:
 
 
 def mispaired(dump: Dump) -> Iterator[Evidence]:
-    """Compare rewards with whether a completion contains the right answer: the completion of the same sample, or of a
-    sample some places away."""
+    """Compare rewards with whether a completion contains the right answer: the completion of the same sample, of a
+    sample some places away, or of the sample that it belongs to if rewards were gathered from ranks in turns."""
     rows = [
         i for i, one in enumerate(dump.samples) if one.answer and one.completion is not None and one.reward is not None
     ]
@@ -310,14 +310,18 @@ def mispaired(dump: Dump) -> Iterator[Evidence]:
     rewards = dump.rewards[rows]
     if len(rows) >= 32 and 0 < right.mean() < 1 and rewards.std() > 0:
         here = float(np.corrcoef(right, rewards)[0, 1])
-        away = {by: float(np.corrcoef(right, np.roll(rewards, by))[0, 1]) for by in range(-16, 17) if by}
+        moved = {
+            f"{abs(by)} places {'before' if by < 0 else 'behind'}": np.roll(rewards, by) for by in range(-16, 17) if by
+        }
+        moved |= {f"gathered from {ranks} ranks in turns": rewards[_dealt(dump, rows, ranks)] for ranks in (2, 4, 8)}
+        away = {where: float(np.corrcoef(right, values)[0, 1]) for where, values in moved.items()}
         by = max(away, key=lambda one: away[one])
         independent = len(set(dump.groups[rows].tolist()))
         sure = np.arctanh(min(away[by], 0.999)) * np.sqrt(max(independent - 3, 1)) > SURE
         if away[by] > 0.8 and here < away[by] - 0.3 and sure:
             text = (
                 f"rewards agree with the answers in completions at a correlation of {here:.2f}, and at {away[by]:.2f} "
-                f"with those {abs(by)} places {'before' if by < 0 else 'behind'}"
+                f"with those {by}"
             )
             wrong = int((right != (rewards > rewards.mean())).argmax())
             yield Evidence(rows[wrong], text, len(rows))
@@ -325,7 +329,19 @@ def mispaired(dump: Dump) -> Iterator[Evidence]:
     yield from _unequal(dump)
 
 
-SURE = 4.5  # required standard errors of Fisher's z; 32 offsets are tried
+SURE = 4.5  # required standard errors of Fisher's z; 32 offsets and 3 numbers of ranks are tried
+
+
+def _dealt(dump: Dump, rows: list[int], ranks: int) -> np.ndarray:
+    """Return the places of the samples' rewards, if in each step the ranks gave theirs in turns, while samples stand
+    one rank after the other."""
+    steps = np.array([dump.samples[row].step for row in rows], object)
+    places = np.arange(len(rows))
+    for step in dict.fromkeys(steps):
+        members = np.flatnonzero(steps == step)
+        if len(members) % ranks == 0:
+            places[members] = members.reshape(-1, ranks).T.ravel()
+    return places
 
 
 def _has_answer(completion: str, answer: str) -> bool:

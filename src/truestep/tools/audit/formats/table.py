@@ -81,4 +81,6 @@ def _format_of(record: Mapping[str, Any], allowed: Iterable[Format], where: str,
             continue
     fields = printable(", ".join(map(str, list(record)[:12])), 200)
     wanted = f"{source}'s" if source != "auto" else f"those of {', '.join(NAMES)}"
-    raise UnreadableError(f"{where}: its fields are not {wanted}: it has {fields}")
+    raise UnreadableError(
+        f"{where}: its fields are not {wanted}: it has {fields}. Name dumps, or directories of dumps alone"
+    )
