@@ -35,7 +35,11 @@ from truestep.run.elastic import GENERATIONS
 from truestep.run.trainer import Trainer
 
 LEAST, MOST = 2, 5
-_GAVE_UP = ("ends: DistStoreError", "ends: RendezvousClosedError", "ends: RendezvousConnectionError")
+# How torch's agents end that gave up. A network error: the agent with the store ended while this one waited for it.
+_GAVE_UP = [
+    f"ends: {name}"
+    for name in ("DistStoreError", "DistNetworkError", "RendezvousClosedError", "RendezvousConnectionError")
+]
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 STEP_TAKES = 0.05  # seconds more than it would: so that steps are there to be interrupted
 # Of the rendezvous: as `truestep elastic-command` has them, but for shorter waits. An agent is silent for ten seconds
@@ -208,11 +212,13 @@ class Agents:
         file = self.folder / f"agent-{number}.workers"
         return [int(line) for line in file.read_text(encoding="utf-8").split()] if file.is_file() else []
 
-    def signal(self, number: int, kind: signal.Signals) -> None:
-        """Send a signal to the worker of an agent."""
+    def signal(self, number: int, kind: signal.Signals) -> int:
+        """Send a signal to the worker of an agent; return its process id."""
         self.until(lambda: bool(self.workers(number)))
+        process = self.workers(number)[-1]
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.workers(number)[-1], kind)
+            os.kill(process, kind)
+        return process
 
     def log(self) -> str:
         return "".join(file.read_text(encoding="utf-8") for file in sorted(self.folder.glob("agent-*.log")))
@@ -282,7 +288,7 @@ class Agents:
 
     def alive(self) -> list[int]:
         """The processes that these agents started and that are still there."""
-        return [worker for number in self.agents for worker in self.workers(number) if _lives(worker)]
+        return [worker for number in self.agents for worker in self.workers(number) if lives(worker)]
 
 
 def _end(process: int) -> None:
@@ -307,11 +313,11 @@ def descendants(process: int) -> set[int]:
     except OSError:
         return found
     for number in numbers:
-        found |= ({number} if _lives(number) else set()) | descendants(number)
+        found |= ({number} if lives(number) else set()) | descendants(number)
     return found
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
     """False also for one that has ended and whose parent has not asked: a worker whose agent was killed may stay so."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -19,7 +19,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 
-from agents import LEAST, MOST, Agents, free_port, leaves_nothing, nothing_left
+from agents import LEAST, MOST, Agents, free_port, leaves_nothing, lives, nothing_left
 from checkpoints import latest, read_states, read_weights
 from small_runs import write_rollouts
 from truestep.commands.cli import main
@@ -176,13 +176,23 @@ class Disturbed:
         elif instant == "save":  # or the run is not where it saves
             agents.until(lambda: any(saves.glob(".step-*")) or agents.steps > steps + 4 or ended(agents))
         elif self.unhurt and len(self.alive) > LEAST:
-            process = self.kill(self.unhurt.pop(self.draw.randrange(len(self.unhurt))))
-            agents.until(lambda: not Path(f"/proc/{process}").exists())
+            process = self.hurt(self.unhurt.pop(self.draw.randrange(len(self.unhurt))), signal.SIGKILL)
+            agents.until(lambda: process is None or not lives(process))
             time.sleep(self.draw.uniform(0.0, 6.0))
 
-    def kill(self, number: int) -> int:
-        self.agents.signal(number, signal.SIGKILL)
-        return self.agents.workers(number)[-1]
+    def hurt(self, number: int, kind: signal.Signals) -> int | None:
+        """Send a signal to the worker of an agent; return its process id. None: the run ended before there was one."""
+        agents = self.agents
+        agents.until(lambda: bool(agents.workers(number)) or ended(agents))
+        return agents.signal(number, kind) if agents.workers(number) else None
+
+    def lose(self, number: int) -> None:
+        """Kill an agent, and the rank that it may have started: its machine is gone."""
+        agent = self.agents.agents[number].pid
+        assert agent is not None
+        for process in (agent, *children(agent)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     def do(self, what: str) -> None:
         agents, leaving = self.agents, [number for number in self.unhurt if number > 0]
@@ -192,14 +202,13 @@ class Disturbed:
             self.alive.remove(number)
             agents.may_give_up |= what in ("go", "lose")
             if what == "stop":
-                agents.signal(number, signal.SIGSTOP)
+                self.hurt(number, signal.SIGSTOP)
             elif what == "go":
                 agents.agents[number].terminate()
             else:
-                agents.agents[number].kill()
-                self.kill(number)
+                self.lose(number)
         elif what == "kill" and self.unhurt:
-            self.kill(self.unhurt.pop(self.draw.randrange(len(self.unhurt))))
+            self.hurt(self.unhurt.pop(self.draw.randrange(len(self.unhurt))), signal.SIGKILL)
         elif what == "refused":
             agents.start(self.new, lacks_device=True)
             self.new += 1
