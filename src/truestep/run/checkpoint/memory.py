@@ -134,7 +134,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Held:
-    """Says where the files of a set are: the machines that hold each file, and on this machine the number of its keeper."""
+    """Says where the files of a set are: which machines hold each, and on this machine the number of its keeper."""
 
     key: Key
     places: Mapping[str, Sequence[str]]
