@@ -1,6 +1,6 @@
 """Seconds of `truestep audit` for a million tokens of rollouts, by the format of the dump.
 
-    python benchmarks/audit.py [--tokens 1000000] [--threads 2] [--model models/smollm2]
+    python benchmarks/audit.py [--tokens 1000000] [--short] [--threads 2] [--model models/smollm2]
 
 The dumps are clean: tokens are drawn from one distribution over 8,000, with their exact log-probs and entropies. Each
 is audited by the command as a user types it, the start of its process included. With `--model` it scores a sample of
@@ -27,23 +27,25 @@ import torch
 from truestep.rollouts.kept.records import FOLDER, encode
 from truestep.types import Rollout
 
-VOCABULARY, PROMPT, GROUP, END = 8000, 200, 8, 1
+VOCABULARY, GROUP, END = 8000, 8, 1
+LONG, SHORT = (200, 100, 1500), (10, 5, 25)  # tokens of a prompt, and bounds of those of a completion
 
 
-def draw(tokens: int) -> list[Rollout]:
-    """Draw groups of completions of 100 to 1,500 tokens, most of which end with an end token."""
+def draw(tokens: int, sizes: tuple[int, int, int]) -> list[Rollout]:
+    """Draw groups of completions, each with an end token."""
+    asked, least, most = sizes
     random, rollouts = np.random.default_rng(0), list[Rollout]()
     odds = 1 / np.arange(1, VOCABULARY) ** 1.1
     odds[END] = 0.0  # drawn by the length
     odds, total = np.append(odds, odds[-1]) / (odds.sum() + odds[-1]), 0
     while total < tokens:
-        prompt = random.integers(2, VOCABULARY, PROMPT)
+        prompt = random.integers(2, VOCABULARY, asked)
         rewards = random.integers(0, 2, GROUP).astype(float)
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         for member in range(GROUP):
-            size = int(random.integers(100, 1500))
+            size = int(random.integers(least, most))
             drawn = random.choice(VOCABULARY, size, p=odds)
-            ids, mask = np.append(prompt, drawn), np.arange(PROMPT + size) >= PROMPT
+            ids, mask = np.append(prompt, drawn), np.arange(asked + size) >= asked
             logprobs = np.where(mask, np.log(np.maximum(odds[ids], 1e-9)), 0).astype(np.float32)
             ids[-1], logprobs[-1] = END, -0.5 - random.random()
             name = f"{len(rollouts) // GROUP}"
@@ -114,7 +116,7 @@ def exports(rollouts: Sequence[Rollout], folder: Path) -> None:
 
 def training_data(rollouts: Sequence[Rollout], folder: Path) -> None:
     for number, some in enumerate(steps(rollouts)):
-        labels = [torch.tensor(one.logprobs)[PROMPT:] for one in some]
+        labels = [torch.tensor(one.logprobs)[torch.tensor(one.loss_mask)] for one in some]
         data = {
             "tokens": [torch.tensor(one.input_ids) for one in some],
             "response_lengths": [len(own) for own in labels],
@@ -124,7 +126,7 @@ def training_data(rollouts: Sequence[Rollout], folder: Path) -> None:
             "truncated": [0 for _ in some],
             "weight_versions": [[str(number)] for _ in some],
             "rollout_log_probs": labels,
-            "advantages": [torch.tensor(one.advantages)[PROMPT:] for one in some],
+            "advantages": [torch.tensor(one.advantages)[torch.tensor(one.loss_mask)] for one in some],
         }
         torch.save({"rollout_id": number, "rank": 0, "rollout_data": data}, folder / f"train_{number}_0.pt")
 
@@ -152,10 +154,11 @@ def audited(folder: Path, threads: int, more: Sequence[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--short", action="store_true", help="samples of 24 tokens, and not of 1,000")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", help="a model that scores 20,000 of the tokens")
     options = parser.parse_args()
-    rollouts = draw(options.tokens)
+    rollouts = draw(options.tokens, SHORT if options.short else LONG)
     more = ["--model", options.model] if options.model else []
     for name, write in DUMPS.items():
         with tempfile.TemporaryDirectory() as folder:
