@@ -82,7 +82,8 @@ def test_prefixes_are_not_shared_through_it(tmp_path: Path) -> None:
     given = config(tmp_path)
     score(given, tmp_path / "scores", gradients=False)
     given = given.model_copy(update={"data": given.data.model_copy(update={"share_prefixes": "always"})})
-    with pytest.raises(ModelError, match=r"share_prefixes: always is not possible with .*: its operation \w+ does not"):
+    reason = r"share_prefixes: always is not possible with .*: the recurrence registered for \w+ does not name"
+    with pytest.raises(ModelError, match=reason):
         score(given, tmp_path / "others", gradients=False)
 
 
