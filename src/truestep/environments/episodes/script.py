@@ -25,7 +25,11 @@ def preload(modules: Sequence[str], run: Sequence[str]) -> None:
     name, *rest = run
     found = shutil.which(name)
     here = os.path.dirname(sys.executable)
-    if found is None or os.path.dirname(os.path.abspath(found)) != here or not os.path.basename(found)[:6] == "python":
+    if (
+        found is None
+        or os.path.dirname(os.path.abspath(found)) != here
+        or not os.path.basename(found).startswith("python")
+    ):
         raise CustomError(
             f"sampler.environment.preload is for programs of the run's own Python, {sys.executable}; "
             f"sampler.environment.run begins with {name}, which is {found or 'not found'}"
@@ -82,8 +86,8 @@ def _become(arguments: Sequence[str], given: Mapping[str, str], stdin: int, stdo
     code = 1
     try:
         die_with_parent(parent)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         for descriptor in (stdin, stdout):
