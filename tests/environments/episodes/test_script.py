@@ -55,7 +55,7 @@ if __name__ == "__main__":
 }
 # Runs a program as `Program` does; a process of its own, since tests have threads, which a fork does not keep.
 DRIVER = """
-import json, subprocess, sys
+import contextlib, json, subprocess, sys
 from truestep.environments.episodes.script import Script, preload
 how, modules, *run = json.loads(sys.argv[1])
 given = {"OPENAI_API_KEY": "key"}
@@ -65,8 +65,8 @@ if how == "fork":
 else:
     import os
     started = subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | given)
-started.stdin.write(b"record\\n")
-started.stdin.close()
+with contextlib.suppress(BrokenPipeError), started.stdin as stdin:  # a program may end before it is written to
+    stdin.write(b"record\\n")
 out = started.stdout.read()
 print(json.dumps({"out": out.decode(errors="backslashreplace"), "code": started.wait(30), "again": started.wait(0)}))
 """
