@@ -1,10 +1,10 @@
 """Documents per second with environments that sleep, hang, exit, flood and write garbage, beside healthy ones.
 
-    python benchmarks/tails.py [--episodes 256 --turns 8 --sleep 2 --timeout 20 --share 0.0625 --rounds 2]
+    python benchmarks/tails.py [--episodes 256 --documents 256 --turns 8 --timeout 20 --share 0.0625 --rounds 2]
 
 Real processes play the episodes. A server in memory answers at once, and the trainer only counts, so that what is
 measured is the order of documents, the limits and the processes. Healthy and unhealthy runs take turns, since other
-work on the machine slows both. Each step has as many documents as there are episodes at once.
+work on the machine slows both. An episode that hangs holds up its step: a step should last as long as its timeout.
 
 `bound` is what the unhealthy episodes cost wherever they are played: the mean seconds of a document if all are healthy,
 by those with the seconds of episodes that hang until they are cut, and of those that are lost and played anew.
@@ -44,7 +44,8 @@ VOCABULARY, STOP = 64, 0
 
 @dataclass(frozen=True)
 class Setting:
-    episodes: int  # at once, and documents of a step
+    episodes: int  # at once
+    documents: int  # of a step
     group_size: int
     turns: int
     sleep: float  # at most, in seconds a turn
@@ -125,14 +126,16 @@ def run(setting: Setting, steps: int, say: Callable[[str], None] | None = None) 
     service = EpisodeService(worker, 2, options, say)
     sampling = GroupOptions(setting.group_size, 0, DrawOptions(1.0, 8, frozenset({STOP})))
     prompts = [Prompt(f"p{number}", "", {}, (3, 4)) for number in range(64)]
-    ahead = setting.steps_ahead * setting.episodes
+    ahead = setting.steps_ahead * setting.documents
     servers = Servers(
         prompts=prompts,
         make_servers=lambda: [Instant()],
         plays=EnvironmentPlay(service, Numbers(), EpisodeLimits(100, 4096, setting.timeout)),
         sampling=sampling,
         vocabulary_size=VOCABULARY,
-        limit=StalenessLimit(setting.episodes, setting.episodes, ahead, setting.episodes // setting.group_size, 600.0),
+        limit=StalenessLimit(
+            setting.documents, setting.documents, ahead, setting.episodes // setting.group_size, 600.0
+        ),
         publisher=NoFiles(),  # type: ignore[arg-type]
         pause="wait",
         tolerance=0.01,
@@ -145,11 +148,11 @@ def run(setting: Setting, steps: int, say: Callable[[str], None] | None = None) 
             expected = Expected(seen, servers.probes, rows[0], rows[1])
             servers.send(Path("weights"), expected, fence=lambda: None)
             servers.wait_until_sent()
-            taken = source.take(setting.episodes, seen)
+            taken = source.take(setting.documents, seen)
             made.times.append(time.monotonic())
             made.documents += taken.documents
             made.rejected += taken.rejected
-            seen += setting.episodes
+            seen += setting.documents
         made.still_open = list(source.state()["open"])
         made.rejected += source.aside().rejected
     finally:
@@ -177,6 +180,7 @@ def bound(setting: Setting) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=256)
+    parser.add_argument("--documents", type=int, help="of a step; as many as episodes without it")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--sleep", type=float, default=2.0)
@@ -192,8 +196,9 @@ def main() -> None:
         for _ in range(given.rounds):
             for healthy in (True, False):
                 share = 0.0 if healthy else given.share
+                documents = given.documents or given.episodes
                 setting = Setting(
-                    given.episodes, given.group_size, given.turns, given.sleep, given.timeout, share, ahead
+                    given.episodes, documents, given.group_size, given.turns, given.sleep, given.timeout, share, ahead
                 )
                 made = run(setting, given.warm + given.steps)
                 found[healthy].append(made.per_second(given.warm))

@@ -8,17 +8,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from config.loading import load, message
 from truestep.config.describe import list_options
 from truestep.config.load import ConfigError, dump_config, load_config
 from truestep.config.losses import GspoLoss, ReinforceLoss
 from truestep.config.schema import Config
+from truestep.config.section import Section
 
 MODEL = "model: {path: m}\n"
 
@@ -129,6 +132,26 @@ def test_text_on_the_command_line_needs_no_second_quotes(text: str) -> None:
 def test_quotes_and_null_still_mean_what_they_mean_in_yaml() -> None:
     assert load(MODEL, "--data.path", "'null'").data.path == "null"
     assert load(MODEL + "data: {path: a}", "--data.path", "null").data.path is None
+
+
+def test_every_option_that_can_be_off_takes_it_without_quotes() -> None:
+    """YAML reads an unquoted `off` as false, in a file and on the command line."""
+    sections, found = list(Section.__subclasses__()), []
+    for section in sections:
+        sections += section.__subclasses__()
+        for name, field in section.model_fields.items():
+            if "'off'" in str(field.annotation):
+                found.append(name)
+                parsed = TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python(False)  # type: ignore[name-defined]
+                assert parsed == "off", f"{section.__name__}.{name}"
+    assert {"share_prefixes", "reward_isolation", "replay"} <= set(found)
+    text = MODEL + "data: {path: x, share_prefixes: off}\n"
+    assert load(text).data.share_prefixes == "off"
+    assert load(MODEL + "data: {path: x}\n", "--data.share_prefixes", "off").data.share_prefixes == "off"
+    assert (
+        load(EXAMPLE.replace("max_new_tokens", "reward_isolation: off, max_new_tokens")).sampler.reward_isolation
+        == "off"
+    )
 
 
 def test_whole_sections_can_be_replaced_or_removed() -> None:

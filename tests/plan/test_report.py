@@ -95,6 +95,29 @@ def test_a_plan_with_rates_has_the_time_and_what_fits(config: Path, tmp_path: Pa
     assert outcome.exit_code == 0 and "It fits 79 GiB" in outcome.output, outcome.output
 
 
+def test_a_plan_of_groups_that_share_their_prompt(config: Path, tmp_path: Path) -> None:
+    (card := tmp_path / "card.json").write_text(json.dumps(dataclasses.asdict(H100)))
+    asked = ["plan", str(config), "--card", str(card), "--ranks", "8", "--model.activation_checkpointing", "full"]
+
+    def planned(*more: str) -> tuple[str, float]:
+        outcome = CliRunner().invoke(main, [*asked, *more, "--output", str(tmp_path)])
+        assert outcome.exit_code == 0, outcome.output
+        return outcome.output, json.loads((tmp_path / "plan.json").read_text())["step"]["total"]
+
+    together, seconds = planned("--prompt", "2048", "--length", "2560")
+    said = "Computed once: a prompt of 2,048 that 8 documents share (--prompt): 196,608 tokens, 30% of the step's."
+    assert said in together
+    apart, longer = planned("--prompt", "2048", "--length", "2560", "--data.share_prefixes", "off")
+    assert "Computed with each document: a prompt of 2,048" in apart and longer > 2 * seconds
+    assert "that 4 documents share" in planned("--prompt", "2048", "--length", "2560", "--group", "4")[0]
+    for wrong, problem in (
+        (["--group", "4"], "--prompt says how long it is"),
+        (["--prompt", "2560", "--length", "2560"], "has none left for an answer"),
+    ):
+        outcome = CliRunner().invoke(main, [*asked, *wrong])
+        assert outcome.exit_code == 1 and problem in outcome.output
+
+
 def test_a_card_that_is_named_has_its_memory_and_no_time(config: Path, tmp_path: Path) -> None:
     outcome = CliRunner().invoke(main, ["plan", str(config), "--card", "h100", "--gpus", "8"])
     assert outcome.exit_code == 1 and "It does not fit 79 GiB" in outcome.output, outcome.output

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from plan.shapes import ADAPTED_BIG, ADAPTED_BIGGER, BIG, H100, H200, MIDDLE, SMALL, THIRD, config_of
-from truestep.plan.advice import layout_of
-from truestep.plan.cost import StepTime, Work, plan_time
+from truestep.config.schema import Config
+from truestep.plan.advice import changed_plainly, layout_of
+from truestep.plan.cost import SharedPrompt, StepTime, Work, plan_time
 from truestep.plan.rates import Rates
 from truestep.plan.shape import ModelShape, shape_of
+from truestep.rollouts.prefixes import find_segments
 
 K16 = {"tokens": 16384, "attention": "torch"}
 FAST = {**K16, "compile": True}
@@ -24,6 +27,13 @@ THOUSANDS = Work(63_569, 31_800, 1_053)  # documents of 600 to 1,400 tokens: the
 LOG_NORMAL = Work(63_569, 31_800, 2_700)
 LONG = Work(65_536, 65_532, 16_384)
 DOCUMENT = Work(32_768, 16_384, 32_768)
+WIDE: dict[str, Any] = {**FLASH, "tokens": 24_576}
+
+
+def groups(prompt: int, answer: int, count: int = 4, shared: bool = True) -> Work:
+    """Return `count` groups of eight answers to a prompt."""
+    documents, length = 8 * count, prompt + answer
+    return Work(documents * length, documents * answer, length, SharedPrompt(prompt, 8) if shared else None)
 
 
 def gemma2() -> ModelShape:
@@ -79,6 +89,13 @@ MEASURED: dict[str, tuple[Any, dict[str, Any], int, Work, float]] = {
     "8B, all on the host": (BIG, {**FITS, "optimizer": {"offload": "all"}}, 1, FULL, 8.906),
     "32B, adapter": (ADAPTED_BIGGER, FITS, 1, Work(32_768, 16_384, 1_024), 11.966),
     "Gemma 2, all scores": (gemma2, {**FAST, "tokens": 8192}, 1, Work(32_768, 16_384, 8_192), 2.093),
+    "1.72B, 2,048 + 512": (MIDDLE, WIDE, 1, groups(2048, 512, shared=False), 81_920 / 56_692),
+    "1.72B, 2,048 + 512, shared": (MIDDLE, WIDE, 1, groups(2048, 512), 81_920 / 157_275),
+    "1.72B, 8,192 + 512": (MIDDLE, WIDE, 1, groups(8192, 512, shared=False), 278_528 / 46_388),
+    "1.72B, 8,192 + 512, shared": (MIDDLE, WIDE, 1, groups(8192, 512), 278_528 / 219_194),
+    "1.72B, 512 + 2,048, shared": (MIDDLE, WIDE, 1, groups(512, 2048), 81_920 / 60_482),
+    "1.72B, 128 + 512, shared": (MIDDLE, WIDE, 1, groups(128, 512), 20_480 / 63_388),
+    "1.72B, 2,048 + 512, shared, 32 groups": (MIDDLE, WIDE, 1, groups(2048, 512, 32), 4.27),
     "Gemma 2, flash": (gemma2, {**FLASH, "tokens": 8192}, 1, Work(32_768, 16_384, 8_192), 0.776),
 }
 
@@ -122,3 +139,33 @@ def test_planned_times_are_within_a_quarter_of_measured_ones(name: str) -> None:
 def test_so_are_those_of_an_h100(name: str) -> None:
     shape, options, measured = MEASURED_ON_AN_H100[name]
     assert planned(shape, options, 1, THOUSANDS, H100).total == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(("prompt", "answer", "group"), [(5, 3, 4), (1, 9, 2), (8, 1, 16)])
+def test_a_shared_prompt_counts_once_as_it_does_in_a_run(prompt: int, answer: int, group: int) -> None:
+    """The tokens, keys and copies that the plan counts are those of the segments that are trained."""
+    documents = [np.array([*range(prompt), *(1000 + 100 * member + np.arange(answer))]) for member in range(group)]
+    forest = find_segments(documents)
+    length = prompt + answer
+    work = Work(group * length, group * answer, length, SharedPrompt(prompt, group))
+    assert work.computed == pytest.approx(forest.tokens)
+    assert work.copied == pytest.approx(forest.path_tokens)
+    # A token attends to half a key of its own more on average: causal attention over n tokens has n² / 2 pairs here.
+    pairs = sum((segment.stop**2 - segment.start**2) / 2 for segment in forest.segments)
+    assert work.reach * work.computed / 2 == pytest.approx(pairs)
+    assert work.apart.reach * work.apart.computed / 2 == pytest.approx(group * length**2 / 2)
+
+
+def test_auto_shares_a_prompt_where_that_takes_less_time() -> None:
+    config = config_of(**WIDE)
+    always, off = (changed_plainly(config, "data.share_prefixes", how) for how in ("always", "off"))
+
+    def seconds(how: Config, work: Work) -> StepTime:
+        return plan_time(how, MIDDLE, layout_of(how, 1), H200, work)
+
+    long, short = groups(2048, 512), groups(2, 512)
+    assert seconds(config, long) == seconds(always, long) and seconds(config, long).computed < 81_920 / 3
+    assert seconds(config, short) == seconds(off, short.apart) != seconds(always, short)
+    shape = SharedPrompt(2048, 8)
+    assert Work.of(off, 1, 2560, shape).computed == 64 * 2560 > Work.of(config, 1, 2560, shape).computed
+    assert Work.of(config, 1, 2560, shape).labels == pytest.approx(64 * 512)

@@ -227,6 +227,8 @@ def train(config: "Config") -> None:
 @click.option("--hosts", type=click.IntRange(1), default=1, help="Number of machines. --gpus is then of each.")
 @click.option("--network", type=click.FloatRange(0, min_open=True), help="GB/s that a GPU sends to other machines.")
 @click.option("--length", type=click.FloatRange(1), help="Tokens in a document, for the predicted time.")
+@click.option("--prompt", type=click.FloatRange(1), help="Tokens of it that its group shares: its prompt.")
+@click.option("--group", type=click.IntRange(1), help="Documents of a group. Default: data.group_size.")
 @click.option("--output", type=click.Path(path_type=Path), help="Directory to write plan.json to.")
 def plan(
     config: "Config",
@@ -236,11 +238,13 @@ def plan(
     hosts: int,
     network: float | None,
     length: float | None,
+    prompt: float | None,
+    group: int | None,
     output: Path | None,
 ) -> None:
     """Print the memory that CONFIG needs, and the time of a step. It needs no GPU and reads no weights."""
     from truestep.plan.rates import named_rates, rates_of_plan
-    from truestep.plan.report import hosts_of, make_plan_report
+    from truestep.plan.report import hosts_of, make_plan_report, shared_prompt
 
     size = ranks or int(os.environ.get("WORLD_SIZE" if hosts == 1 else "LOCAL_WORLD_SIZE", "0" if hosts > 1 else "1"))
     if not size:
@@ -254,7 +258,8 @@ def plan(
         memory = memory or (None if rates is None else rates.memory)
         for note in notes:
             _print(note)
-    text, fits = make_plan_report(config, hosts * size, memory, output, rates, length, several)
+    shared = shared_prompt(config, prompt, group)
+    text, fits = make_plan_report(config, hosts * size, memory, output, rates, length, several, shared)
     _print(text)
     if not fits:
         sys.exit(1)

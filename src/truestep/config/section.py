@@ -3,13 +3,14 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 SourceName = Annotated[str, Field(pattern=rf"^{SOURCE_NAME.pattern}$")]  # the name of one of several sources of prompts
 ImportPath = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]  # package.module:function
+OR_OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads an unquoted off as false
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

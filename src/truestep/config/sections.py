@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationError, create_model
 
-from truestep.config.section import SOURCE_NAME, Count, ImportPath, NotNegative, Positive, Section, SourceName, by_type
+from truestep.config.section import (
+    OR_OFF,
+    SOURCE_NAME,
+    Count,
+    ImportPath,
+    NotNegative,
+    Positive,
+    Section,
+    SourceName,
+    by_type,
+)
 
 
 class HeadConfig(Section):
@@ -25,7 +35,7 @@ class HeadConfig(Section):
 
 
 class ExpertsConfig(Section):
-    replay: Literal["auto", "off", "require"] = "auto"
+    replay: Annotated[Literal["auto", "off", "require"], OR_OFF] = "auto"
     """Which experts compute a token. `auto`: the experts in its record (`routed_experts`); a token without recorded
     experts uses the router's own choice. `require`: every record must have `routed_experts`, and servers must return
     them. `off`: the router's own choice for every token. In each case, the policy's router computes the weights of the
@@ -217,7 +227,7 @@ class DataConfig(Section):
     tokens_per_microbatch: Count = 16384
     """The largest number of tokens in one micro-batch. Longer documents are rejected. Raise it for speed; lower it if
     memory runs out."""
-    share_prefixes: Literal["auto", "always", "off"] = "auto"
+    share_prefixes: Annotated[Literal["auto", "always", "off"], OR_OFF] = "auto"
     """Compute a prefix that several documents share only once, forward and backward: the prompt of a group, or the
     earlier turns of a conversation. No result changes. `auto`: share where it saves time. `always`: share wherever
     documents of a micro-batch begin with the same token. `off`: compute each document alone."""
@@ -368,7 +378,7 @@ class SamplerBase(Section):
     reward_environment: list[str] | None = None
     """Names of environment variables to pass to rewards, in addition to the usual ones without secrets (PATH, HOME,
     LANG and the like). `null`: only the usual ones."""
-    reward_isolation: Literal["auto", "require", "off", "same_process"] = "auto"
+    reward_isolation: Annotated[Literal["auto", "require", "off", "same_process"], OR_OFF] = "auto"
     """Linux namespaces for reward processes: they see no other processes, and cannot write to files outside a private
     /tmp in memory (SECURITY.md). `auto`: isolate if the system permits it; the run prints whether it does. `require`:
     end the run if the system does not permit it. `off`: no isolation. `same_process`: rewards and environments are
@@ -557,7 +567,7 @@ class EvaluationConfig(Section):
     """As sampler.reward_memory. `null`: the sampler's, or its default."""
     reward_environment: list[str] | None = None
     """As sampler.reward_environment. `null`: the sampler's, or none."""
-    reward_isolation: Literal["auto", "require", "off", "same_process"] | None = None
+    reward_isolation: Annotated[Literal["auto", "require", "off", "same_process"] | None, OR_OFF] = None
     """As sampler.reward_isolation. `null`: the sampler's, or auto."""
     reward_writable: list[str] | None = None
     """As sampler.reward_writable. `null`: the sampler's, or none."""

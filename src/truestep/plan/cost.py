@@ -7,10 +7,11 @@ The constants below count this program's passes over memory and launched operati
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from truestep.config.schema import Config
 from truestep.config.sections import AdamW8BitConfig, AdamWConfig, MuonConfig
+from truestep.errors import TruestepError
 from truestep.model.heads import HeadSizes, attending_layers
 from truestep.plan.memory import LABELS, computed_size, host_bytes, recomputes, remakes
 from truestep.plan.rates import Rates
@@ -22,6 +23,7 @@ BUBBLES = "pipeline that fills and empties"  # the name of a part
 _LENGTH = 1000  # tokens per document, if no option gives a length
 # How often a layer's elementwise work reads or writes its activations, forward and backward together.
 _PASSES_EAGER, _PASSES_COMPILED, _PASSES_FLASH, _PASSES_ADAPTER = 100, 20, 12, 6
+_PASSES_COPIES = 5  # how often a copied key or value is read or written: forward, again backward, and its gradient
 _FORWARD = 0.35  # the forward pass's fraction of elementwise work
 _BACKWARD_ATTENTION = 2.5  # attention's FLOPs in the backward pass, as a multiple of the forward pass
 _BYTES_SCORE = 170  # bytes per score of attention with a softcap outside a fused kernel, forward and backward
@@ -35,25 +37,72 @@ _BACKWARD = 0.67  # the backward pass's fraction of a micro-batch's computation
 
 
 @dataclass(frozen=True)
+class SharedPrompt:
+    """A prompt that the documents of a group begin with."""
+
+    tokens: float
+    group: float  # the number of documents that share it
+
+
+@dataclass(frozen=True)
 class Work:
     """The size of a step's documents, over all ranks."""
 
     tokens: float
     labels: float
     length: float  # document length, averaged over tokens
+    prompt: SharedPrompt | None = None  # None: no document shares tokens with another
 
     @staticmethod
-    def of(config: Config, data_ranks: int, length: float | None = None) -> "Work":
+    def of(config: Config, data_ranks: int, length: float | None = None, prompt: SharedPrompt | None = None) -> "Work":
         """Compute the size of a step from the options, with documents of `length` tokens."""
         longest = config.data.tokens_per_microbatch
         if length is None:
             new = getattr(config.sampler, "max_new_tokens", None)
-            length = _LENGTH if new is None else 1.25 * new
+            if prompt is not None:
+                length = prompt.tokens + (_LENGTH / 2 if new is None else new)
+            else:
+                length = _LENGTH if new is None else 1.25 * new
         length = min(length, longest)
+        if prompt is not None and prompt.tokens >= length:
+            raise TruestepError(
+                f"--prompt {prompt.tokens:g}: a document of {length:g} tokens has none left for an answer (--length, "
+                f"data.tokens_per_microbatch)"
+            )
         schedule = config.schedule
         each = schedule.depth_first_micro_batches * schedule.breadth_first_micro_batches
         tokens = schedule.docs_per_step * length or float(each * longest * data_ranks)
-        return Work(tokens, LABELS * tokens, length)
+        labels = LABELS if prompt is None else 1 - prompt.tokens / length
+        return Work(tokens, labels * tokens, length, None if config.data.share_prefixes == "off" else prompt)
+
+    @property
+    def apart(self) -> "Work":
+        """The same documents, without a shared prompt."""
+        return replace(self, prompt=None)
+
+    @property
+    def computed(self) -> float:
+        """How many tokens are computed: a shared prompt counts once."""
+        if self.prompt is None:
+            return self.tokens
+        return self.tokens * (1 - self.prompt.tokens * (1 - 1 / self.prompt.group) / self.length)
+
+    @property
+    def reach(self) -> float:
+        """Twice the number of keys that a computed token attends to, on average: a document's length, if nothing is
+        shared."""
+        if self.prompt is None:
+            return self.length
+        ahead = self.prompt.tokens
+        pairs = self.length**2 - ahead**2 * (1 - 1 / self.prompt.group)  # twice those of a document
+        return pairs * self.tokens / self.length / self.computed
+
+    @property
+    def copied(self) -> float:
+        """How many keys are copied to the paths of segments (`model.mixers.paths`)."""
+        if self.prompt is None:
+            return 0.0
+        return self.tokens * (1 + self.prompt.tokens / self.prompt.group / self.length)
 
 
 @dataclass(frozen=True)
@@ -76,6 +125,7 @@ class StepTime:
 
     parts: Mapping[str, float]
     tokens: float
+    computed: float  # tokens; less than `tokens` where a shared prompt is computed once
 
     @property
     def total(self) -> float:
@@ -93,6 +143,7 @@ class _Rank:
     sizes: Mapping[str, int]  # sizes of the layout's axes
     micro_batches: int
     tokens: float  # tokens per step that its layers compute
+    copied: float  # keys per step that are copied to the paths of segments
     labels: float  # labels per step, divided evenly among stages: stages without the head have more layers instead
     layers: float
     attending: float  # number of its attention layers
@@ -114,9 +165,20 @@ def plan_time(
     work: Work | None = None,
     hosts: Hosts | None = None,
 ) -> StepTime:
-    """Compute the time of a step by part, without sampling and without waiting for documents. `hosts`: None: one."""
+    """Compute the time of a step by part, without sampling and without waiting for documents. `hosts`: None: one. With
+    `data.share_prefixes: auto`, a prompt is shared if that takes less time."""
     sizes = layout.every
     work = work or Work.of(config, sizes["data_shard"] * sizes["data_replicate"])
+    together = _plan_time(config, shape, layout, rates, work, hosts)
+    if work.prompt is None or config.data.share_prefixes == "always":
+        return together
+    return min(together, _plan_time(config, shape, layout, rates, work.apart, hosts), key=lambda step: step.total)
+
+
+def _plan_time(
+    config: Config, shape: ModelShape, layout: RankLayout, rates: Rates, work: Work, hosts: Hosts | None
+) -> StepTime:
+    sizes = layout.every
     rank = _rank(config, shape, sizes, work)
     parts = _computation(config, shape, rates, work, rank)
     busy = sum(parts.values())
@@ -132,7 +194,7 @@ def plan_time(
     room = float(getattr(config.optimizer, "offload_room", 0.0)) * 2**30 / rates.bus
     covered = min(room, _BACKWARD * beside / rank.micro_batches)
     parts["optimizer's state over the bus"] = max(0.0, moved / rates.bus - covered)
-    return StepTime({name: seconds for name, seconds in parts.items() if seconds > 0}, work.tokens)
+    return StepTime({name: seconds for name, seconds in parts.items() if seconds > 0}, work.tokens, work.computed)
 
 
 def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Work) -> _Rank:
@@ -141,8 +203,9 @@ def _rank(config: Config, shape: ModelShape, sizes: Mapping[str, int], work: Wor
     trained, whole = shape.part(*place, trained=True), shape.part(*place)
     return _Rank(
         sizes,
-        max(1, math.ceil(work.tokens / data / config.data.tokens_per_microbatch - 0.05)),
-        work.tokens / data / sizes["context"],
+        max(1, math.ceil(work.computed / data / config.data.tokens_per_microbatch - 0.05)),
+        work.computed / data / sizes["context"],
+        work.copied / data / sizes["context"],
         # equal shares, since the last stage has fewer layers because of the head
         work.labels / data / sizes["context"] / stages,
         len(shape.layer_names) / stages,
@@ -166,6 +229,7 @@ def _computation(config: Config, shape: ModelShape, rates: Rates, work: Work, ra
         "head": head * (2 if shape.head in shape.frozen else 3),
         "attention": attend * (1 + _BACKWARD_ATTENTION),
         "elementwise work": elementwise,
+        "copies of shared prefixes": _copies(config, rates, rank),
         "adding up gradients": _BYTES_ADDED * rank.trained * rank.micro_batches / rates.copy,
     }
     if again != "none":  # compiled kernels recompute in kernels that read the same tensors anyway
@@ -186,10 +250,16 @@ def _attention(config: Config, shape: ModelShape, rates: Rates, work: Work, rank
     if getattr(text, "attn_logit_softcapping", None) and not rates.uses_flash(
         config.model.attention
     ):  # without a fused kernel the scores are written to memory
-        scores = rank.tokens * work.length * rank.heads.queries * rank.attending / tensor
+        scores = rank.tokens * work.reach * rank.heads.queries * rank.attending / tensor
         return _BYTES_SCORE * scores / rates.copy / (1 + _BACKWARD_ATTENTION)
-    reach = min(work.length, getattr(text, "sliding_window", None) or math.inf)
+    reach = min(work.reach, getattr(text, "sliding_window", None) or math.inf)
     return 2 * rank.heads.width * rank.tokens * reach * rank.attending / tensor / rate
+
+
+def _copies(config: Config, rates: Rates, rank: _Rank) -> float:
+    """Compute the time in which keys and values are copied to the paths of segments, and their gradients added up."""
+    numbers = 2 * rank.heads.keys * rank.heads.size * rank.attending / rank.sizes["tensor"]
+    return _PASSES_COPIES * numbers * computed_size(config) * rank.copied / rates.copy
 
 
 def _elementwise(config: Config, shape: ModelShape, rates: Rates, rank: _Rank) -> float:

@@ -10,7 +10,7 @@ from truestep.config.schema import Config
 from truestep.errors import TruestepError
 from truestep.files.whole import write_whole
 from truestep.plan.advice import layout_of, savings
-from truestep.plan.cost import BUBBLES, Hosts, StepTime, Work, exchanges, plan_time
+from truestep.plan.cost import BUBBLES, Hosts, SharedPrompt, StepTime, Work, exchanges, plan_time
 from truestep.plan.memory import (
     GIB,
     LABELS,
@@ -46,6 +46,7 @@ class PlanReport:
     memory: float | None  # GiB per rank
     rates: Rates | None  # None if not known for this number of ranks; then no time is planned
     length: float | None  # tokens per document
+    prompt: SharedPrompt | None
     switched_on: dict[str, Any]
     hosts: Hosts | None = None  # None: one
 
@@ -57,6 +58,7 @@ class PlanReport:
         rates: Rates | None = None,
         length: float | None = None,
         hosts: Hosts | None = None,
+        prompt: SharedPrompt | None = None,
     ) -> "PlanReport":
         shape, layout = read_shape(config), layout_of(config, ranks)
         if rates is not None:  # without a rate of what is exchanged, no time is planned
@@ -66,7 +68,7 @@ class PlanReport:
         switched_on = dict[str, Any]()
         if memory is not None:
             config, switched_on = settle(config, shape, layout, memory * GIB * ROOM, rates, hosts)
-        return PlanReport(config, shape, layout, ranks, memory, rates, length, switched_on, hosts)
+        return PlanReport(config, shape, layout, ranks, memory, rates, length, prompt, switched_on, hosts)
 
     @property
     def planned(self) -> list[RankMemory]:
@@ -89,7 +91,7 @@ class PlanReport:
     @property
     def _work(self) -> Work:
         sizes = self.layout.by_name
-        return Work.of(self.config, sizes["data_shard"] * sizes["data_replicate"], self.length)
+        return Work.of(self.config, sizes["data_shard"] * sizes["data_replicate"], self.length, self.prompt)
 
     def lines(self) -> list[str]:
         planned = self.planned
@@ -133,6 +135,7 @@ class PlanReport:
             "",
             f"On {self.rates.card}: {step.tokens_per_second:,.0f} tokens/s, {step.tokens:,.0f} tokens a step, "
             f"documents of {self._work.length:,.0f} (--length).",
+            *_sharing(self.prompt, step),
             "Sampling, rating and waiting for documents come on top.",
         ]
 
@@ -164,14 +167,37 @@ def make_plan_report(
     rates: Rates | None = None,
     length: float | None = None,
     hosts: Hosts | None = None,
+    prompt: SharedPrompt | None = None,
 ) -> tuple[str, bool]:
     """Return the plan as text, and whether it fits `memory` GiB per rank (True without `memory`). With `output`, also
     write plan.json there."""
-    plan = PlanReport.of(config, ranks, memory, rates, length, hosts)
+    plan = PlanReport.of(config, ranks, memory, rates, length, hosts, prompt)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "plan.json", json.dumps(_values(plan), indent=1).encode())
     return "\n".join(plan.lines()), plan.fits
+
+
+def _sharing(prompt: SharedPrompt | None, step: StepTime) -> list[str]:
+    """Say how much of the tokens is computed where groups share a prompt."""
+    if prompt is None:
+        return []
+    what = f"a prompt of {prompt.tokens:,.0f} that {prompt.group:g} documents share (--prompt)"
+    if step.computed == step.tokens:
+        return [f"Computed with each document: {what}: sharing is off, or saves no time."]
+    return [f"Computed once: {what}: {step.computed:,.0f} tokens, {step.computed / step.tokens:.0%} of the step's."]
+
+
+def shared_prompt(config: Config, tokens: float | None, group: float | None) -> SharedPrompt | None:
+    """Return the prompt that groups share. `group`: None: as `data.group_size` says."""
+    if tokens is None:
+        if group is not None:
+            raise TruestepError("--group is of documents that share a prompt: --prompt says how long it is")
+        return None
+    group = group or config.data.group_size
+    if group is None:
+        raise TruestepError("--prompt needs --group: the configuration has no data.group_size")
+    return SharedPrompt(tokens, group)
 
 
 def hosts_of(count: int, gpus: int, network: float | None = None) -> Hosts | None:
@@ -269,5 +295,7 @@ def _values(plan: PlanReport) -> dict[str, Any]:
         "card": None if plan.rates is None else plan.rates.card,
         "hosts": 1 if plan.hosts is None else plan.hosts.count,
         "sent": {volume.what: volume.sent for volume in exchanges(plan.config, plan.shape, plan.layout, plan._work)},
-        "step": None if step is None else {"seconds": step.parts, "total": step.total, "tokens": step.tokens},
+        "step": None
+        if step is None
+        else {"seconds": step.parts, "total": step.total, "tokens": step.tokens, "computed": step.computed},
     }

@@ -20,7 +20,9 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 def test_each_failure_costs_its_document_alone_and_is_named(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))  # the processes of episodes get this path
     tails = importlib.import_module("tails")
-    setting = tails.Setting(episodes=32, group_size=4, turns=3, sleep=0.1, timeout=15.0, share=0.3, steps_ahead=ahead)
+    setting = tails.Setting(
+        episodes=32, documents=32, group_size=4, turns=3, sleep=0.1, timeout=15.0, share=0.3, steps_ahead=ahead
+    )
     made = tails.run(setting, steps=4)
     assert len(made.documents) == 4 * 32
     groups = list(dict.fromkeys(int(document.group_id) for document in made.documents))
