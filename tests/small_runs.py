@@ -68,7 +68,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def file_config(model: Path, rollouts: Path, run: Path, **sections: Any) -> Config:
+def file_config(model: Path, rollouts: Path, run: Path, /, **sections: Any) -> Config:
     base = {
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"path": str(rollouts), "advantages": "none", "tokens_per_microbatch": 40},

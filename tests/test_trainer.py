@@ -40,6 +40,7 @@ from tiny import label_positions
 from truestep.config.schema import Config
 from truestep.metrics.sinks import Sink
 from truestep.metrics.spent import of_the_machine
+from truestep.ranks.place import find_place
 from truestep.rollouts.source import Interrupted
 from truestep.run.checkpoint.saves import SaveRule
 from truestep.run.train import train
@@ -504,6 +505,42 @@ def test_the_garbage_collector_looks_at_what_is_newer_than_the_run(tiny_model: M
     assert all(frozen > 50_000 and newer < frozen / 4 for frozen, newer in seen[10:])
     assert all(circle() is None for circle in circles[:10]), "garbage was taken away before"
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"model": {"activation_checkpointing": "selective"}},
+        {"adapter": {"rank": 2}, "logging": {"rollouts": {"documents": "all"}}},
+        {"loss": {"type": "grpo", "kl_reference": {"weight": 0.1}}, "data": {"share_prefixes": "always"}},
+    ],
+    ids=["plain", "selective", "adapter", "reference"],
+)
+def test_a_step_leaves_no_tensor_to_the_garbage_collector(
+    sections: dict[str, Any], tiny_model: Model, tmp_path: Path
+) -> None:
+    """What only the collector frees stays on a GPU for many steps."""
+    write_rollouts(tmp_path / "r.jsonl", 20)
+    trainer = quiet_trainer(file_config(tiny_model("qwen3"), tmp_path / "r.jsonl", tmp_path / "run", **sections))
+    left: list[list[torch.Tensor]] = []
+
+    def look(*_: object) -> None:
+        find_place()  # as the watch does from its thread: it looks at what this thread's functions hold
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        left.append([found for found in gc.garbage if isinstance(found, torch.Tensor)])
+        gc.garbage.clear()
+
+    tell(trainer, gradient=look)
+    gc.disable()
+    try:
+        trainer.run()
+    finally:
+        gc.enable()
+    assert len(left) == 4
+    assert left[1:] == [[]] * 3  # the first look finds what was left before
 
 
 def test_a_run_with_changed_plans_tells_of_its_gradients_and_leaves_no_checkpoint(

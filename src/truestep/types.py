@@ -406,12 +406,13 @@ class PackedLabels:
         return replace(self, **chosen, fields={name: values[labels] for name, values in self.fields.items()})
 
     def to(self, device: torch.device) -> Self:
-        def moved(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {name: moved(item) for name, item in value.items()}
-            return sent(value, device)
+        return replace(self, **{item.name: _sent(getattr(self, item.name), device) for item in fields(self)})
 
-        return replace(self, **{item.name: moved(getattr(self, item.name)) for item in fields(self)})
+
+def _sent(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _sent(item, device) for name, item in value.items()}
+    return sent(value, device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -220,6 +222,25 @@ def test_what_waits_is_known_by_thread() -> None:
         assert progress.waits(threading.get_ident())[-1] == progress.OTHER_RANKS
         assert find_place().waits is (threading.current_thread() is threading.main_thread())
     assert progress.waits(threading.get_ident()) == []
+
+
+def test_a_look_at_other_threads_keeps_nothing_that_they_hold() -> None:
+    class Held:
+        pass
+
+    def hold() -> weakref.ref[Held]:
+        held = Held()
+        looking = threading.Thread(target=find_place)
+        looking.start()
+        looking.join()
+        find_place()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert hold()() is None, "only the garbage collector would free it"
+    finally:
+        gc.enable()
 
 
 def test_a_place_is_found_in_an_installed_truestep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,17 +134,17 @@ def merge(first: Mapping[str, Metric], second: Mapping[str, Metric]) -> dict[str
 
 def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Move all tensors to the host, where ranks exchange metrics."""
+    return {name: _on_host(metric) for name, metric in metrics.items()}
 
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach().cpu()
-        if isinstance(value, tuple):
-            return tuple(moved(part) for part in value)
-        if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{item.name: moved(getattr(value, item.name)) for item in fields(value)})
-        return value
 
-    return {name: moved(metric) for name, metric in metrics.items()}
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, tuple):
+        return tuple(map(_on_host, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: _on_host(getattr(value, item.name)) for item in fields(value)})
+    return value
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -36,7 +36,9 @@ class CodeLocation:
 
 def find_place() -> CodeLocation:
     """Return the innermost line of truestep's or the user's code that the main thread is in."""
-    frames = sys._current_frames()
+    # Without this call's own frame, which would refer to itself: the garbage collector alone could then free what the
+    # functions of all frames hold, such as activations.
+    frames = sys._current_frames() | {threading.get_ident(): sys._getframe(1)}
     main = threading.main_thread().ident or 0
     place = _place(frames.get(main))
     waits, text = place.waits or progress.OTHER_RANKS in progress.waits(main), place.text

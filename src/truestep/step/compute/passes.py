@@ -57,7 +57,7 @@ class Passes:
         self._schedule = make_schedule(self._pipeline, micro_batches, backward)
         self._rank = policy.weights.ranks.stage
         self._stages = self._pipeline.stages_of(self._rank)
-        self._wires = _Wires(policy.weights.ranks, self._schedule, self._like)
+        self._wires = _Wires(policy.weights.ranks, self._schedule)
         self._batches: dict[int, MicroBatch] = {}
         self._activations: dict[tuple[int, int], _Activations] = {}
         self._tokens: dict[int, OwnTokens] = {}  # this rank's tokens, by micro-batch
@@ -86,7 +86,7 @@ class Passes:
             self._wires.settle()
 
     def _forward(self, current: Pass) -> None:
-        received = None if current.stage == 0 else self._wires.receive(current)
+        received = None if current.stage == 0 else self._wires.receive(current, self._like)
         if received is not None and self._backward:
             received.requires_grad_()
         micro_batch, gradient = self._packed(current.micro_batch), None
@@ -108,7 +108,7 @@ class Passes:
             self._activations[current.stage, current.micro_batch] = _Activations(received, output, gradient)
 
     def _back(self, current: Pass) -> None:
-        received = None if current.stage == self._pipeline.last else self._wires.receive(current)
+        received = None if current.stage == self._pipeline.last else self._wires.receive(current, self._like)
         forward = self._activations.pop((current.stage, current.micro_batch))
         gradient = forward.gradient if received is None else received
         assert gradient is not None
@@ -164,21 +164,22 @@ class Passes:
 class _Wires:
     """Point-to-point transfers between pipeline stages: asynchronous sends, blocking receives."""
 
-    def __init__(self, ranks: Ranks, schedule: PipelineSchedule, like: Callable[[Pass], torch.Tensor]):
-        self._ranks, self._schedule, self._like = ranks, schedule, like
+    def __init__(self, ranks: Ranks, schedule: PipelineSchedule):
+        self._ranks, self._schedule = ranks, schedule
         self._expected: dict[tuple[int, bool], Iterator[Pass]] = {}
         self._received: dict[Pass, torch.Tensor] = {}  # inputs that were received before they were needed
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def receive(self, current: Pass) -> torch.Tensor:
-        """Return the input of a pass. Inputs that the sender sent before it are received first, and kept."""
+    def receive(self, current: Pass, like: Callable[[Pass], torch.Tensor]) -> torch.Tensor:
+        """Return the input of a pass. Inputs that the sender sent before it are received first, and kept. `like`
+        allocates them."""
         sender = self._schedule.pipeline.rank_of(current.source)
         key = (sender, current.forward)
         if key not in self._expected:
             self._expected[key] = iter(self._schedule.received(sender, self._ranks.stage, current.forward))
         while current not in self._received:
             receiving = next(self._expected[key])
-            room = self._received[receiving] = self._like(receiving)
+            room = self._received[receiving] = like(receiving)
             if room.numel():
                 dist.recv(room, src=self._ranks.of_stage(sender), group=self._group(sender, current.forward))
         return self._received.pop(current)
