@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from audit.faults import KEPT, PLANTED, TRL_TABLES, Fault
 from audit.odd import ODD, Odd
-from audit.world import World, sample
-from audit.writers import WRITERS, Change
+from audit.world import END, Rollout, World, give_advantages, sample
+from audit.writers import WRITERS, Change, lines
 from truestep.tools.audit.formats.table import NAMES
 from truestep.tools.audit.run import audit
 from truestep.tools.audit.table import BY_NAME, TABLE
@@ -46,6 +48,38 @@ def test_rewards_gathered_from_ranks_in_turns_are_named(seed: int, tmp_path: Pat
     (fault,) = (one for one in PLANTED if one.what == "rewards gathered from two ranks in turns")
     (finding,) = audit(replace(fault, world=replace(fault.world, seed=seed, groups=32)).write(tmp_path)).findings
     assert finding.name == "rewards-mispaired" and "gathered from 2 ranks in turns" in finding.evidence
+
+
+def in_two_sequences(rollouts: list[Rollout], folder: Path, change: Change | None = None) -> list[Path]:
+    """Records of documents whose second sequence begins with the prompt and the first half of what was drawn."""
+    records = []
+    for line in WRITERS["truestep"](rollouts, folder, change)[0].read_text().splitlines():
+        whole = json.loads(line)
+        labels = [place for place, label in enumerate(whole["loss_mask"]) if label]
+        half = labels[len(labels) // 2]
+        both = {"document_id": whole["id"], "sequences": 2, "routed_experts": None}
+        first = {name: whole[name][:half] for name in ("input_ids", "loss_mask", "logprobs")}
+        first["input_ids"][-1] = END  # a turn
+        second = [int(place >= half and label) for place, label in enumerate(whole["loss_mask"])]
+        records.append({**whole, **both, **first, "id": f"{whole['id']}.0"})
+        records.append({**whole, **both, "loss_mask": second, "id": f"{whole['id']}.1"})
+    return [lines(folder / "several.jsonl", [one for one in records if any(one["loss_mask"])])]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_documents_of_several_sequences_are_rated_as_documents(seed: int, tmp_path: Path) -> None:
+    rollouts = sample(World(seed=seed, groups=8))
+    assert not audit(in_two_sequences(rollouts, tmp_path)).findings
+
+    def wrong(record: dict[str, Any], index: int) -> None:
+        record["advantage"] *= -1 if index in (5, 6) else 1
+
+    (finding,) = audit(in_two_sequences(rollouts, tmp_path, wrong)).findings
+    assert finding.name == "advantages" and "2 of " in finding.evidence and finding.count == 2
+    rng = np.random.default_rng(seed)
+    strangers = rng.permutation([one.group for one in rollouts]).tolist()
+    give_advantages(rollouts, strangers)
+    assert [one.name for one in audit(in_two_sequences(rollouts, tmp_path)).findings][:1] == ["advantages"]
 
 
 @pytest.mark.parametrize(("source", "world"), itertools.product(WRITERS, WORLDS), ids=lambda one: str(one)[:24])

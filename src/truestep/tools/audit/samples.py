@@ -32,6 +32,8 @@ class Sample:
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     group: str | None = None
+    # document and group of a sequence that is not the document's only one: sequences of a document differ in prompts
+    part_of: tuple[str, str] | None = None
     step: int | None = None
     version: int | None = None  # version of the weights that drew the sample
     staleness: float | None = None  # age of these weights, in steps or documents
@@ -227,6 +229,20 @@ class Dump:
         if len(sizes):
             found[~named & (found >= 0) & (sizes[np.maximum(found, 0)] > np.bincount(sizes[sizes > 0]).argmax())] = -1
         return found
+
+    @cached_property
+    def rated(self) -> np.ndarray:
+        """Return a number for each group of documents that were rated together, for one sample of each document; -1 for
+        the others."""
+        keys: list[Any] = []
+        seen: set[Any] = set()
+        for one, alone, group in zip(self.samples, self.alone.tolist(), self.groups.tolist(), strict=True):
+            key: Any = (one.step, one.group if alone and one.group is not None else group) if group >= 0 else None
+            if one.part_of is not None and (document := (one.file, one.step, one.part_of[0])) not in seen:
+                seen.add(document)
+                key = (one.step, one.part_of[1])
+            keys.append(key)
+        return codes(keys)
 
     def place(self, token: int) -> tuple[int, int]:
         """Return the sample and the position in it of a token, given its index among all tokens."""

@@ -201,7 +201,7 @@ def _best(rules: Mapping[str, np.ndarray], given: np.ndarray, telling: np.ndarra
 def advantages(dump: Dump) -> Iterator[Evidence]:
     """Find the rule that explains most advantages, and compare each advantage with that rule's value for its group's
     rewards."""
-    groups, given, rewards = dump.groups, dump.advantage, dump.rewards
+    groups, given, rewards = dump.rated, dump.advantage, dump.rewards
     usable = (groups >= 0) & np.isfinite(given) & np.isfinite(rewards)
     if usable.sum() < 8:
         return

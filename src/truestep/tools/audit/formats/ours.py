@@ -34,7 +34,7 @@ def samples_of_record(record: Mapping[str, Any], file: str, line: int) -> Iterat
     logprobs = fit.at(array(record.get("logprobs"), "logprobs"), "logprobs", mask)
     document = text(record.get("document_id"))
     several = document is not None and (whole(record.get("sequences")) or 1) > 1
-    version = record.get("model_version")
+    group, version = text(record.get("group_id")), record.get("model_version")
     versions = array(version if isinstance(version, list) else None, "model_version")
     yield Sample(
         file,
@@ -46,8 +46,8 @@ def samples_of_record(record: Mapping[str, Any], file: str, line: int) -> Iterat
         advantages=per_label(record.get("advantage"), mask, fit),
         reward=score(record.get("reward")),
         parts=parts(record.get("rewards")),
-        # Sequences of one document have different prompts, so they are not compared as a group.
-        group=None if several else text(record.get("group_id")),
+        group=None if several else group,
+        part_of=(document, group) if several and document is not None and group is not None else None,
         step=whole(record.get("step")),
         version=whole(version) if versions is None else whole(versions[-1]),
         truncated=record.get("truncated") if isinstance(record.get("truncated"), bool) else None,
