@@ -29,11 +29,11 @@ class Episode:
     prompt: Prompt
     draw: DrawOptions
     seed: tuple[int, ...]  # the seed of the draws of its first turn
-    name: str | None = None  # the name of its session: its requests go to one cache, which has its tokens
+    name: str | None = None  # requests with one name go to the server whose cache has their tokens
 
     @property
     def reward_seed(self) -> str:
-        """The seed of the random numbers that its reward or environment draws."""
+        """The seed of the random numbers that the episode's reward or environment draws."""
         return " ".join(map(str, self.seed))
 
 
