@@ -282,8 +282,8 @@ def test_errors_say_what_to_do(run: Callable[..., Path], tmp_path: Path) -> None
     path = run(a_huge_advantage)
     for metric, said in (
         ("gradnorm", r"has no metric gradnorm; did you mean grad_norm[?] It has\n  advantage, "),
-        ("step_time", "step_time is made by no document"),
-        ("learning_rate", "learning_rate is made by no document"),
+        ("step_time", "no document contributes to step_time"),
+        ("learning_rate", "no document contributes to learning_rate"),
     ):
         with pytest.raises(ReplayError, match=said):
             bisect(path, metric)

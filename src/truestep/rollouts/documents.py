@@ -123,7 +123,8 @@ def read_document_bytes(content: bytes, load: Callable[[bytes], Any] = json.load
 
 
 def _array(content: bytes, start: int, name: str, kind: str, count: int) -> np.ndarray:
-    """Return a copy of one of a document's arrays. Its numbers are of the kind of that attribute, and all there."""
+    """Return a copy of one of a document's arrays. Raise ValueError if it has another kind of numbers than its
+    attribute, or too few."""
     dtype, wanted = np.dtype(kind), np.dtype(arrays()[name])
     if dtype.kind != wanted.kind or dtype.itemsize > 8:
         raise ValueError(f"its {name} are of {printable(kind, 40)}: expected {wanted}")

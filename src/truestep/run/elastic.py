@@ -84,12 +84,12 @@ def _of_launcher(config: Config, agent: Agent) -> Iterator[str]:
         yield "checkpoint.lock: false would let two generations write the run's directory: it needs a disk with locks"
     if os.environ.get(SHARES_STORE) == str(True):
         yield (
-            f"set {OWN_STORE}=1 for torchrun, on every machine: else its agents do not find each other when the first "
-            "of them has left"
+            f"set {OWN_STORE}=1 for torchrun, on every machine: otherwise its agents do not find each other after the "
+            "first agent has left"
         )
     if agent.restarts < _LEAST_RESTARTS:
         yield (
-            f"--max-restarts {agent.restarts} is too few, since every agent spends one when a rank is lost or joins: "
+            f"--max-restarts {agent.restarts} is too few, since every loss or joining of a rank is a restart: "
             f"set --max-restarts {MAX_RESTARTS}"
         )
     layout: RankLayout = layout_of(config)
