@@ -117,7 +117,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank found in its part of a step's sequences."""
+    """The items that a rank found in its part of a step's sequences."""
 
     seen: str  # a digest of the step's sequences
     items: list[Packables]  # for each limit
