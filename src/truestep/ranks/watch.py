@@ -156,8 +156,8 @@ def _beat(ranks: int, timeout: float) -> float:
 
 
 def longest_silence(ranks: int, timeout: float) -> float:
-    """For a run whose ranks come and go: return the seconds without news of the other ranks after which a rank has
-    ended. `ranks`: the number of ranks."""
+    """Return the seconds without news of the other ranks after which a rank has ended, in a run whose ranks come and
+    go. `ranks`: the number of ranks."""
     beat = _beat(ranks, timeout)
     return min(timeout, max(_SILENCE, 5 * beat)) + 2 * beat
 
