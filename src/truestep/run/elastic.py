@@ -67,9 +67,9 @@ def _depends_on_ranks(config: Config) -> Iterator[str]:
     schedule, sampler = config.schedule, config.sampler
     changes = "the number of ranks may change"
     if schedule.docs_per_step == 0:
-        yield f"{changes}, and with schedule.docs_per_step: 0 a step depends on it: set schedule.docs_per_step"
+        yield f"{changes}, and schedule.docs_per_step: 0 would change steps with it: set schedule.docs_per_step"
     if schedule.overshoot == "keep":
-        yield f"{changes}, and with schedule.overshoot: keep a step depends on it: set schedule.overshoot: carry"
+        yield f"{changes}, and schedule.overshoot: keep would change steps with it: set schedule.overshoot: carry"
     if own_part(config):
         yield f"{changes}, and data.path with {{rank}} gives each rank its own files: name files that all ranks see"
     if isinstance(sampler, ServerSampler) and sampler.start is not None:
