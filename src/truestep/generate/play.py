@@ -203,7 +203,8 @@ class Plays(Protocol):
     """Plays episodes, many at a time."""
 
     async def play(self, episode: Episode, generate: Generate) -> Played:
-        """Play an episode. Errors of `generate` are raised; those of the reward or environment are its rating."""
+        """Play an episode. Errors of `generate` are raised. An error of the reward or the environment becomes the
+        episode's rating."""
         ...
 
     def close(self) -> None: ...
